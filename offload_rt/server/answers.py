@@ -15,7 +15,7 @@ from .conversation import Conversation
 from .deltas import Deltas, Usage, usage_of
 from .parsers import answer_parser, ends_within_thinking
 from .parsers.pieces import Parser, Piece, ToolCall
-from .service import Service, Where
+from .service import EngineArguments, Service
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatJob:
     """A tokenized chat request.
 
     Attributes:
@@ -61,7 +61,7 @@ class Asked:
     thinking: bool
     offered: list[str] | None
     forced: bool
-    where: Where
+    where: EngineArguments
 
 
 def asked(
@@ -71,13 +71,13 @@ def asked(
     params: SamplingParams,
     *,
     forced: bool,
-    where: Where | None = None,
-) -> Asked:
+    where: EngineArguments | None = None,
+) -> ChatJob:
     """Create the request for a conversation that is rendered as `text`."""
-    return Asked(ids, params, ends_within_thinking(text), conversation.offered, forced, where or Where())
+    return ChatJob(ids, params, ends_within_thinking(text), conversation.offered, forced, where or EngineArguments())
 
 
-async def answer(service: Service, request: Request, what: Asked) -> AsyncGenerator[Step, None]:
+async def answer(service: Service, request: Request, what: ChatJob) -> AsyncGenerator[Step, None]:
     """Generate and parse `params.n` responses to a conversation."""
     deltas, parsers, called = Deltas(), dict[int, Parser](), set[int]()
     async with aclosing(service.outputs(request, what.ids, what.params, what.where)) as outputs:
@@ -99,7 +99,7 @@ async def answer(service: Service, request: Request, what: Asked) -> AsyncGenera
                 yield Step(0, [], [], None, None, None, usage_of(output), output)
 
 
-def _parser(service: Service, what: Asked) -> Parser:
+def _parser(service: Service, what: ChatJob) -> Parser:
     # Guided decoding applies from the first token on, so the response has no reasoning section.
     if what.params.structured_outputs is not None:
         return answer_parser("llama3_json" if what.forced else "none", "none", what.offered)

@@ -92,21 +92,23 @@ _PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "quer
 
 
 @dataclass(frozen=True)
-class Asked:
+class ForwardedRequest:
     """A serializable request: the fields `_PASSED` of its scope, and its body."""
 
     scope: dict[str, Any]
     body: bytes
 
 
-class Door:
+class Proxy:
     """ASGI application that forwards each request with `ask(asked, affinity)` and sends the messages that it yields.
 
     If the client disconnects, the iterator is closed. Reading stops after `max_body` bytes: the replica refuses larger
     bodies.
     """
 
-    def __init__(self, ask: Callable[[Asked, str], AsyncIterator[Message]], max_body: int, timeout: float) -> None:
+    def __init__(
+        self, ask: Callable[[ForwardedRequest, str], AsyncIterator[Message]], max_body: int, timeout: float
+    ) -> None:
         self._ask, self._max_body, self._timeout = ask, max_body, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,7 +120,7 @@ class Door:
         body = await self._read(receive)
         if body is None:
             return
-        asked = Asked({name: scope[name] for name in _PASSED if name in scope}, body)
+        asked = ForwardedRequest({name: scope[name] for name in _PASSED if name in scope}, body)
         answering = asyncio.ensure_future(self._answer(asked, affinity(Headers(scope=scope), body), send))
         left = asyncio.ensure_future(_disconnected(receive))
         try:
@@ -142,7 +144,7 @@ class Door:
                 break
         return b"".join(parts)
 
-    async def _answer(self, asked: Asked, key: str, send: Send) -> None:
+    async def _answer(self, asked: ForwardedRequest, key: str, send: Send) -> None:
         begun = False
         try:
             async with aclosing(self._ask(asked, key)) as messages:  # type: ignore[type-var]
@@ -156,13 +158,13 @@ class Door:
             await _send_lost(send)
 
 
-class Behind:
+class Upstream:
     """Run the application in a replica. Requests may run concurrently."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def answer(self, asked: Asked) -> AsyncIterator[Message]:
+    async def answer(self, asked: ForwardedRequest) -> AsyncIterator[Message]:
         """Yield the messages of the application. Closing the iterator reports a disconnect to it."""
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         gone, bodies = asyncio.Event(), [asked.body]
@@ -185,7 +187,7 @@ class Behind:
             gone.set()
             await task
 
-    async def _run(self, asked: Asked, receive: Receive, send: Send) -> None:
+    async def _run(self, asked: ForwardedRequest, receive: Receive, send: Send) -> None:
         await self._app(dict(asked.scope), receive, send)
 
 

@@ -33,7 +33,7 @@ from .sampling import Room
 
 
 @dataclass(frozen=True)
-class Where:
+class EngineArguments:
     """Engine options of a request. `session` is the engine's session id (see `session_of`)."""
 
     policy: str | None = None
@@ -78,7 +78,7 @@ class Service:
                 code="model_not_found",
             )
 
-    def where(self, body: SampledBody, request: Request, *, trace: bool = False) -> Where:
+    def where(self, body: SampledBody, request: Request, *, trace: bool = False) -> EngineArguments:
         """Return the engine options of a request. Raises RefusedError for unsupported combinations."""
         if body.exact is not None and body.exact != (self.engine.llm.config.exact is not None):
             raise refused(
@@ -86,13 +86,13 @@ class Service:
             )
         salt = self.salt(request, body.cache_salt)
         if body.session is None:
-            return Where(body.policy, body.policy_options, None, trace, salt)
+            return EngineArguments(body.policy, body.policy_options, None, trace, salt)
         if not self.remembers:
             raise refused("this server stores no sessions: remove session, or start the server with --store", "session")
         if body.policy is not None:
             raise refused("a session always uses the server's policy: remove policy or session", "policy")
         session = session_of(request.scope["state"]["owner"], body.session)
-        return Where(session=session, trace=trace, cache_salt=salt)
+        return EngineArguments(session=session, trace=trace, cache_salt=salt)
 
     def salt(self, request: Request, given: str | None) -> str:
         """Return the cache salt of a request, made from its API key (if there are several) and its `cache_salt`.
@@ -175,7 +175,7 @@ class Service:
             logger.warning("cannot delete a session: %s", error)
 
     async def outputs(
-        self, request: Request, ids: Sequence[int], params: SamplingParams, where: Where | None = None
+        self, request: Request, ids: Sequence[int], params: SamplingParams, where: EngineArguments | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request; the last one is finished. Closing the iterator aborts the request.
 
@@ -184,7 +184,7 @@ class Service:
             TimeoutError: The deadline has passed.
             RefusedError: The server is shutting down.
         """
-        where = where or Where()
+        where = where or EngineArguments()
         begun = time.perf_counter()
         deadline, first, last = request.scope["state"]["deadline"], 0.0, None
         reason = "abort"

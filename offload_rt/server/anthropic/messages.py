@@ -17,7 +17,7 @@ from ..conversation import refuse_prefill
 from ..deltas import Usage
 from ..parsers.pieces import Content, Piece, Reasoning, ToolCall, joined
 from ..sampling import forced_call
-from ..service import Service, Where
+from ..service import EngineArguments, Service
 from .requests import CountRequest, MessagesRequest, from_messages
 
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -46,7 +46,7 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
     forced = forced_call(conversation)
     tokens = service.room.tokens(len(ids), body.max_tokens)
     params = service.params(max_tokens=tokens, stop=body.stop_sequences or (), **given, **forced)
-    where = Where(cache_salt=service.salt(request, body.cache_salt))
+    where = EngineArguments(cache_salt=service.salt(request, body.cache_salt))
     steps = answer(service, request, asked(text, ids, conversation, params, forced=bool(forced), where=where))
     message: dict[str, Any] = {
         "id": f"msg_{request.scope['state']['request_id']}",

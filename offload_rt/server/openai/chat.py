@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from ...llm import LLM
 from ...outputs import RequestOutput
-from ..answers import Asked, Step, answer, asked
+from ..answers import ChatJob, Step, answer, asked
 from ..connection import event, json_answer, streamed, until_gone
 from ..conversation import from_chat
 from ..deltas import Usage
@@ -132,13 +132,13 @@ def _keeper(service: Service, body: ChatRequest, request: Request) -> Keep:
     return keep
 
 
-async def _traced(service: Service, text: str, what: Asked) -> TraceEvents:
+async def _traced(service: Service, text: str, what: ChatJob) -> TraceEvents:
     spans = await service.prompts.spans_of(text, len(what.ids))
     async with service.engines.under(what.where.policy, what.where.policy_options) as engine:
         return TraceEvents(engine.llm, text, spans, len(what.ids))
 
 
-async def _asked(service: Service, body: ChatRequest, request: Request) -> tuple[str, Asked]:
+async def _asked(service: Service, body: ChatRequest, request: Request) -> tuple[str, ChatJob]:
     """Render and tokenize the prompt. Return its text and the request."""
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs needs logprobs: true", "top_logprobs")

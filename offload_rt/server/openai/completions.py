@@ -18,7 +18,7 @@ from ..connection import event, json_answer, streamed, until_gone
 from ..deltas import Delta, Deltas, Usage, usage_of
 from ..errors import refused
 from ..sampling import sampling_fields, structured_outputs
-from ..service import Service, Where
+from ..service import EngineArguments, Service
 from .requests import CompletionRequest
 
 DEFAULT_TOKENS = 16
@@ -100,7 +100,7 @@ Step = tuple[list[dict[str, Any]], int, Usage]
 
 
 async def _one(
-    service: Service, request: Request, prompt: _Prompt, params: SamplingParams, top: int | None, where: Where
+    service: Service, request: Request, prompt: _Prompt, params: SamplingParams, top: int | None, where: EngineArguments
 ) -> AsyncGenerator[Step, None]:
     """Yield the new parts of the completions of one prompt."""
     deltas, offsets = Deltas(), dict.fromkeys(range(params.n), len(prompt.echo))

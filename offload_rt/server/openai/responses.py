@@ -21,7 +21,7 @@ from ..documents import Kept, response_of
 from ..errors import refused
 from ..parsers.pieces import Content, Piece, Reasoning, ToolCall, joined
 from ..sampling import forced_call, structured_outputs
-from ..service import Service, Where
+from ..service import EngineArguments, Service
 from .responses_requests import ResponsesRequest, format_of, from_responses, new_messages
 
 Event = dict[str, Any]
@@ -139,7 +139,9 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
     salt = service.salt(request, body.cache_salt)
 
     def answers(session: str) -> AsyncGenerator[Step, None]:
-        where = Where(session=session if service.remembers and body.store is not False else None, cache_salt=salt)
+        where = EngineArguments(
+            session=session if service.remembers and body.store is not False else None, cache_salt=salt
+        )
         return answer(service, request, asked(text, ids, conversation, params, forced=bool(forced), where=where))
 
     def keep(session: str, response: dict[str, Any], pieces: Sequence[Piece]) -> None:

@@ -23,15 +23,15 @@ from ...config import EngineConfig, StoreOptions
 from ...errors import ConfigError, StoreError
 from ...llm import LLM
 from ..app import make_app
-from ..forwarding import Asked, Behind, Door
+from ..forwarding import ForwardedRequest, Proxy, Upstream
 from ..options import ServerOptions
 
 ROUTER = "offload_rt.server.ray.router.AffinityRouter"
 
-ENGINE, DOOR = "engine", "door"
+ENGINE, PROXY = "engine", "proxy"
 """Deployment names."""
 
-MOST_AT_THE_DOOR = 10_000
+MOST_PROXY_REQUESTS = 10_000
 """Maximum number of concurrent requests of the proxy, which only waits for the replicas."""
 
 MOST_FOLDERS = 1000
@@ -91,10 +91,10 @@ class Replica:
 
     def __init__(self, build: Callable[[], FastAPI]) -> None:
         self._app = build()
-        self._behind = Behind(self._app)
+        self._upstream = Upstream(self._app)
 
-    async def answer(self, asked: Asked) -> AsyncIterator[Message]:
-        async for message in self._behind.answer(asked):
+    async def answer(self, asked: ForwardedRequest) -> AsyncIterator[Message]:
+        async for message in self._upstream.answer(asked):
             yield message
 
     async def __del__(self) -> None:
@@ -127,22 +127,22 @@ def ray_app(
         ),
         **cluster.size,
     )
-    door = serve.deployment(
-        serve.ingress(lambda: _door(options))(),
-        name=DOOR,
-        max_ongoing_requests=MOST_AT_THE_DOOR,
+    proxy = serve.deployment(
+        serve.ingress(lambda: _proxy(options))(),
+        name=PROXY,
+        max_ongoing_requests=MOST_PROXY_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=options.grace,
     )
-    return door.bind(engines.bind(_builder(model, config, options, store, store_options)))
+    return proxy.bind(engines.bind(_builder(model, config, options, store, store_options)))
 
 
-def _door(options: ServerOptions) -> Starlette:
+def _proxy(options: ServerOptions) -> Starlette:
     from ray import serve
 
     handle = serve.get_deployment_handle(ENGINE).options(stream=True)
 
-    async def ask(asked: Asked, affinity: str) -> AsyncIterator[Message]:
+    async def ask(asked: ForwardedRequest, affinity: str) -> AsyncIterator[Message]:
         # Without a session id, Serve's router chooses any replica.
         answers = (handle.options(session_id=affinity) if affinity else handle).answer.remote(asked)
         try:
@@ -151,7 +151,7 @@ def _door(options: ServerOptions) -> Starlette:
         finally:
             answers.cancel()
 
-    return Starlette(routes=[Mount("/", app=Door(ask, options.max_body, options.timeout))])
+    return Starlette(routes=[Mount("/", app=Proxy(ask, options.max_body, options.timeout))])
 
 
 def serve_on_ray(application: Any, options: ServerOptions) -> None:
