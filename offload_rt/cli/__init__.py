@@ -1,7 +1,6 @@
-"""The command line: assembles the subcommands of `commands/` and turns errors into exit codes. A user's mistake is one
-line on stderr and exit code 2; Ctrl-C is exit code 130.
+"""The command line: subcommands and exit codes. User errors are one line on stderr and exit code 2; Ctrl-C is 130.
 
-Neither torch nor transformers is imported before a command runs, so that `--help` and a wrong flag answer at once.
+torch and transformers are imported only when a command runs, so that `--help` and usage errors are fast.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ COMMANDS = (generate, chat, batch, serve, sessions, skew, info, measure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns its exit code."""
+    """Run a subcommand and return its exit code."""
     args = _parser().parse_args(argv)
     try:
         with _quiet_libraries():
@@ -37,14 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("offload-rt: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our stdout has left, as `head` does; flushing at exit must not fail again
+    except BrokenPipeError:  # the reader of stdout has closed it, as `head` does; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Silences what libraries say; our own warnings become one line each on stderr."""
+    """Silence libraries, and print this package's warnings as one line each on stderr."""
     quiet_transformers()
     package = str(Path(__file__).parents[1])
 
@@ -59,7 +58,7 @@ def _quiet_libraries() -> Iterator[None]:
 
 
 class _Version(argparse.Action):
-    """Prints the version, which is looked up only then, and exits."""
+    """Print the version and exit. The package is imported only here."""
 
     def __call__(self, parser: argparse.ArgumentParser, *parsed: object) -> None:
         from .. import __version__
@@ -69,11 +68,12 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints fit one line, and in which an argument that may be left out may also stand
-    behind flags: argparse takes it for left out as soon as one comes."""
+    """Argument parser with one-line errors that accepts optional positional arguments after flags.
+
+    argparse treats them as missing as soon as a flag precedes them.
+    """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, which gives back what it has no place for."""
         found, rest = super().parse_known_args(args, namespace)
         for action in self._actions:
             left_out = not action.option_strings and action.nargs == "?" and getattr(found, action.dest) is None
@@ -82,7 +82,6 @@ class _Parser(argparse.ArgumentParser):
         return found, rest
 
     def error(self, message: str) -> NoReturn:
-        """Exits with code 2."""
         self.exit(USER_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 

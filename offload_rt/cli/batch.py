@@ -13,10 +13,10 @@ from .sampling_flags import add_sampling_flags, sampling_given
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answers the requests of a file into another. IN has a JSON object a line, with "prompt" or "messages", perhaps
-    "id", "max_tokens" and other sampling options of its own; OUT gets a line for each, and what is there already is not
-    done again: a batch that was interrupted goes on where it was. The exit code is 1 where one could not be
-    answered."""
+    """Process the requests of a file and write the results to another file. Each line of IN is a JSON object with
+    "prompt" or "messages", and optionally "id", "max_tokens" and other sampling options. OUT gets a line for each
+    request. Requests with a result in OUT are skipped, so an interrupted batch can be resumed. The exit code is 1 if a
+    request failed."""
     from .batch_files import Answers, answer_all, read_requests
 
     if args.at_once < 1 or (args.ray is not None and args.ray < 1):
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     answers = Answers(Path(args.output))
     try:
         left = [request for request in requests if request.id not in answers.done]
-        console.print(f"{len(left):,} of {len(requests):,} requests to answer", markup=False)
+        console.print(f"{len(left):,} of {len(requests):,} requests to process", markup=False)
         if not left:
             return 0
         from ..utils.progress import Progress
@@ -44,19 +44,20 @@ def run(args: argparse.Namespace) -> int:
     finally:
         answers.close()
     if failed:
-        console.print(f"{failed:,} could not be answered: their lines say why", markup=False)
+        console.print(f"{failed:,} requests failed: see the field error of their lines", markup=False)
     return 1 if failed else 0
 
 
 def add(commands: Any) -> None:
-    """Enters the subcommand."""
     parser = add_command(commands, "batch", run)
-    parser.add_argument("input", metavar="IN.jsonl", help="requests, one a line")
-    parser.add_argument("output", metavar="OUT.jsonl", help="answers; those that are there stay")
-    parser.add_argument("--at-once", type=int, default=64, metavar="N", help="requests between two writes (64)")
+    parser.add_argument("input", metavar="IN.jsonl", help="requests, one per line")
+    parser.add_argument("output", metavar="OUT.jsonl", help="results; existing lines are kept")
     parser.add_argument(
-        "--ray", type=int, metavar="N", help="N engines on a Ray cluster (RAY_ADDRESS, else a new one on this machine)"
+        "--at-once", type=int, default=64, metavar="N", help="requests per batch and write (default: 64)"
     )
-    parser.add_argument("--quiet", action="store_true", help="nothing on stderr")
+    parser.add_argument(
+        "--ray", type=int, metavar="N", help="N engines on a Ray cluster (RAY_ADDRESS, or a new local one)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="print nothing on stderr")
     add_engine_flags(parser)
     add_sampling_flags(parser, several=False)

@@ -1,4 +1,4 @@
-"""Requests in one file of JSON lines, answers in another: what is there already is not done again."""
+"""Batch processing of a JSON-lines file. Requests with an existing result are skipped."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ from ..utils.small_files import parse_json
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A line of the input. `id`: the line's own, or its number from 1 on. Either `prompt`, a text or token ids, or
-    `messages`, a conversation; `sampling`: fields of `SamplingParams` that it sets itself."""
+    """A line of the input. Either `prompt` or `messages` is set.
+
+    Attributes:
+        id: Id of the request. Default: the line number, from 1.
+        prompt: Text or token ids.
+        messages: Conversation.
+        sampling: Fields of `SamplingParams` that the request sets.
+    """
 
     id: str
     prompt: str | list[int] | None
@@ -28,22 +34,31 @@ class BatchRequest:
 
     @property
     def beginning(self) -> str:
-        """What requests are sorted by, so that those that begin alike come together."""
+        """Sort key that groups requests with a common prefix."""
         return json.dumps(self.messages if self.prompt is None else self.prompt)
 
 
 def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[BatchRequest]:
-    """The requests of a file; `defaults`: fields of `SamplingParams` that are to hold where a line says nothing. Raises
-    InputError, naming the line, for what is no request, and for an id that comes twice."""
+    """Read the requests of a file.
+
+    Args:
+        path: JSON-lines file.
+        defaults: Fields of `SamplingParams` for requests that do not set them.
+
+    Raises:
+        InputError: A line is invalid, or an id occurs twice.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may have other ends of lines within its texts
+        lines = path.read_text(encoding="utf-8").split(
+            "\n"
+        )  # not splitlines(): JSON strings may contain other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {str(path)!r}: {error}") from error
     requests = [_request(line, number, path, defaults) for number, line in enumerate(lines, start=1) if line.strip()]
     seen: set[str] = set()
     for request in requests:
         if request.id in seen:
-            raise InputError(f"{str(path)!r} has the id {request.id!r} twice: ids name the answers")
+            raise InputError(f"{str(path)!r} has the id {request.id!r} twice: ids must be unique")
         seen.add(request.id)
     return requests
 
@@ -59,15 +74,15 @@ def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) ->
         check(prompt is None or isinstance(prompt, (str, list)), "its prompt must be a text or a list of token ids")
         SamplingParams(**{**defaults, **rest})
     except (ValueError, TypeError) as error:
-        raise InputError(f"line {number} of {str(path)!r} is no request: {error}") from error
+        raise InputError(f"line {number} of {str(path)!r} is not a valid request: {error}") from error
     return BatchRequest(str(id), prompt, messages, rest)
 
 
 class Answers:
-    """A file of answers, a line each, that one process adds to. A line that was cut off, by a process that was killed,
-    is taken away; `done` are the ids of the others. What `add` wrote is on the disk when it returns.
+    """File of results that one process appends to. `done` contains the ids of the existing results.
 
-    Raises InputError where the file cannot be written, is written by somebody else, or holds what is no answer.
+    An incomplete last line, from a killed process, is removed. Raises InputError if the file cannot be written, is
+    locked by another process, or contains other data.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +94,7 @@ class Answers:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
-            raise InputError(f"another process writes to {str(path)!r}: wait for it, or give another file") from None
+            raise InputError(f"another process writes to {str(path)!r}: wait for it, or use another file") from None
         self._file.seek(0)
         data = self._file.read()
         whole = data.rfind(b"\n") + 1
@@ -87,18 +102,21 @@ class Answers:
             self.done = {str(parse_json(line)["id"]) for line in data[:whole].splitlines()}
         except (ValueError, KeyError, TypeError):
             self._file.close()
-            raise InputError(f"{str(path)!r} holds what is no answer of a batch: give another file") from None
+            raise InputError(
+                f"{str(path)!r} contains lines that are not results of a batch: give another file"
+            ) from None
         self._file.truncate(whole)
 
     def add(self, answers: Iterable[Mapping[str, Any]]) -> None:
-        """Adds a line each."""
+        """Append results and flush them to disk."""
         lines = [json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers]
-        self._file.write("".join(lines).encode(errors="backslashreplace"))  # half a character of a request, as JSON
+        self._file.write(
+            "".join(lines).encode(errors="backslashreplace")
+        )  # lone surrogates of a request, escaped as in JSON
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Lets others write."""
         self._file.close()
 
 
@@ -110,25 +128,27 @@ def answer_all(
     at_once: int,
     show: Callable[[int, int], None] = lambda done, of: None,
 ) -> int:
-    """Answers `requests`, so many at once, those that begin alike together, and shows how many are done. One that
-    cannot be answered gets an answer that says why. Returns how many these were."""
+    """Process `requests` in groups of at most `at_once` and report the progress. Return the number of failed requests.
+
+    Failed requests get a result with the error.
+    """
     done = failed = 0
     for group in in_groups(requests, at_once):
-        told = answered(llm, group, defaults)
-        answers.add(told)
-        done, failed = done + len(group), failed + sum("error" in each for each in told)
+        results = answered(llm, group, defaults)
+        answers.add(results)
+        done, failed = done + len(group), failed + sum("error" in each for each in results)
         show(done, len(requests))
     return failed
 
 
 def in_groups(requests: Sequence[BatchRequest], at_once: int) -> list[list[BatchRequest]]:
-    """Requests that begin alike together, at most `at_once` in a group."""
+    """Group requests with common prefixes, at most `at_once` per group."""
     left = sorted(requests, key=lambda one: one.beginning)
     return [left[first : first + at_once] for first in range(0, len(left), at_once)]
 
 
 def answered(llm: Any, group: Sequence[BatchRequest], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """An answer for each request of a group; of one that cannot be answered, why."""
+    """Return the result or the error of each request of a group."""
     try:
         return _answered(llm, group, defaults)
     except OffloadError:

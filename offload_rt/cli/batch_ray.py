@@ -1,8 +1,9 @@
-"""A file's requests answered by several engines, each an actor of Ray Data.
+"""Batch processing with several engines, each a Ray Data actor.
 
-Requests that begin alike are one row of the data set, so that one engine computes what they share. What Ray Data
-promises is what is kept here: a row that was given to an actor that died is given to another, and comes once. The
-process that asks writes the answers, as they come, so that it goes on where it was like any other batch."""
+Requests with a common prefix form one row of the data set, so that one engine computes the prefix. If an actor dies,
+Ray Data assigns its row to another actor and returns each row once. The calling process writes the results as they
+arrive, so that a batch can be resumed.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,7 @@ from .batch_files import Answers, BatchRequest, answered, in_groups
 
 
 class Worker:
-    """An engine of its own. What it is given and gives back are rows of one text each: JSON of a group's requests, JSON
-    of their answers."""
+    """Actor with an engine. Input and output rows contain the requests and the results of a group as JSON."""
 
     def __init__(self, model: str, config: EngineConfig, defaults: Mapping[str, Any]) -> None:
         from ..llm import LLM
@@ -28,7 +28,6 @@ class Worker:
         self._llm, self._defaults = LLM(model, config), defaults
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
-        """The answers to the groups of a batch."""
         groups = [[BatchRequest(**one) for one in json.loads(group)] for group in batch["requests"]]
         return {"answers": [json.dumps(answered(self._llm, group, self._defaults)) for group in groups]}
 
@@ -43,9 +42,11 @@ def answer_on_ray(
     workers: int,
     show: Callable[[int, int], None] = lambda done, of: None,
 ) -> int:
-    """Answers `requests` with so many engines, on the cluster of RAY_ADDRESS or a new one of this machine alone, groups
-    of at most `at_once` in the order in which they are done. Returns how many could not be answered. Raises
-    ConfigError where Ray Data is not installed, or no engine can be made."""
+    """Process `requests` with `workers` engines on the cluster of RAY_ADDRESS, or on a new local cluster.
+
+    Groups of at most `at_once` requests are written in the order of completion. Return the number of failed requests.
+    Raises ConfigError if Ray Data is not installed or the engines fail.
+    """
     if not all(importlib.util.find_spec(name) for name in ("ray", "pyarrow", "pandas")):
         raise ConfigError("--ray needs Ray Data: pip install 'offload-rt[ray]'")
     import ray
@@ -54,7 +55,7 @@ def answer_on_ray(
     ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = [{"requests": json.dumps([asdict(one) for one in group])} for group in in_groups(requests, at_once)]
-    told = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+    results = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         Worker,
         fn_constructor_args=(model, config, dict(defaults)),
         batch_size=1,
@@ -65,11 +66,11 @@ def answer_on_ray(
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     done = failed = 0
     try:
-        for row in told.iter_rows():
+        for row in results.iter_rows():
             group = json.loads(row["answers"])
             answers.add(group)
             done, failed = done + len(group), failed + sum("error" in one for one in group)
             show(done, len(requests))
     except ray.exceptions.RayError as error:
-        raise ConfigError(f"the engines on Ray cannot go on: {str(error).strip().splitlines()[-1]}") from error
+        raise ConfigError(f"the engines on Ray failed: {str(error).strip().splitlines()[-1]}") from error
     return failed

@@ -1,4 +1,4 @@
-"""`offload-rt chat`: a conversation that goes on where it was left."""
+"""`offload-rt chat`: a conversation with a stored session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .store_flags import add_store_flags, store_options
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talks with a model in the terminal; the session is stored and comes back, with its KV cache, the next time."""
+    """Chat with a model in the terminal. The session and its KV cache are stored and can be resumed."""
     from .chat_loop import Chat
 
     asked = sampling_given(args)
@@ -29,10 +29,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add(commands: Any) -> None:
-    """Enters the subcommand."""
     parser = add_command(commands, "chat", run)
-    parser.add_argument("--session", required=True, metavar="NAME", help="a new name, or one to go on with")
-    parser.add_argument("--system", metavar="TEXT", help="what a new session tells the model before all else")
+    parser.add_argument("--session", required=True, metavar="NAME", help="name of a new or existing session")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt of a new session")
     add_store_flags(parser)
     add_engine_flags(parser)
     add_sampling_flags(parser, several=False)

@@ -1,4 +1,4 @@
-"""A terminal chat with a session: lines in, answers out as they come, commands that begin with a slash."""
+"""Interactive chat loop with slash commands."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ if TYPE_CHECKING:
     from ..llm import LLM
     from ..sessions.session import Session
 
-HELP = """a line that ends with \\ goes on in the next one
-/read FILE [words]  send a text file (and words behind it) as one message
-/history            what was said
+HELP = """a line that ends with \\ is continued in the next one
+/read FILE [words]  send a text file (followed by words) as one message
+/history            show the conversation
 /save               wait until everything is on disk
-/fork NAME          a second session that goes on from here; this one stays as it is
-/truncate N         keep the first few and the last N tokens, forget the others
-/stats              what the last answer cost, and what is stored
-/quit               save and leave (Ctrl-D too); Ctrl-C ends an answer"""
+/fork NAME          copy this session to a new one
+/truncate N         keep the first few and the last N tokens, remove the others
+/stats              statistics of the last response and of the store
+/quit               save and leave (Ctrl-D too); Ctrl-C stops a response"""
 
 PROMPT = "> "
 
 
 class Chat:
-    """Reads lines until /quit or the end of input. Answers go to stdout, all else to `console` (stderr). A mistake is
-    one line and changes nothing."""
+    """Read lines until /quit or the end of input. Responses go to stdout, all other text to `console` (stderr).
+
+    User errors print one line and leave the session unchanged.
+    """
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class Chat:
         }  # fmt: skip
 
     def run(self) -> None:
-        """The whole chat; the session is closed at the end, however it comes."""
+        """Run the chat and close the session at the end."""
         with closing(self._session):
             self._greet()
             for line in self._lines():
@@ -66,8 +68,7 @@ class Chat:
         self._say(f"session {self._session.name!r} is saved")
 
     def _lines(self) -> Iterator[str]:
-        """What is typed or piped in, without empty lines; a line that ends with a backslash goes on in the next one.
-        Ctrl-C at the prompt drops what was typed."""
+        """Yield the non-empty input lines, with backslash continuations joined. Ctrl-C discards the current input."""
         held: list[str] = []
         if sys.stdin.isatty():
             with suppress(ImportError):
@@ -97,7 +98,7 @@ class Chat:
         elif name in self._commands:
             self._commands[name](rest.strip())
         else:
-            raise InputError(f"there is no command {name!r}; /help lists them")
+            raise InputError(f"no command {name!r}: /help lists the commands")
 
     def _answer(self, text: str) -> None:
         gone = self._session.history.shift
@@ -111,9 +112,9 @@ class Chat:
         sys.stdout.write("\n")
         sys.stdout.flush()
         if (forgotten := self._session.history.shift - gone) > 0:
-            self._say(f"(the conversation had outgrown the model: its oldest {forgotten:,} tokens were forgotten)")
+            self._say(f"(the conversation exceeded the context length: its oldest {forgotten:,} tokens were removed)")
         if reason == "length":
-            self._say("(cut at --max-new-tokens; say 'go on', or give more of them)")
+            self._say("(stopped at --max-new-tokens: ask to continue, or raise it)")
 
     def _greet(self) -> None:
         session, turns = self._session, self._session.turns
@@ -136,10 +137,10 @@ class Chat:
     # ------------------------------------------------------------------------------------------------------- commands
 
     def _read(self, rest: str) -> None:
-        """The file's name ends at the first space, or is in double quotes."""
+        """Send a file. Its name ends at the first space unless it is in double quotes."""
         path, _, words = rest[1:].partition('"') if rest.startswith('"') else rest.partition(" ")
         if not path:
-            raise InputError("write /read FILE, and words to go behind it if you like")
+            raise InputError("/read needs a file: write /read FILE [words]")
         text = self._read_text(path)
         self._answer(f"{text}\n{words.strip()}" if words.strip() else text)
 
@@ -153,14 +154,14 @@ class Chat:
 
     def _fork(self, rest: str) -> None:
         if not rest:
-            raise InputError("write /fork NAME")
+            raise InputError("/fork needs a name: write /fork NAME")
         self._session.fork(rest).close()
-        self._say(f"session {rest!r} goes on from here; open it with --session {rest}")
+        self._say(f"session {rest!r} is a copy of this one; open it with --session {rest}")
 
     def _truncate(self, rest: str) -> None:
         if not rest.isdecimal():
-            raise InputError("write /truncate N, the number of tokens to keep")
-        self._say(f"{self._session.truncate(keep_last=int(rest)):,} tokens were forgotten")
+            raise InputError("/truncate needs the number of tokens to keep: write /truncate N")
+        self._say(f"{self._session.truncate(keep_last=int(rest)):,} tokens were removed")
 
     def _stats(self, rest: str) -> None:
         from .tables import stats_table
@@ -169,8 +170,8 @@ class Chat:
         if session.last_stats is not None:
             self._console.print(stats_table(session.last_stats))
         self._say(
-            f"{len(session.tokens):,} tokens in the session, {session.loaded_tokens:,} came from disk; the store has "
-            f"{format_size(session.store_bytes)} of files"
+            f"{len(session.tokens):,} tokens in the session, {session.loaded_tokens:,} came from disk; the store uses "
+            f"{format_size(session.store_bytes)}"
         )
 
     def _help(self, rest: str) -> None:

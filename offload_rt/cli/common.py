@@ -1,4 +1,4 @@
-"""What subcommands share: the console, the flags every command with a model has."""
+"""Helpers shared by the subcommands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERRUPTED = 130
 def add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], *, model: bool = True
 ) -> argparse.ArgumentParser:
-    """A parser for the subcommand `name`, described by the docstring of `run`; with `model` also MODEL and --dtype."""
+    """Add a subcommand whose description is the docstring of `run`. `model`: add MODEL and --dtype."""
     summary = " ".join((run.__doc__ or "").split())
     head = summary.split(". ")[0].split(";")[0].rstrip(".")
     parser: argparse.ArgumentParser = commands.add_parser(name, help=head, description=summary)
@@ -28,7 +28,7 @@ def add_command(
 
 
 def add_passing(commands: Any, name: str, run: Callable[[argparse.Namespace], int]) -> None:
-    """A subcommand whose arguments, `--help` included, all go to `run` as they are."""
+    """Add a subcommand that passes all arguments, including `--help`, to `run`."""
     summary = " ".join((run.__doc__ or "").split())
     parser = commands.add_parser(name, help=summary.split(". ")[0].rstrip("."), add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs="*")
@@ -36,12 +36,11 @@ def add_passing(commands: Any, name: str, run: Callable[[argparse.Namespace], in
 
 
 def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """The options that were given, so that defaults stay where they are defined."""
+    """Return the options that are set, so that defaults are defined in one place."""
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def stderr_console(quiet: bool) -> Console:
-    """A console that leaves stdout alone."""
     from rich.console import Console
 
     return Console(stderr=True, quiet=quiet, highlight=False)

@@ -1,4 +1,4 @@
-"""The flags of commands that run a model, made from `EngineConfig` and from the options of every registered policy."""
+"""Engine flags, made from `EngineConfig` and from the options of the registered policies."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..utils.config_fields import configured, option_of
 from .option_flags import add_option, given_options
 
 POLICY_OPTION = "policy_option_"
-"""Prefix of policies' options in the parsed arguments: the engine has a field `skew`, and so has a policy."""
+"""Prefix of policy options in the parsed arguments. The engine and a policy both have an option `skew`."""
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, config: type[EngineConfig] = EngineConfig) -> None:
-    """Every field of `config` that stands under a heading, then every option of a policy."""
+    """Add all fields of `config` that have a group, and all policy options."""
     _add_fields(parser, config, [field for field in fields(config) if option_of(field).group])
     _add_policy_options(parser)
 
 
 def add_plan_flags(parser: argparse.ArgumentParser, config: type[EngineConfig] = EngineConfig) -> None:
-    """The fields of `config`, and the policies' options, that say what will be needed."""
+    """Add the fields of `config` that affect memory requirements, and all policy options."""
     _add_fields(
         parser, config, [field for field in fields(config) if option_of(field).group and option_of(field).plans]
     )
@@ -32,7 +32,7 @@ def add_plan_flags(parser: argparse.ArgumentParser, config: type[EngineConfig] =
 
 
 def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineConfig, **more: Any) -> EngineConfig:
-    """What was given, checked before a model is loaded; `more` fields go on top. Raises ConfigError."""
+    """Return the configuration from the flags, with the fields `more` added. Raises ConfigError."""
     options = given_options(args, ["preset", *_options_of(policy_names())], POLICY_OPTION)
     settings = given_options(args, [field.name for field in fields(config)]) | _eviction(args) | _exact(args)
     chosen = configured(config, None, {**settings, "policy_options": options, **more})
@@ -41,15 +41,14 @@ def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineC
 
 
 def _eviction(args: argparse.Namespace) -> dict[str, Any]:
-    """The field `eviction`, if it was given."""
     given = given_options(args, [field.name for field in fields(EvictionOptions)], "eviction_")
     if "protect" in given and "policy" not in given:
-        raise ConfigError(f"--protect {given['protect']} says what eviction spares: give --eviction fifo|lru|counter")
+        raise ConfigError(f"--protect {given['protect']} needs eviction: add --eviction fifo|lru|counter")
     return {"eviction": given} if given else {}
 
 
 def _exact(args: argparse.Namespace) -> dict[str, Any]:
-    """The field `exact`, if it was given: any of its options means it."""
+    """Return the field `exact` if --exact or one of its options is given."""
     given = given_options(args, [field.name for field in fields(DraftOptions)], "exact_")
     return {"exact": given or True} if given or getattr(args, "exact", None) else {}
 
@@ -57,18 +56,18 @@ def _exact(args: argparse.Namespace) -> dict[str, Any]:
 def _add_fields(parser: argparse.ArgumentParser, config: type, chosen: Sequence[Field[Any]]) -> None:
     groups: dict[str, Any] = {}
     for field in chosen:
-        said = option_of(field)
-        assert said.group is not None
-        if said.group not in groups:
-            groups[said.group] = parser.add_argument_group(said.group)
-        group = groups[said.group]
+        option = option_of(field)
+        assert option.group is not None
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        group = groups[option.group]
         if field.name == "policy":
             add_option(group, config, field, metavar="|".join(policy_names()))
         elif field.name == "eviction":
             for part in fields(EvictionOptions):
                 add_option(group, EvictionOptions, part, prefix="eviction_")
         elif field.name == "exact":
-            group.add_argument("--exact", action="store_true", default=None, help=said.help)
+            group.add_argument("--exact", action="store_true", default=None, help=option.help)
             for part in fields(DraftOptions):
                 add_option(group, DraftOptions, part, prefix="exact_")
         else:
@@ -76,7 +75,7 @@ def _add_fields(parser: argparse.ArgumentParser, config: type, chosen: Sequence[
 
 
 def _options_of(policies: Sequence[str]) -> dict[str, tuple[type[PolicyOptions], Field[Any]]]:
-    """Every option that one of the policies has, by name, and the first class that has it."""
+    """Return the options of the policies by name, each with the first class that defines it."""
     found: dict[str, tuple[type[PolicyOptions], Field[Any]]] = {}
     for policy in policies:
         owner = options_class(policy)
@@ -85,7 +84,7 @@ def _options_of(policies: Sequence[str]) -> dict[str, tuple[type[PolicyOptions],
 
 
 def _add_policy_options(parser: argparse.ArgumentParser) -> None:
-    """Every option that a registered policy has, under a heading that says which has it."""
+    """Add the options of all policies, grouped by policy."""
     groups: dict[str, Any] = {}
     for name, (owner, field) in _options_of(policy_names()).items():
         owners = [policy for policy in policy_names() if name in _options_of([policy])]

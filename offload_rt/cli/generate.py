@@ -1,4 +1,4 @@
-"""`offload-rt generate`: text to stdout, everything else to stderr, so that its output can be piped."""
+"""`offload-rt generate`. Generated text goes to stdout, all other output to stderr."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 TAIL = 40
-"""Tokens of the prompt that are shown before the new text."""
+"""Number of prompt tokens that are shown before the new text."""
 
 _SEAM = 8
-"""Tokens that a text may have more where it was cut and is tokenized again."""
+"""Maximum number of additional tokens when a truncated text is tokenized again."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Continues a text, or answers it: streams what comes, then shows what the runtime did."""
+    """Continue a text or respond to it. Stream the new text, then show statistics."""
     asked = sampling_given(args)
     params = SamplingParams(**asked)
     _check_flags(args, params)
@@ -57,12 +57,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add(commands: Any) -> None:
-    """Enters the subcommand."""
     parser = add_command(commands, "generate", run)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue (default: stdin, if piped)")
     parser.add_argument("--prompt-file", metavar="BOOK", help="file to continue (UTF-8); '-' is stdin")
-    parser.add_argument("--chat", action="store_true", help="ask an instruct model, through its chat template")
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: what the model is told before all else")
+    parser.add_argument("--chat", action="store_true", help="apply the chat template of an instruct model")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: system prompt")
     parser.add_argument(
         "--prompt-tokens",
         type=int,
@@ -72,15 +71,17 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--truncate",
         metavar="|".join(TRUNCATE),
-        help="what of a text that is longer than the model takes is left out (default: refuse it)",
+        help="part of a too long text that is removed (default: refuse the text)",
     )
     add_engine_flags(parser)
     add_sampling_flags(parser, several=True)
     output = parser.add_argument_group("output")
     output.add_argument("--stats-json", metavar="FILE", help="write the statistics as JSON")
-    output.add_argument("--plot", metavar="FILE.png", help="draw attended fraction and missed attention mass")
-    output.add_argument("--record", metavar="RUN", help="write what was selected to this new folder, for replay")
-    output.add_argument("--quiet", action="store_true", help="nothing but the text")
+    output.add_argument(
+        "--plot", metavar="FILE.png", help="plot the exact attention fraction and the missed attention mass"
+    )
+    output.add_argument("--record", metavar="RUN", help="record the selected tokens in this new folder, for replay")
+    output.add_argument("--quiet", action="store_true", help="print nothing on stderr")
 
 
 def _several(params: SamplingParams) -> bool:
@@ -88,7 +89,7 @@ def _several(params: SamplingParams) -> bool:
 
 
 def _check_flags(args: argparse.Namespace, params: SamplingParams) -> None:
-    """Raises InputError for flags that do not go together."""
+    """Raise InputError for flags that cannot be combined."""
     for flag, given, needs in (
         ("--system", args.system is not None and not args.chat, "--chat"),
         ("--prompt-tokens", args.prompt_tokens is not None and args.chat, "a text to continue, without --chat"),
@@ -98,30 +99,32 @@ def _check_flags(args: argparse.Namespace, params: SamplingParams) -> None:
     files = {"--stats-json": args.stats_json, "--plot": args.plot, "--record": args.record}
     if _several(params) and any(files.values()):
         flag = next(flag for flag, file in files.items() if file)
-        raise InputError(f"{flag} is of one text that comes token by token: leave -n and --num-beams out")
+        raise InputError(f"{flag} needs a single streamed text: remove -n and --num-beams")
 
 
 def _text(args: argparse.Namespace) -> str:
-    """The prompt: given as it is, a file, or what is piped in. Raises InputError where it is none of them, or two."""
+    """Return the prompt from the argument, a file or stdin. Raises InputError if there is none, or more than one."""
     if args.prompt is not None and args.prompt_file is not None:
         raise InputError("give a PROMPT or --prompt-file, not both")
     if args.prompt is not None:
         return str(args.prompt)
     if args.prompt_file is None and sys.stdin.isatty():
-        raise InputError("there is nothing to continue: give a PROMPT, --prompt-file, or pipe a text in")
+        raise InputError("no prompt: give a PROMPT or --prompt-file, or pipe a text to stdin")
     return read_text("-" if args.prompt_file is None else args.prompt_file)
 
 
 def _planned(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]:
-    """The context that the device's limit is planned for, where the flags tell it."""
+    """Return the context length for the device memory plan, if the flags determine it."""
     if args.max_model_len is not None or args.prompt_tokens is None:
         return {}
     return {"max_model_len": max(1, args.prompt_tokens) + params.max_tokens}
 
 
 def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:
-    """The first `--prompt-tokens` of the text; else all, shortened by `--truncate` to what leaves room for the new ones
-    in the model's positions. Raises InputError where that was not asked for."""
+    """Return the first `--prompt-tokens` tokens of the text, or all, shortened by `--truncate` to the context length.
+
+    Raises InputError if the text is too long and `--truncate` is not given.
+    """
     ids, wanted = llm.encode(text), args.prompt_tokens
     room = llm.geometry.max_positions - max_tokens
     if wanted is None:
@@ -137,28 +140,30 @@ def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) 
 
 
 def _chat_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:
-    """The conversation in which `text` is the first message; of a text that is too long what `--truncate` leaves."""
+    """Return the token ids of a chat prompt with `text`, shortened by `--truncate` to the context length."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     _, ids = llm.chat_prompt([*system, {"role": "user", "content": text}])
     room = llm.geometry.max_positions - max_tokens
     if len(ids) <= room:
         return ids
-    said = llm.encode(text, special_tokens=False)
-    around = len(ids) - len(said) + _SEAM
-    kept = shortened(said, room - around, args.truncate, args.prompt_file or "the prompt")
+    message_ids = llm.encode(text, special_tokens=False)
+    around = len(ids) - len(message_ids) + _SEAM
+    kept = shortened(message_ids, room - around, args.truncate, args.prompt_file or "the prompt")
     assert llm.tokenizer is not None
     _, ids = llm.chat_prompt([*system, {"role": "user", "content": llm.tokenizer.decode(kept)}])
     return ids
 
 
 def _check_recordable(record: str | None, policy: str) -> None:
-    """Raises now rather than after the model is loaded."""
+    """Check `--record` before the model is loaded. Raises ConfigError and InputError."""
     if record is None:
         return
     if policy == "full":
-        raise ConfigError("--record writes what a policy selected, and 'full' attends to everything: choose another")
+        raise ConfigError(
+            "--record writes selected tokens, but policy 'full' attends to all tokens: choose another policy"
+        )
     if Path(record).exists() and (not Path(record).is_dir() or any(Path(record).iterdir())):
-        raise InputError(f"cannot record to {record!r}: it is there already; give a new folder")
+        raise InputError(f"cannot record to {record!r}: it exists already; give a new folder")
 
 
 def _size(folder: Path) -> str:
@@ -166,8 +171,7 @@ def _size(folder: Path) -> str:
 
 
 def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, record: str | None, console: Console) -> bool:
-    """Writes the new text to stdout as it comes; False where Ctrl-C ended it. What the prompt ends with goes before it,
-    to stderr, once the prompt has been taken in."""
+    """Stream the new text to stdout, after the end of the prompt on stderr. Return False if Ctrl-C stopped it."""
     tail = llm.tokenizer.decode(prompt[-TAIL:]) if llm.tokenizer is not None else ""
     with closing(llm.stream(prompt, params, record)) as events:  # type: ignore[type-var]
         try:
@@ -186,7 +190,7 @@ def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, record: s
 
 
 def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> int:
-    """Writes several texts, or the beams', to stdout when all of them are done; between them a line to stderr."""
+    """Write several texts to stdout when all are complete, each after a status line on stderr."""
     [output] = llm.generate([prompt], params)
     for one in output.outputs:
         console.print(
@@ -198,14 +202,14 @@ def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Con
 
 
 def _report(llm: LLM, stats_json: str | None, plot: str | None, console: Console) -> None:
-    """The table on stderr, and the files that were asked for."""
+    """Print the statistics table on stderr and write the requested files."""
     from .run_picture import plot_run
     from .tables import stats_table
 
     stats = llm.last_stats
     console.print()
     if stats is None:
-        console.print("Interrupted before the prompt was taken in: there are no statistics.")
+        console.print("Interrupted during prefill: no statistics.")
         return
     console.print(stats_table(stats))
     if stats_json is not None:

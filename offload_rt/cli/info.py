@@ -11,7 +11,7 @@ from .engine_flags import add_plan_flags, engine_config
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows what a model and a context will need, and whether they fit here. Loads no weights."""
+    """Show the memory that a model and a context need, and whether it is available. Loads no weights."""
     if args.context < 1:
         raise ConfigError(f"--context {args.context} must be at least 1 token")
     config = engine_config(args, max_model_len=args.context)
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     plan = None if config.device_memory is None else plan_for(config, shape)
     shape = shape.placed(asked_placement(config, shape)) if plan is None else plan.costs.shape
     costs, placement = (costs_for(config, shape), shape.placement) if plan is None else (plan.costs, plan.placement)
-    # One sequence's: the graph of its bucket of lengths, and those of the smaller ones, each half of the next.
+    # One sequence needs the graph of its length bucket and those of the smaller buckets, each half the size.
     graphs = min(2, most_graphs(config, shape.device, streams=bool(placement)))
     needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, args.context, graphs)
     Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk, shape))
@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add(commands: Any) -> None:
-    """Enters the subcommand."""
     parser = add_command(commands, "info", run)
-    parser.add_argument("--context", type=int, required=True, metavar="N", help="tokens, prompt and new ones together")
+    parser.add_argument(
+        "--context", type=int, required=True, metavar="N", help="number of tokens, prompt and new tokens"
+    )
     add_plan_flags(parser)

@@ -1,4 +1,4 @@
-"""Ctrl-C that cannot be lost."""
+"""Reliable handling of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from types import FrameType
 
 
 class Interrupts:
-    """Whether Ctrl-C was pressed. Python raises KeyboardInterrupt wherever the main thread happens to be; in a
-    destructor or a weak reference's callback (imports and caches run many) it is printed and dropped. The mark made
-    here stays."""
+    """Record of Ctrl-C.
+
+    Python drops a KeyboardInterrupt that is raised in a destructor or a weak reference callback. The record persists.
+    """
 
     def __init__(self) -> None:
         self._pressed = False
 
     def check(self) -> None:
-        """Raises the KeyboardInterrupt that was lost, if any."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
         if self._pressed:
             raise KeyboardInterrupt
 
@@ -29,7 +30,7 @@ class Interrupts:
 
 @contextmanager
 def watched() -> Iterator[Interrupts]:
-    """Watches Ctrl-C inside the block; `check` is to be called often. Does nothing in a thread that gets no signals."""
+    """Record Ctrl-C inside the block. Call `check` often. No effect outside the main thread, which gets the signals."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts

@@ -1,4 +1,4 @@
-"""A run as a picture: a pure function of its `Stats`."""
+"""Plots of the statistics of a run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _title(stats: Stats) -> str:
 
 
 def _attended_panel(figure: Figure, axes: Axes, stats: Stats) -> None:
-    """Heat map of the attended fraction: layers down, decode steps across, logarithmic colour."""
+    """Draw the heat map of the exact attention fraction by layer and decode step, in logarithmic colours."""
     import numpy as np
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    axes.set_title("Attended fraction of the context", loc="left", fontsize=10)
+    axes.set_title("Exact attention fraction", loc="left", fontsize=10)
     axes.set(xlabel="decode step", ylabel="layer")
     if not stats.attended_by_step:
         axes.text(0.5, 0.5, "no decode steps", ha="center", va="center", transform=axes.transAxes)
@@ -44,11 +44,11 @@ def _attended_panel(figure: Figure, axes: Axes, stats: Stats) -> None:
     steps = [f for f in (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0) if lowest <= f]
     bar = figure.colorbar(image, ax=axes, ticks=steps, format=PercentFormatter(1.0), pad=0.015)
     bar.minorticks_off()
-    bar.set_label("share of token rows")
+    bar.set_label("fraction of KV entries")
 
 
 def _missed_by_layer_panel(axes: Axes, missed: NDArray[np.float64], dense: tuple[int, ...]) -> None:
-    """Mean of `missed` `[sampled steps, layers]` per layer, its range as whiskers, the mean of the selecting layers."""
+    """Draw mean and range of `missed` `[sampled steps, layers]` per layer, and the mean of the sparse layers."""
     import numpy as np
     from matplotlib.ticker import MaxNLocator
 
@@ -68,7 +68,7 @@ def _missed_by_layer_panel(axes: Axes, missed: NDArray[np.float64], dense: tuple
 
 
 def _missed_by_step_panel(axes: Axes, steps: list[int], missed: NDArray[np.float64], dense: tuple[int, ...]) -> None:
-    """Mean and worst of the selecting layers at each sampled step."""
+    """Draw mean and maximum of the sparse layers at each sampled step."""
     import numpy as np
     from matplotlib.ticker import MaxNLocator
 
@@ -79,7 +79,7 @@ def _missed_by_step_panel(axes: Axes, steps: list[int], missed: NDArray[np.float
 
 
 def _missed_panels(by_layer: Axes, by_step: Axes, stats: Stats) -> None:
-    """Both panels of the missed attention mass, or the word that nothing was measured."""
+    """Draw both panels of the missed attention mass, or a note that it was not measured."""
     import numpy as np
     from matplotlib.ticker import PercentFormatter
 
@@ -89,7 +89,7 @@ def _missed_panels(by_layer: Axes, by_step: Axes, stats: Stats) -> None:
     by_step.set(xlabel="decode step", ylabel="share of the softmax")
     if not stats.missed_by_step or len(stats.dense_layers) >= stats.layers:
         for axes in (by_layer, by_step):
-            axes.text(0.5, 0.5, "nothing was left out or measured", ha="center", transform=axes.transAxes)
+            axes.text(0.5, 0.5, "no missed attention mass, or not measured", ha="center", transform=axes.transAxes)
             axes.set(xticks=[], yticks=[])
         return
     missed = np.asarray([masses for _, masses in stats.missed_by_step])
@@ -103,8 +103,10 @@ def _missed_panels(by_layer: Axes, by_step: Axes, stats: Stats) -> None:
 
 
 def plot_run(stats: Stats, path: Path | str) -> None:
-    """Writes a PNG of the run to `path`: attended fraction by layer and step, missed attention mass by layer and by
-    step. Raises InputError where the file cannot be written."""
+    """Write a PNG to `path` with the exact attention fraction and the missed attention mass by layer and step.
+
+    Raises InputError if the file cannot be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

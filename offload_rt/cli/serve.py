@@ -1,4 +1,4 @@
-"""`offload-rt serve`: the model behind OpenAI's and Anthropic's protocols, and a page."""
+"""`offload-rt serve`: HTTP server with the OpenAI and Anthropic protocols and a web page."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
 
 DOCUMENTS = "server"
-"""Folder within the store for what the server remembers of conversations."""
+"""Folder of conversations and responses in the store."""
 
 KEY_VARIABLE = "OFFLOAD_RT_API_KEY"
-"""Where a key may stand that shall not be seen in a list of processes."""
+"""Environment variable for an API key, which hides the key from process listings."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answers OpenAI's and Anthropic's clients over HTTP, and shows a page to talk with the model; on this machine
-    alone unless --host says otherwise."""
+    """Serve the OpenAI and Anthropic protocols and a web page over HTTP. By default, only local clients can
+    connect (see --host)."""
     options, config, store = _options(args), engine_config(args, progress=True), store_options(args)
     if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'offload-rt[serve]'")
@@ -71,7 +71,6 @@ def _options(args: argparse.Namespace) -> ServerOptions:
 
 
 def add(commands: Any) -> None:
-    """Enters the subcommand."""
     parser = add_command(commands, "serve", run)
     groups: dict[str, Any] = {}
     for field in fields(ServerOptions):
@@ -81,17 +80,17 @@ def add(commands: Any) -> None:
                 groups[title] = parser.add_argument_group(title)
             add_option(groups[title], ServerOptions, field, prefix="server_")
     several = (
-        ("--api-key", "api_keys", "KEY", f"ask for this key; may be repeated; also from {KEY_VARIABLE}"),
-        ("--cors-origin", "cors_origins", "URL", "pages from here may call from a browser; may be repeated"),
-        ("--allowed-host", "allowed_hosts", "NAME", "another name by which a local server may be addressed"),
+        ("--api-key", "api_keys", "KEY", f"require this API key; may be repeated; also from {KEY_VARIABLE}"),
+        ("--cors-origin", "cors_origins", "URL", "allow browser requests from this origin; may be repeated"),
+        ("--allowed-host", "allowed_hosts", "NAME", "further host name of a local server; may be repeated"),
     )
     for flag, name, metavar, help in several:
         groups["server"].add_argument(flag, dest=f"server_{name}", action="append", metavar=metavar, help=help)
     groups["server"].add_argument(
-        "--ray", type=int, metavar="N", help="N replicas on a Ray cluster (RAY_ADDRESS, else a new one on this machine)"
+        "--ray", type=int, metavar="N", help="N replicas on a Ray cluster (RAY_ADDRESS, or a new local one)"
     )
     groups["server"].add_argument(
-        "--ray-most", type=int, metavar="N", help="with --ray: up to so many replicas, as requests come and go"
+        "--ray-most", type=int, metavar="N", help="with --ray: maximum number of replicas for autoscaling"
     )
     add_store_flags(parser, required=False)
     add_engine_flags(parser)

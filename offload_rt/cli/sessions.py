@@ -1,4 +1,4 @@
-"""`offload-rt sessions list|show|export|delete`: what a folder of sessions holds. No model is loaded."""
+"""`offload-rt sessions list|show|export|delete`: manage stored sessions without loading a model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..utils.units import format_duration, format_size, parse_duration
 from .common import add_command
 
 PIPED = 500
-"""Columns of a table that no terminal shows: lines are not to be broken."""
+"""Table width if stdout is not a terminal, wide enough that no line is broken."""
 
 
 def run(args: argparse.Namespace) -> int:
     """List the sessions of a store, show or export one as text, or delete one."""
     check_choice("action", args.action, ACTIONS)
     if args.store_ttl is not None and args.action != "list":
-        raise InputError(f"--store-ttl says what `sessions list` shows: leave it out of sessions {args.action}")
+        raise InputError(f"--store-ttl applies to sessions list only: remove it from sessions {args.action}")
     if args.action != "list" and args.name is None:
         raise InputError(f"sessions {args.action} needs the NAME of a session")
     ACTIONS[args.action](Path(args.store).expanduser(), args)
@@ -30,20 +30,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add(commands: Any) -> None:
-    """Enters the subcommand."""
     parser = add_command(commands, "sessions", run, model=False)
     parser.add_argument("action", metavar="list|show|export|delete")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the session's name")
-    parser.add_argument("--store", required=True, metavar="DIR", help="the folder that `chat --store` was given")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the session")
+    parser.add_argument("--store", required=True, metavar="DIR", help="folder of the store, as in chat --store")
     parser.add_argument(
-        "--store-ttl", metavar="TIME", help="list: what this time to live would give up, such as 7d or 12h"
+        "--store-ttl", metavar="TIME", help="list: show what this time to live would delete, such as 7d or 12h"
     )
-    parser.add_argument("--model", metavar="MODEL", help="which NAME, if sessions of several models are called so")
+    parser.add_argument("--model", metavar="MODEL", help="model of the session, if NAME exists for several models")
     parser.add_argument("--out", metavar="FILE", help="export: write to this file instead of stdout")
 
 
 def printable(text: str) -> str:
-    """Return `text` with characters that a terminal would act on, such as line feeds and escapes, written out."""
+    """Escape the control characters of `text`, such as line feeds and terminal escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -79,8 +78,7 @@ def _list(folder: Path, args: argparse.Namespace) -> None:
     for one in catalog.sessions:
         if one.damage:
             print(
-                f"{printable(one.history.name)}: {one.damage}; what is listed is the session as it was saved the time "
-                "before last",
+                f"{printable(one.history.name)}: {one.damage}; the list shows the state of the previous save",
                 file=sys.stderr,
             )
 

@@ -12,7 +12,7 @@ from .common import add_command, given
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrates a model and writes its skew artifact; for OPT and GPT-2 also the folded checkpoint."""
+    """Calibrate a model and write its skew artifact; for OPT and GPT-2 also the folded checkpoint."""
     check_choice("method", args.method, get_args(SkewMethod))
 
     from rich.console import Console
@@ -33,7 +33,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add(commands: Any) -> None:
-    """Enters the subcommand."""
     parser = add_command(commands, "skew", run)
     parser.add_argument("--out", required=True, metavar="DIR")
     parser.add_argument("--method", default="svd", metavar="svd|balanced")

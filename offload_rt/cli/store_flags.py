@@ -1,4 +1,4 @@
-"""The flags of a store of sessions: where it is, what it may take, what leaves it."""
+"""Flags of the session store."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PREFIX = "store_option_"
 
 
 def add_store_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Where sessions are stored, and the fields of `StoreOptions` that are flags."""
+    """Add --store and the flags of `StoreOptions`."""
     group = parser.add_argument_group("store")
-    without = "" if required else " (default: none are kept)"
+    without = "" if required else " (default: sessions are not stored)"
     group.add_argument("--store", required=required, metavar="DIR", help=f"folder of stored sessions{without}")
     for field in fields(StoreOptions):
         if option_of(field).group:
@@ -23,5 +23,5 @@ def add_store_flags(parser: argparse.ArgumentParser, *, required: bool = True) -
 
 
 def store_options(args: argparse.Namespace) -> StoreOptions:
-    """What was given, checked before a model is loaded. Raises ConfigError."""
+    """Return the store options from the flags. Raises ConfigError."""
     return from_mapping(StoreOptions, given_options(args, [field.name for field in fields(StoreOptions)], PREFIX))

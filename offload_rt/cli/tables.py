@@ -1,4 +1,4 @@
-"""Tables for the terminal: pure functions of a run's `Stats`, of a skew's report, of a plan."""
+"""Terminal tables of run statistics, skewing reports and memory plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..skewing.fold import SkewReport
 
 Rows = list[tuple[str, str]]
-"""Name and value."""
+"""Pairs of name and value."""
 
 
 def _percent(fraction: float | None) -> str:
@@ -29,46 +29,43 @@ def _rate(count: float, seconds: float) -> str:
 
 
 def dense_layers(stats: Stats) -> str:
-    """The dense layers in words: "all 6", "none of 6", "0, 1 of 6"."""
+    """Format the dense layers: "all 6", "none of 6", "0, 1 of 6"."""
     if len(stats.dense_layers) == stats.layers:
         return f"all {stats.layers}"
     return f"{', '.join(map(str, stats.dense_layers)) or 'none'} of {stats.layers}"
 
 
 def _on_device(stats: Stats) -> str:
-    """How much of the weights is on the device, if not all."""
     if stats.weight_bytes_device >= stats.weight_bytes:
         return ""
     return f", {format_size(stats.weight_bytes_device)} of it on the device"
 
 
 def _present(name: str, size: int) -> Rows:
-    """A row, where there is anything to say."""
+    """Return a row if `size` is not 0."""
     return [(name, format_size(size))] if size else []
 
 
 def _weights_crossed(stats: Stats) -> Rows:
-    """Weights that came from host memory, and how many experts did not have to."""
+    """Rows for weights transferred from host memory and for the expert hit rate."""
     if not stats.h2d_weight_bytes:
         return []
     tokens = stats.decoded_tokens
     per_token = f" ({format_size(stats.h2d_weight_bytes_steps / tokens)} per decoded token)" if tokens else ""
-    rows: Rows = [("link, weights", f"{format_size(stats.h2d_weight_bytes)}{per_token}")]
+    rows: Rows = [("host to device, weights", f"{format_size(stats.h2d_weight_bytes)}{per_token}")]
     if stats.expert_hit_rate is not None:
-        rows.append(("  experts found on the device", _percent(stats.expert_hit_rate)))
+        rows.append(("  hit rate of the experts", _percent(stats.expert_hit_rate)))
     return rows
 
 
 def _working_set(stats: Stats) -> Rows:
-    """What the working set had, where there is one."""
     if stats.working_set_hit_rate is None:
         return []
-    size = f"{stats.working_set_rows:,} rows per layer and KV head, {format_size(stats.working_set_bytes)}"
-    return [("working set", size), ("  had of the selected rows", _percent(stats.working_set_hit_rate))]
+    size = f"{stats.working_set_rows:,} KV entries per layer and KV head, {format_size(stats.working_set_bytes)}"
+    return [("working set", size), ("  hit rate of the selected KV entries", _percent(stats.working_set_hit_rate))]
 
 
 def _disk(stats: Stats) -> Rows:
-    """What a disk was read and written, where rows lie there."""
     if not stats.kv_bytes_disk:
         return []
     rows: Rows = [
@@ -76,67 +73,66 @@ def _disk(stats: Stats) -> Rows:
         ("disk, written", format_size(stats.disk_bytes_written)),
     ]
     if stats.disk_hit_rate is not None:
-        rows.append(("  selected rows in host memory", _percent(stats.disk_hit_rate)))
+        rows.append(("  selected KV entries in host memory", _percent(stats.disk_hit_rate)))
     return rows
 
 
 def _estimated(stats: Stats) -> Rows:
-    """Of a run with a tail, the share of rows that it estimates."""
+    """Row for the fraction of KV entries with approximate attention."""
     return (
-        [("  estimated from low bits", _percent(stats.approximate_fraction))] if stats.approximate_bytes_device else []
+        [("  approximated from low-bit KV", _percent(stats.approximate_fraction))]
+        if stats.approximate_bytes_device
+        else []
     )
 
 
 def _drafts(stats: Stats) -> Rows:
-    """Of a run with `exact`, how far drafts were right."""
+    """Rows for speculative decoding."""
     if stats.mean_accepted_length is None:
         return []
     rate = "no drafts" if stats.acceptance_rate is None else f"{stats.acceptance_rate:.1%} of them accepted"
-    faster = "" if stats.draft_speedup is None else f", {stats.draft_speedup:.2f} times as fast as one by one"
+    faster = "" if stats.draft_speedup is None else f", {stats.draft_speedup:.2f} times as fast as without drafts"
     return [
-        ("drafted", f"{stats.drafted_tokens:,} tokens, {rate}{faster}"),
-        ("verified", f"{stats.verifications:,} passes, {stats.mean_accepted_length:.2f} tokens each"),
+        ("draft tokens", f"{stats.drafted_tokens:,} {rate}{faster}"),
+        ("verification", f"{stats.verifications:,} passes, {stats.mean_accepted_length:.2f} tokens each"),
     ]
 
 
 def _mass(stats: Stats) -> str:
-    """What becomes of the attention mass outside the attended rows."""
-    return "estimated attention mass" if stats.approximate_bytes_device else "missed attention mass"
+    return "approximated attention mass" if stats.approximate_bytes_device else "missed attention mass"
 
 
 TOO_MUCH = 0.1
-"""Missed attention mass from which on a text differs visibly from full attention's."""
+"""Missed attention mass above which the text differs visibly from full attention."""
 
 
 def _mass_in_words(stats: Stats) -> Rows:
-    """What of that mass is usual, and what to do where it is not."""
+    """Row that rates the mass and says how to reduce it."""
     if stats.missed_mass is None:
         return []
     if stats.approximate_bytes_device:
-        return [("  which is usual", "10 to 25 % on trained models: it is estimated from low bits, not lost")]
+        return [("  usual range", "10 to 25 % on trained models; computed from low-bit KV, not lost")]
     if stats.missed_mass < TOO_MUCH:
-        return [("  which is usual", f"below {TOO_MUCH:.0%}")]
-    cure = "raise the budget or max_fraction, or use the tail (infinigen's default), which estimates it"
-    return [("  which is much", f"below {TOO_MUCH:.0%} is usual: {cure}")]
+        return [("  usual range", f"below {TOO_MUCH:.0%}")]
+    cure = "raise the budget or max_fraction, or use approximate attention (infinigen's default)"
+    return [("  too high", f"usually below {TOO_MUCH:.0%}: {cure}")]
 
 
 def _nothing_selected(stats: Stats) -> str:
-    """Says so where sinks and recent window used up what a policy may attend to, and nothing was selected."""
+    # Sinks and the recent window may use up the whole budget of a policy.
     selecting = len(stats.dense_layers) < stats.layers and stats.working_set_hit_rate is None
     nothing = selecting and stats.attended_by_step and stats.sparse_fetched_fraction == 0 and stats.verifications == 0
-    return " (sinks and recent window alone, nothing was selected)" if nothing else ""
+    return " (sinks and recent window only, no tokens selected)" if nothing else ""
 
 
 def _scoring(stats: Stats) -> str:
-    """What selections are made from."""
-    return "low-bit rows on the device" if stats.approximate_bytes_device else "scoring keys on the device"
+    return "low-bit KV on the device" if stats.approximate_bytes_device else "scoring keys on the device"
 
 
 def _sections(stats: Stats) -> list[Rows]:
-    """The table's sections."""
     tokens = stats.decoded_tokens
     per_token = f" ({format_size(stats.h2d_bytes / tokens)} per decoded token)" if tokens else ""
-    parts = f", new from token {stats.diverged_at:,} on" if stats.diverged_at is not None else ""
+    parts = f", recomputed from token {stats.diverged_at:,}" if stats.diverged_at is not None else ""
     reused = f" ({stats.reused_tokens:,} reused{parts})" if stats.reused_tokens else ""
     return [
         [
@@ -148,7 +144,7 @@ def _sections(stats: Stats) -> list[Rows]:
         ],
         [
             ("prompt", f"{stats.prompt_tokens:,} tokens{reused}"),
-            ("written", f"{stats.new_tokens:,} tokens"),
+            ("generated", f"{stats.new_tokens:,} tokens"),
             (
                 "prefill",
                 f"{stats.prefill_seconds:.2f} s"
@@ -158,17 +154,17 @@ def _sections(stats: Stats) -> list[Rows]:
             *_drafts(stats),
         ],
         [
-            ("link, host to device", f"{format_size(stats.h2d_bytes)}{per_token}"),
-            ("link, device to host", format_size(stats.d2h_bytes)),
+            ("host to device, KV", f"{format_size(stats.h2d_bytes)}{per_token}"),
+            ("device to host, KV", format_size(stats.d2h_bytes)),
             *_weights_crossed(stats),
             *_working_set(stats),
             *_disk(stats),
-            ("link fraction", _percent(stats.fetched_fraction)),
-            ("attended fraction", _percent(stats.exact_fraction)),
-            ("  in layers that select", f"{_percent(stats.sparse_exact_fraction)}{_nothing_selected(stats)}"),
+            ("fetched fraction", _percent(stats.fetched_fraction)),
+            ("exact attention fraction", _percent(stats.exact_fraction)),
+            ("  in sparse layers", f"{_percent(stats.sparse_exact_fraction)}{_nothing_selected(stats)}"),
             *_estimated(stats),
             (_mass(stats), _percent(stats.missed_mass)),
-            ("  of the worst layer", _percent(stats.missed_mass_worst_layer)),
+            ("  worst layer", _percent(stats.missed_mass_worst_layer)),
             *_mass_in_words(stats),
         ],
         [
@@ -184,7 +180,7 @@ def _sections(stats: Stats) -> list[Rows]:
 
 
 def table_of(title: str, *sections: Rows) -> Table:
-    """A table of two columns, name and value, in sections."""
+    """Return a table with the columns name and value."""
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -196,12 +192,11 @@ def table_of(title: str, *sections: Rows) -> Table:
 
 
 def stats_table(stats: Stats) -> Table:
-    """What the runtime did. Fractions are means over layers and decode steps."""
-    return table_of("What the runtime did", *_sections(stats))
+    """Return the statistics of a run. Fractions are means over layers and decode steps."""
+    return table_of("Statistics", *_sections(stats))
 
 
 def skew_table(model: str, report: SkewReport) -> Table:
-    """What skewing made of a model."""
     made = [("artifact", str(report.artifact))]
     if report.folded is not None:
         made += [
@@ -222,44 +217,43 @@ def skew_table(model: str, report: SkewReport) -> Table:
 
 
 def _host_weight_rows(shape: ModelShape) -> Rows:
-    """Which weights besides layers stay in host memory."""
+    """Rows for experts and embedding in host memory."""
     rows: Rows = []
     if shape.placement.experts is not None and shape.sizes.experts is not None:
         experts = shape.sizes.experts
         there = f"{shape.placement.experts} of {experts.count} in each layer, {format_size(max(experts.each))} each"
         rows.append(("experts on the device", there))
-        rows.append(("link, experts of a token", f"at most {format_size(experts.chosen * sum(experts.each))}"))
+        rows.append(("experts copied per token", f"at most {format_size(experts.chosen * sum(experts.each))}"))
     if shape.placement.embedding:
         rows.append(("embedding", f"in host memory, {format_size(shape.sizes.embedding)}"))
     return rows + _present("host: experts and embedding", shape.host_bytes)
 
 
 def _disk_rows(disk: DiskPlan, needed: Requirements) -> Rows:
-    """What a pool on disk keeps in host memory."""
     shares = disk.shares
     kept = shares.slots * shares.slot_bytes
     rest = 3 * shares.staged + shares.chunks
     return [
         ("disk: limit", format_size(disk.limit)),
-        ("host: rows that stay", f"{format_size(kept)} ({kept / needed.kv_host:.0%} of the context)"),
-        ("host: staging, chunks being filled", format_size(rest)),
+        ("host: KV cache of the disk", f"{format_size(kept)} ({kept / needed.kv_host:.0%} of the context)"),
+        ("host: staging and incomplete blocks", format_size(rest)),
     ]
 
 
 def _plan_rows(plan: DevicePlan) -> Rows:
-    """Where a plan puts weights and scoring keys, and what crosses the link for every step of one sequence."""
+    """Rows for the placement of weights and scoring keys, and for the transfers of a decode step."""
     costs, layers = plan.costs, plan.costs.shape.geometry.layers
     keys = "on the host" if plan.keys_on_host else "on the device" if costs.demand.key_bytes else "none"
     streamed = ", ".join(map(str, plan.streamed))
     streamed += f" ({format_size(plan.streamed_bytes)} in host memory)" if streamed else "none"
     rows = costs.link_bytes(plan.context)
     return [
-        ("plan: limit of the device", format_size(plan.limit)),
+        ("plan: device limit", format_size(plan.limit)),
         ("plan: resident layers", f"{layers - len(plan.streamed)} of {layers}"),
         ("plan: streamed layers", streamed),
         ("plan: scoring keys", keys),
-        ("plan: link, weights of a step", format_size(plan.streamed_bytes)),
-        ("plan: link, rows of a step", f"at most {format_size(rows)}"),
+        ("plan: weights copied per step", format_size(plan.streamed_bytes)),
+        ("plan: KV copied per step", f"at most {format_size(rows)}"),
     ]
 
 
@@ -272,9 +266,11 @@ def requirements_table(
     disk: DiskPlan | None = None,
     shape: ModelShape | None = None,
 ) -> Table:
-    """What one sequence will need, what is free here, and where a plan under a limit of the device puts it; shape: with
-    the weights that stay in host memory."""
-    free = [("host memory", f"{format_size(machine.host_free)}, of it for KV {format_size(machine.pool_limit)}")]
+    """Return the memory requirements of one sequence, the free memory, and the placement by a device memory plan.
+
+    `shape` adds the weights in host memory.
+    """
+    free = [("host memory", f"{format_size(machine.host_free)}, for KV {format_size(machine.pool_limit)}")]
     if machine.device_free is not None:
         free.append((f"on {machine.device}", format_size(machine.device_free)))
     return table_of(
@@ -289,11 +285,11 @@ def requirements_table(
             ("device: scoring keys", format_size(needed.scoring)),
             ("device: sinks and recent window", format_size(needed.resident)),
             *_present("device: working set", needed.working_set),
-            ("device: fetched rows", format_size(needed.staging)),
+            ("device: fetched KV", format_size(needed.staging)),
             ("device: activations of a step", format_size(needed.decode)),
-            *_present("device: captured graphs, at most", needed.graphs),
-            ("device: prefill, for a time", format_size(needed.prefill)),
-            ("device: largest sum", format_size(needed.device)),
+            *_present("device: CUDA graphs, at most", needed.graphs),
+            ("device: prefill, temporarily", format_size(needed.prefill)),
+            ("device: peak", format_size(needed.device)),
         ],
         [] if shape is None else _host_weight_rows(shape),
         [] if plan is None else _plan_rows(plan),

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's and Anthropic's protocols, and a page, over one `AsyncLLM`."""
+"""HTTP server with the OpenAI and Anthropic protocols and a web page, on top of `AsyncLLM`."""

@@ -1,4 +1,4 @@
-"""Answers to conversations, as all chat protocols show them: pieces of content, thinking and calls, step by step."""
+"""Parsed chat responses for all protocols, as a stream of content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -13,15 +13,25 @@ from ..outputs import Logprobs, RequestOutput, StopReason
 from ..sampling_params import SamplingParams
 from .conversation import Conversation
 from .deltas import Deltas, Usage, usage_of
-from .parsers.choose import answer_parser, ends_within_thinking
+from .parsers import answer_parser, ends_within_thinking
 from .parsers.pieces import Parser, Piece, ToolCall
-from .service import Service, Where
+from .service import EngineArguments, Service
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the answer `index` gained. `finish_reason`, with the last step, is "stop", "length" or "tool_calls"; `usage`
-    is the whole request's so far."""
+    """New output of the completion `index`.
+
+    Attributes:
+        index: Number of the completion.
+        pieces: New content, reasoning and tool calls.
+        token_ids: New tokens `[t]`.
+        logprobs: Log-probabilities of the new tokens, if requested.
+        finish_reason: "stop", "length" or "tool_calls" in the last step, else None.
+        stop_reason: Stop string or token that ended the completion.
+        usage: Token counts of the whole request so far.
+        watched: Output with trace data of a traced request. It comes in a separate step.
+    """
 
     index: int
     pieces: list[Piece]
@@ -31,20 +41,27 @@ class Step:
     stop_reason: StopReason
     usage: Usage
     watched: RequestOutput | None = None
-    """Of a request that is watched, now and then, in a step of its own: the whole state."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A conversation whose prompt has been made, and how it is answered. thinking: the prompt ends within thinking.
-    offered: tools that may be called; forced: the answer is a call, as JSON."""
+class ChatJob:
+    """A tokenized chat request.
+
+    Attributes:
+        ids: Token ids of the prompt.
+        params: Sampling parameters.
+        thinking: Whether the prompt ends inside a reasoning section.
+        offered: Names of the tools that may be called, or None.
+        forced: Whether the response must be a tool call, as JSON.
+        where: Engine options.
+    """
 
     ids: list[int]
     params: SamplingParams
     thinking: bool
     offered: list[str] | None
     forced: bool
-    where: Where
+    where: EngineArguments
 
 
 def asked(
@@ -54,14 +71,14 @@ def asked(
     params: SamplingParams,
     *,
     forced: bool,
-    where: Where | None = None,
-) -> Asked:
-    """Puts together what a conversation, rendered as `text`, asks for."""
-    return Asked(ids, params, ends_within_thinking(text), conversation.offered, forced, where or Where())
+    where: EngineArguments | None = None,
+) -> ChatJob:
+    """Create the request for a conversation that is rendered as `text`."""
+    return ChatJob(ids, params, ends_within_thinking(text), conversation.offered, forced, where or EngineArguments())
 
 
-async def answer(service: Service, request: Request, what: Asked) -> AsyncGenerator[Step, None]:
-    """The answers of one conversation, `params.n` of them, step by step."""
+async def answer(service: Service, request: Request, what: ChatJob) -> AsyncGenerator[Step, None]:
+    """Generate and parse `params.n` responses to a conversation."""
     deltas, parsers, called = Deltas(), dict[int, Parser](), set[int]()
     async with aclosing(service.outputs(request, what.ids, what.params, what.where)) as outputs:
         async for output in outputs:
@@ -82,8 +99,8 @@ async def answer(service: Service, request: Request, what: Asked) -> AsyncGenera
                 yield Step(0, [], [], None, None, None, usage_of(output), output)
 
 
-def _parser(service: Service, what: Asked) -> Parser:
-    """What follows a grammar does so from its first token on, so that there is no thinking to take out."""
+def _parser(service: Service, what: ChatJob) -> Parser:
+    # Guided decoding applies from the first token on, so the response has no reasoning section.
     if what.params.structured_outputs is not None:
         return answer_parser("llama3_json" if what.forced else "none", "none", what.offered)
     return answer_parser(service.tools, service.reasoning, what.offered, thinking=what.thinking)

@@ -1,4 +1,4 @@
-"""The application: its paths, and what becomes of errors."""
+"""The FastAPI application: routes and error handlers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .service import Service
 
 
 def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
-    """The application that answers for `engine`, which it closes when it ends."""
+    """Return the application that serves `engine`. The application closes the engine at shutdown."""
     options = options or ServerOptions()
     service = Service(engine, options)
 
@@ -43,7 +43,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
         yield
         await service.close()
 
-    # Its own pages of documentation would load scripts from elsewhere; the schema itself is at /openapi.json.
+    # FastAPI's documentation pages load scripts from other hosts. The schema is at /openapi.json.
     app = FastAPI(title="offload-rt", lifespan=life, docs_url=None, redoc_url=None)
     _add_errors(app)
     _add_openai(app, service)
@@ -54,7 +54,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     _add_state(app, service)
     add_page(app)
     app.add_middleware(Gate, options=options)
-    if options.cors_origins:  # around the gate: a page from elsewhere is to read why it was refused
+    if options.cors_origins:  # outside the gate, so that browsers can read why a request was refused
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.cors_origins,
@@ -75,7 +75,7 @@ def _add_errors(app: FastAPI) -> None:
 
     async def gone(request: Request, error: Exception) -> Response:
         request.scope["state"]["notes"]["client"] = "gone"
-        return Response(status_code=GONE)  # nobody reads it
+        return Response(status_code=GONE)  # the client has disconnected
 
     for kind in (RefusedError, OffloadError, RequestValidationError, ValidationError, HTTPException, TimeoutError):
         app.add_exception_handler(kind, refuse)
@@ -111,7 +111,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:
-        raise refused("this server generates text; it makes no embeddings: use a model and a server made for them")
+        raise refused("this server generates text, no embeddings: use an embedding model and a server for it")
 
 
 def _add_responses(app: FastAPI, service: Service) -> None:
@@ -121,7 +121,7 @@ def _add_responses(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses/compact")
     async def compact() -> Response:
-        message = "this server compacts no conversations: say previous_response_id, their KV cache is kept"
+        message = "compaction is not supported: use previous_response_id, which keeps the KV cache"
         raise RefusedError(404, message, code="not_found")
 
     @app.get("/v1/responses/{name}")
@@ -135,7 +135,7 @@ def _add_responses(app: FastAPI, service: Service) -> None:
 
 
 def _add_sessions(app: FastAPI, service: Service) -> None:
-    """`store`: whether the server keeps sessions; without, `session` is refused in requests and the list is empty."""
+    # `store` tells the page whether sessions are stored. Otherwise requests with `session` are refused.
 
     @app.get("/v1/sessions")
     async def sessions(request: Request) -> Response:
@@ -168,7 +168,7 @@ def _add_tools(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise refused("give either prompt, a text, or messages", "prompt")
+            raise refused("give either prompt (a text) or messages", "prompt")
         if body.messages is None:
             work = service.prompts.of_text(body.prompt or "", special_tokens=body.add_special_tokens)
             ids = await until_gone(request, work)

@@ -1,4 +1,4 @@
-"""Work that ends when the client goes away, and answers that come piece by piece (server-sent events)."""
+"""Cancellation on client disconnect, JSON responses and server-sent events."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .options import DELIVERY_SECONDS
 T = TypeVar("T")
 
 PATIENCE = 1.0
-"""Seconds that an answer's status waits for its first event: what is wrong by then gets a status of its own."""
+"""Seconds to wait for the first event before the status is sent, so that early errors get an error status."""
 
 SILENCE = 10.0
-"""Seconds without an event after which a comment is sent, so that nothing between us and the client hangs up."""
+"""Seconds without an event after which a comment is sent, so that proxies keep the connection open."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ class ClientGoneError(Exception):
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return what `work` returns. Cancel it and raise ClientGoneError if the client closes the connection.
 
-    Raises TimeoutError if the request's deadline has passed and the work, a prompt that waits for its thread for
-    example, has not noticed. Without an answer by then the connection would be aborted.
+    Raises TimeoutError shortly after the request's deadline if the work did not raise it. Without a response by then
+    the connection would be aborted.
     """
     async with asyncio.timeout_at(request.scope["state"]["deadline"] + DELIVERY_SECONDS / 2):
         return await _or_gone(request.receive, work)
@@ -59,20 +59,20 @@ async def _gone(receive: Receive) -> None:
 
 
 def json_answer(content: Any) -> Response:
-    """An answer that is JSON. What it repeats of a request may hold half a surrogate pair, which UTF-8 has not: hence
-    ASCII."""
+    """Return a JSON response."""
+    # ASCII, because text quoted from a request may contain lone surrogates, which UTF-8 cannot encode.
     return Response(json.dumps(content, ensure_ascii=True, separators=(",", ":")), media_type="application/json")
 
 
 def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Encode a server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=True, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {text}\n\n".encode()
 
 
 class EventStream(Response):
-    """An answer that is sent as its events come. Made by `streamed`."""
+    """A response of server-sent events, created by `streamed`."""
 
     media_type = "text/event-stream"
 
@@ -82,13 +82,13 @@ class EventStream(Response):
         self._events, self._next = events, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends all events; ends the work when the client is gone."""
+        """Send all events. Cancel the work if the client disconnects."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await _or_gone(receive, self._send(scope, send))
         except ClientGoneError:
             scope["state"]["notes"]["client"] = "gone"
-        except asyncio.CancelledError:  # the grace of a server that ends is over
+        except asyncio.CancelledError:  # the grace period of the shutdown is over
             await _break_off(scope, send, ending())
         finally:
             self._next.cancel()
@@ -108,20 +108,19 @@ class EventStream(Response):
         except Exception as error:
             said = refusal(error)
             if said.status >= 500:
-                logger.error("an answer broke off", exc_info=error)
+                logger.error("a streamed response failed", exc_info=error)
             await _break_off(scope, send, said)
 
 
 async def _break_off(scope: Scope, send: Send, error: RefusedError) -> None:
-    """End a stream with an event that says why."""
+    """End a stream with an error event."""
     scope["state"]["notes"]["error"] = error.message
     name = "error" if scope["path"].startswith("/v1/messages") else None
     await send({"type": "http.response.body", "body": event(error_body(error, scope["path"]), name)})
 
 
 async def streamed(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
-    """An answer of these events. What they raise before the first of them comes, within `PATIENCE` seconds, is raised
-    here; later it becomes an event that says so."""
+    """Return a streamed response. Errors of the first `PATIENCE` seconds are raised, later ones become events."""
     first = asyncio.ensure_future(anext(events))
     try:
         await until_gone(request, asyncio.wait({first}, timeout=PATIENCE))
@@ -132,6 +131,6 @@ async def streamed(request: Request, events: AsyncGenerator[bytes, None]) -> Eve
         await asyncio.gather(first, return_exceptions=True)
         await events.aclose()
         if isinstance(error, StopAsyncIteration):
-            raise RefusedError(500, "internal error: the server's log says more") from error
+            raise RefusedError(500, "internal error: see the server's log") from error
         raise
     return EventStream(events, first)

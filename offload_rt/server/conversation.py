@@ -1,4 +1,4 @@
-"""Conversations as chat templates take them, from what clients send."""
+"""Conversations in the form of chat templates, and their conversion from requests."""
 
 from __future__ import annotations
 
@@ -15,43 +15,49 @@ Choice = Literal["auto", "none", "required"]
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is rendered: messages with `role` and `content` (a text), tools in OpenAI's shape. choice: whether tools may
-    or must be called; named: the one that must be."""
+    """Input of a chat template.
+
+    Attributes:
+        messages: Messages with `role` and `content` (a text).
+        tools: Tools in OpenAI's format.
+        choice: Whether tools may or must be called.
+        named: Name of the tool that must be called.
+        template: Further variables of the chat template, such as `enable_thinking`.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     choice: Choice = "auto"
     named: str | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
-    """More variables of the chat template, such as `enable_thinking`."""
 
     @property
     def offered(self) -> list[str] | None:
-        """Names of the tools that an answer may call; None: it calls none."""
+        """Names of the tools that the response may call, or None if it may call none."""
         if not self.tools or self.choice == "none":
             return None
         return [self.named] if self.named else [tool["function"]["name"] for tool in self.tools]
 
 
 def refuse_prefill(messages: Sequence[Mapping[str, Any]], param: str) -> None:
-    """Refuse a conversation that ends with an assistant's message, which clients send to have it continued. A template
-    would close that message and begin another one, so that the answer would not be what was requested."""
+    """Refuse a conversation that ends with an assistant message, which clients send to have it continued."""
+    # A template would close that message and begin another one.
     if messages and messages[-1].get("role") == "assistant":
         raise refused(
-            f"{param} ends with a message of the assistant, and this server cannot continue a message: remove it, add "
-            "a message of the user or a tool after it, or send the whole prompt as text to /v1/completions",
+            f"{param} ends with an assistant message, and this server cannot continue a message: remove it, add "
+            "a user or tool message after it, or send the whole prompt as text to /v1/completions",
             param,
         )
 
 
 def from_chat(body: ChatRequest) -> Conversation:
-    """The conversation of a chat request. Raises RefusedError for parts that are not text, and for prefill."""
+    """Convert a chat request. Raises RefusedError for content that is not text and for a final assistant message."""
     refuse_prefill([{"role": message.role} for message in body.messages[-1:]], "messages")
     if body.continue_final_message:
         raise refused("continue_final_message: this server cannot continue a message", "continue_final_message")
     if body.add_generation_prompt is False:
         raise refused(
-            "add_generation_prompt must be true: without the beginning of an answer the model would continue the last "
+            "add_generation_prompt must be true: without a generation prompt the model would continue the last "
             "message. Send the whole prompt as text to /v1/completions instead",
             "add_generation_prompt",
         )
@@ -63,18 +69,18 @@ def from_chat(body: ChatRequest) -> Conversation:
 
 
 def tool_options(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -> dict[str, Any]:
-    """The fields of a `Conversation` that say which tools there are and which must be called."""
+    """Return the fields of a `Conversation` for the tools and the tool choice."""
     given = [tool.model_dump(exclude_none=True) for tool in tools or ()]
     named = choice.function.name if isinstance(choice, NamedTool) else None
     if named is not None and named not in [tool["function"]["name"] for tool in given]:
-        raise refused(f"tool_choice names {named!r}, which is none of the tools", "tool_choice")
+        raise refused(f"tool_choice names {named!r}, which is not in tools", "tool_choice")
     if not given and (choice == "required" or named):
-        raise refused("tool_choice asks for a call, but there are no tools", "tool_choice")
+        raise refused("tool_choice requires a tool call, but tools is empty", "tool_choice")
     return {"tools": given, "choice": "required" if named else choice or "auto", "named": named}
 
 
 def template_message(message: Message, where: str) -> dict[str, Any]:
-    """A message as templates take it: its content one text, the arguments of its calls objects. None stays away."""
+    """Convert a message: the content to a text, the arguments of tool calls to objects. None fields are removed."""
     found = message.model_dump(exclude_none=True)
     found["content"] = text_of(message.content, where)
     if message.tool_calls is not None:
@@ -83,16 +89,14 @@ def template_message(message: Message, where: str) -> dict[str, Any]:
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None, where: str) -> str:
-    """The text of a content, whose parts stand on lines of their own. Raises RefusedError for other parts."""
+    """Return the text of a message content, with parts joined by newlines. Raises RefusedError for other parts."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type", "text")
         if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise refused(
-                f"{where}.content.{i}: {kind!r} is nothing this model reads: send text", f"{where}.content.{i}"
-            )
+            raise refused(f"{where}.content.{i}: {kind!r} is not supported: send text", f"{where}.content.{i}")
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise refused(f"{where}.content.{i}.text must be a text", f"{where}.content.{i}.text")
@@ -101,7 +105,7 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None, where: str) -> st
 
 
 def call_message(name: str, arguments: str | Mapping[str, Any], call_id: str, where: str) -> dict[str, Any]:
-    """A call that an earlier answer made, for an assistant's message."""
+    """Return a tool call of an earlier response for an assistant message."""
     return _call({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}, where)
 
 

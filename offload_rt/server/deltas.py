@@ -1,4 +1,4 @@
-"""What is new in each state of a request."""
+"""Incremental outputs and token counts of a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..outputs import FinishReason, Logprobs, RequestOutput, StopReason
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request so far: `cached` of the prompt's had been computed before."""
+    """Token counts of a request so far. `cached`: prompt tokens found in the prefix cache."""
 
     prompt: int = 0
     cached: int = 0
@@ -22,7 +22,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a completion gained: text, tokens `[t]` with their log-probabilities, and why it ended, once it has."""
+    """New text and tokens `[t]` of a completion. The reasons are set when it finishes."""
 
     index: int
     text: str
@@ -34,14 +34,14 @@ class Delta:
 
 @dataclass
 class Deltas:
-    """Remembers what of each completion has been given out."""
+    """Compute deltas from successive outputs of a request."""
 
     _characters: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _tokens: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _ended: set[int] = field(default_factory=set)
 
     def of(self, output: RequestOutput) -> list[Delta]:
-        """What is new since the last state, of each completion that gained anything."""
+        """Return a delta for each completion that has changed since the last call."""
         found = []
         for each in output.outputs:
             i, text, tokens = (
@@ -62,6 +62,6 @@ class Deltas:
 
 
 def usage_of(output: RequestOutput) -> Usage:
-    """What a state of a request counts."""
+    """Return the token counts of an output."""
     generated = sum(len(each.token_ids) for each in output.outputs)
     return Usage(len(output.prompt_token_ids), output.num_cached_tokens, generated)

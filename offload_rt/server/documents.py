@@ -1,5 +1,4 @@
-"""Texts that the server remembers for its clients, in memory or in a folder: small heads to look through, bodies to
-read."""
+"""Storage for conversations and responses, in memory or in a folder."""
 
 from __future__ import annotations
 
@@ -11,42 +10,46 @@ import re
 import time
 import uuid
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..storage.files import open_regular
 from ..utils.private_files import make_private, make_private_folder, open_private
 from ..utils.small_files import parse_json
+from .errors import RefusedError, refused
 
 Head = dict[str, Any]
 
 MOST = 10_000
-"""Documents of one kind; the one used longest ago goes first."""
+"""Maximum number of documents of one kind. The least recently used document is evicted first."""
 
 MOST_BYTES = {False: 64 << 20, True: 4 << 30}
-"""Of all documents of one kind: in memory, on disk."""
+"""Maximum total size of the documents of one kind: in memory (False) and on disk (True)."""
 
 _SUFFIX = ".json"
 _FILE = re.compile(r"([0-9a-f]{32})\.json")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{32})?\.tmp")
 _STALE = 60.0
-"""Seconds after which a temporary file is nobody's: another server may be writing a younger one."""
+"""Age in seconds after which a temporary file is removed. Another server may be writing a younger one."""
 
 
 def digest(*parts: str) -> str:
-    """A name for files that says nothing of `parts`: no path comes from a client."""
+    """Return a file name that does not reveal `parts`, so that clients cannot choose paths."""
     text = "\0".join(f"{len(part)} {part}" for part in parts)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 class Documents:
-    """Heads and bodies, JSON both, by name; names are made by `digest`. What does not fit any more is forgotten, the
-    one used longest ago first. A file is one line with the head and one with the body, replaced as a whole: a server
-    that is killed leaves the old one or the new one, and what another server writes there is seen. Files that are none
-    of ours are left alone."""
+    """LRU store of JSON documents, each with a small head and a body, keyed by a `digest`.
+
+    A document file has one line for the head and one line for the body. Files are replaced atomically, so a killed
+    server leaves the old or the new version. Several servers may share a folder. Other files in it are not touched.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Raises OSError where the folder cannot be made."""
+        """Open the store. Raises OSError if the folder cannot be created."""
         self._folder = folder
         self._heads: OrderedDict[str, Head] = OrderedDict()
         self._bodies: dict[str, bytes] = {}
@@ -55,10 +58,10 @@ class Documents:
             make_private_folder(folder)
             make_private(folder)
             self._clean(folder)
-            self._look()
+            self._scan()
 
     def _clean(self, folder: Path) -> None:
-        """Remove what a server that was killed was writing, and take everybody else's access to the files away."""
+        """Remove temporary files of killed servers and restrict the documents to their owner."""
         for path in folder.iterdir():
             with contextlib.suppress(OSError):
                 if _TEMPORARY.fullmatch(path.name) and path.lstat().st_mtime < time.time() - _STALE:
@@ -66,8 +69,8 @@ class Documents:
                 elif _FILE.fullmatch(path.name):
                     make_private(path)
 
-    def _look(self) -> None:
-        """Takes note of all files that are there, in the order in which they were written."""
+    def _scan(self) -> None:
+        """Update the heads from the folder. New files are added in the order of their modification times."""
         if self._folder is None:
             return
         found = {}
@@ -76,37 +79,35 @@ class Documents:
                 with contextlib.suppress(OSError):
                     found[match[1]] = entry.stat().st_mtime_ns
         for name in self._heads.keys() - found.keys():
-            self._lose(name)
+            self._forget(name)
         for name in sorted(found.keys() - self._heads.keys(), key=found.__getitem__):
             self._enter(name)
 
     def _enter(self, name: str) -> None:
-        """Reads the head of a file that may be there, and may hold anything."""
+        """Read the head of a document. A missing or malformed file is ignored."""
         path = self._path(name)
         with contextlib.suppress(ValueError, OSError), os.fdopen(open_regular(path), "rb") as file:
             head = parse_json(file.readline(1 << 20))
             if isinstance(head, dict):
                 self._heads[name], self._sizes[name] = head, path.stat().st_size
 
-    def _lose(self, name: str) -> None:
+    def _forget(self, name: str) -> None:
         self._heads.pop(name, None)
         self._sizes.pop(name, None)
         self._bodies.pop(name, None)
 
     def heads(self) -> dict[str, Head]:
-        """All heads by name, the one used longest ago first."""
-        self._look()
+        """Return all heads by name, least recently used first."""
+        self._scan()
         return dict(self._heads)
 
     def head(self, name: str) -> Head | None:
-        """The head of a document, if there is one."""
         if self._folder is not None:
             self._enter(name)
         return self._heads.get(name)
 
     def put(self, name: str, head: Head, body: Any) -> list[Head]:
-        """Keeps a document, in place of another of its name. Returns the heads of those that were forgotten for it.
-        Raises OSError where it cannot be written."""
+        """Store or replace a document. Return the heads of evicted documents. Raises OSError."""
         content = (json.dumps(head, ensure_ascii=True) + "\n" + json.dumps(body, ensure_ascii=True)).encode()
         if self._folder is None:
             self._bodies[name] = content
@@ -122,7 +123,7 @@ class Documents:
         return forgotten
 
     def body(self, name: str) -> Any:
-        """The body of a document; None where there is none, or its file is damaged."""
+        """Return the body of a document, or None if it does not exist or is damaged."""
         if self.head(name) is None:
             return None
         self._heads.move_to_end(name)
@@ -137,8 +138,8 @@ class Documents:
             return None
 
     def delete(self, name: str) -> None:
-        """Forgets a document. Nothing happens where there is none."""
-        self._lose(name)
+        """Delete a document if it exists."""
+        self._forget(name)
         if self._folder is not None:
             for path in (self._path(name), *self._folder.glob(f"{name}.*.tmp")):
                 path.unlink(missing_ok=True)
@@ -149,7 +150,7 @@ class Documents:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read, whole or not at all."""
+    """Write a file atomically, readable only by its owner."""
     temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
     try:
         with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
@@ -159,3 +160,139 @@ def _replace(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+LONGEST_NAME = 100
+"""Maximum length of a session name in characters."""
+
+_TITLE = 80
+
+
+def session_of(owner: str, name: str) -> str:
+    """Return the engine's id of a session. It is unique for each API key and name."""
+    if not 1 <= len(name) <= LONGEST_NAME:
+        raise refused(f"session must be a name of 1 to {LONGEST_NAME} characters", "session")
+    return digest("session", owner, name)
+
+
+class Conversations:
+    """Conversations by session name, separate for each API key (`owner`)."""
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+
+    def keep(self, owner: str, name: str, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Store a conversation. Return the engine ids of evicted sessions."""
+        head = {
+            "owner": owner,
+            "id": name,
+            "title": _title(messages),
+            "turns": _turns(messages),
+            "updated": time.time(),
+        }
+        forgotten = self._documents.put(session_of(owner, name), head, list(messages))
+        return [session_of(each["owner"], each["id"]) for each in forgotten]
+
+    def of(self, owner: str) -> list[dict[str, Any]]:
+        """Return the heads of an owner's conversations, newest first."""
+        found = [head for head in self._documents.heads().values() if head.get("owner") == owner]
+        found.sort(key=lambda head: float(head["updated"]), reverse=True)
+        return [{name: head[name] for name in ("id", "title", "turns", "updated")} for head in found]
+
+    def exists(self, owner: str, name: str) -> bool:
+        """Return whether a conversation is stored, even if its file is damaged."""
+        return self._documents.head(session_of(owner, name)) is not None
+
+    def messages(self, owner: str, name: str) -> list[dict[str, Any]]:
+        """Return the messages of a conversation. Raises RefusedError (404) if it does not exist."""
+        found: list[dict[str, Any]] | None = self._documents.body(session_of(owner, name))
+        if found is None:
+            raise _unknown(name)
+        return found
+
+    def delete(self, owner: str, name: str) -> str:
+        """Delete a conversation and return its engine id. Raises RefusedError (404) if it does not exist."""
+        if not self.exists(owner, name):
+            raise _unknown(name)
+        session = session_of(owner, name)
+        self._documents.delete(session)
+        return session
+
+
+def _unknown(name: str) -> RefusedError:
+    return RefusedError(404, f"there is no session {name!r:.80}", param="session", code="session_not_found")
+
+
+def _title(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the last line of the first user message. Earlier lines may be a document."""
+    for message in messages:
+        if message.get("role") == "user" and isinstance(message.get("content"), str):
+            lines = [line.strip() for line in message["content"].splitlines() if line.strip()]
+            return lines[-1][:_TITLE] if lines else ""
+    return ""
+
+
+def _turns(messages: Sequence[Mapping[str, Any]]) -> int:
+    return sum(message.get("role") == "user" for message in messages)
+
+
+def response_of(owner: str, name: str) -> str:
+    """Return the engine's session id of a response. It is unique for each API key and response id."""
+    return digest("response", owner, name)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A stored response.
+
+    Attributes:
+        owner: Digest of the API key.
+        response: JSON of the response.
+        messages: Conversation including the response.
+        session: Engine session with the KV. Consecutive responses of a conversation share it.
+    """
+
+    owner: str
+    response: Mapping[str, Any]
+    messages: Sequence[Mapping[str, Any]]
+    session: str
+
+
+class ResponseStore:
+    """Responses by id. For other API keys a response does not exist."""
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+
+    def add(self, name: str, kept: Kept) -> list[str]:
+        """Store a response. Return the sessions of evicted responses that no other response uses."""
+        head = {"owner": kept.owner, "session": kept.session}
+        body = {"response": kept.response, "messages": kept.messages}
+        forgotten = self._documents.put(digest(name), head, body)
+        return self._unneeded([each["session"] for each in forgotten])
+
+    def get(self, name: str, owner: str) -> Kept:
+        """Return a response. Raises RefusedError (404) if it does not exist."""
+        head = self._documents.head(digest(name))
+        body = None if head is None or head.get("owner") != owner else self._documents.body(digest(name))
+        if head is None or body is None:
+            raise RefusedError(
+                404,
+                f"the response {name!r:.80} does not exist, or has been evicted: send the whole conversation",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return Kept(owner, body["response"], body["messages"], head["session"])
+
+    def delete(self, name: str, owner: str) -> str:
+        """Delete a response and return its session, which the caller deletes too. Raises as `get`.
+
+        Other responses of the conversation remain usable.
+        """
+        session = self.get(name, owner).session
+        self._documents.delete(digest(name))
+        return session
+
+    def _unneeded(self, sessions: Sequence[str]) -> list[str]:
+        needed = {head.get("session") for head in self._documents.heads().values()} if sessions else set()
+        return [session for session in dict.fromkeys(sessions) if session not in needed]

@@ -1,4 +1,4 @@
-"""The engine that answers, and others over the same weights and pool, under policies that requests ask for."""
+"""Engines for the policies that requests name, with shared weights and a shared KV pool."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from .options import ServerOptions
 _ADDED = (
     "waiting", "running", "prompt_tokens", "cached_tokens", "generated_tokens", "link_bytes", "device_kv_bytes",
 )  # fmt: skip
-"""Fields of `EngineLoad` that all engines have of their own."""
+"""Fields of `EngineLoad` that are summed over the engines. The others describe the shared pool."""
 
 
 class Engines:
-    """The server's own engine, and up to `max_policies - 1` others. Each decodes a batch of its own; on their pool they
-    take turns, step by step, and a prompt that one has prefilled is there for the others."""
+    """The server's engine, and up to `max_policies - 1` engines for other policies.
+
+    Each engine decodes a separate batch. Engines alternate steps on the shared pool and share cached prefixes. If the
+    limit is reached, an idle engine is closed.
+    """
 
     def __init__(self, own: AsyncLLM, options: ServerOptions) -> None:
         self.own, self._options = own, options
@@ -34,17 +37,23 @@ class Engines:
 
     @asynccontextmanager
     async def under(self, policy: str | None, options: Mapping[str, Any] | None) -> AsyncIterator[AsyncLLM]:
-        """The engine of a policy, for as long as the block. Raises RefusedError where no other policy may be asked for,
-        or too many are in use; ConfigError for one that does not exist or does not fit."""
+        """Reserve the engine of a policy for the duration of the block.
+
+        Raises:
+            RefusedError: Requests cannot choose a policy, or too many policies are in use.
+            ConfigError: The policy does not exist, or its options are invalid.
+        """
         if policy is None:
             if options:
-                raise refused("policy_options are for a request that names its policy", "policy_options")
+                raise refused(
+                    "policy_options needs policy: name the policy, or remove policy_options", "policy_options"
+                )
             yield self.own
             return
         key = json.dumps([policy, dict(options or {})], sort_keys=True)
         taking = asyncio.ensure_future(self._take(key, policy, options or {}))
         try:
-            yield await asyncio.shield(taking)  # a client that leaves leaves no engine half made, or half closed
+            yield await asyncio.shield(taking)  # finish opening or closing an engine if the client disconnects
         finally:
             if taking.done():
                 self._give_back(key, taking)
@@ -66,14 +75,14 @@ class Engines:
         most, own = self._options.max_policies, self.own.llm.config.policy
         if most == 1:
             raise refused(
-                f"this server answers under the policy {own!r}: leave policy out, or start it with --max-policies",
+                f"this server allows only the policy {own!r}: remove policy, or start the server with --max-policies",
                 "policy",
             )
         if len(self._others) >= most - 1:
             idle = next((name for name in self._others if not self._users.get(name)), None)
             if idle is None:
                 raise RefusedError(
-                    429, f"{most} policies are in use: try later, or leave policy out", headers={"Retry-After": "5"}
+                    429, f"{most} policies are in use: retry later, or remove policy", headers={"Retry-After": "5"}
                 )
             await self._drop(idle)
 
@@ -87,19 +96,19 @@ class Engines:
         engine = self._others[key]
         await engine.close()
         load = engine.load()
-        del self._others[key]  # what it counted is always counted once
+        del self._others[key]  # together with adding its totals below, so that each is counted once
         self._users.pop(key, None)
         for name in _ADDED:
             self._past[name] += getattr(load, name)
 
     def load(self) -> EngineLoad:
-        """What all engines have to do, and have done."""
+        """Return the load and totals of all engines."""
         own, loads = self.own.load(), [engine.load() for engine in self._others.values()]
         added = {name: self._past[name] + sum(getattr(load, name) for load in (own, *loads)) for name in _ADDED}
         return EngineLoad(**{field.name: getattr(own, field.name) for field in fields(EngineLoad)} | added)
 
     async def close(self) -> None:
-        """Closes all of them, the server's own last: the others use its pool."""
+        """Close all engines, the server's engine last because the others use its pool."""
         async with self._lock:
             for key in list(self._others):
                 await self._drop(key)

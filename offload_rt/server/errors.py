@@ -1,7 +1,6 @@
-"""Refusals: one exception, and the shapes in which OpenAI's and Anthropic's clients expect it.
+"""HTTP errors in the formats of OpenAI and Anthropic.
 
-A request that cannot be answered as it is gets 4xx and says what to change; 5xx is a fault of ours, whose text stays in
-the log.
+Errors of the client are 4xx and say what to change. Internal errors are 5xx and their text is logged only.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from ..errors import (
 )
 
 ANTHROPIC = "/v1/messages"
-"""Paths that begin so speak Anthropic's protocol."""
+"""Path prefix of Anthropic's protocol."""
 
 RETRY_AFTER = "5"
-"""Seconds after which a client that found the queue full may come again."""
+"""Seconds after which a client may retry if the queue is full."""
 
 _KINDS = {
     401: "authentication_error",
@@ -45,8 +44,15 @@ _KINDS = {
 
 
 class RefusedError(Exception):
-    """A request is answered with `status` and `message`. `param` is the field that is wrong, `code` a word for
-    programs, `headers` go with the answer."""
+    """An error response.
+
+    Args:
+        status: HTTP status.
+        message: Text for the user.
+        param: Name of the invalid field.
+        code: Machine-readable error code.
+        headers: Additional response headers.
+    """
 
     def __init__(
         self,
@@ -63,28 +69,28 @@ class RefusedError(Exception):
 
     @property
     def kind(self) -> str:
-        """The error's type, by OpenAI's and Anthropic's names (they agree but for bad input)."""
+        """Error type, with the names that OpenAI and Anthropic share."""
         return _KINDS.get(self.status, "invalid_request_error")
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> RefusedError:
-    """A refusal of bad input: 400."""
+    """Return an error for invalid input (400)."""
     return RefusedError(400, message, param=param, code=code)
 
 
 def ending() -> RefusedError:
-    """Return the refusal of a request that the end of the server cuts off."""
+    """Return the error for requests that the shutdown interrupts."""
     return RefusedError(503, "the server is shutting down", headers={"Retry-After": "30"})
 
 
 def refusal(error: BaseException) -> RefusedError:
-    """What a client is told of any exception."""
+    """Convert an exception to an error response."""
     if isinstance(error, RefusedError):
         return error
     if isinstance(error, QueueFullError):
         return RefusedError(429, str(error), code="queue_full", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, SessionBusyError):
-        message = "this conversation is being answered or deleted: ask again when that has ended"
+        message = "this conversation is in use by another request: retry when that request has ended"
         return RefusedError(409, message, param="session", code="session_busy", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, MemoryLimitError):
         return refused(str(error), code="pool_full")
@@ -92,34 +98,34 @@ def refusal(error: BaseException) -> RefusedError:
         return RefusedError(500, str(error))
     if isinstance(error, OffloadError) and not isinstance(error, (StoreError, DiskError, EngineError)):
         return refused(str(error))
-    if isinstance(error, (RequestValidationError, ValidationError)):  # of pydantic: made of what a client sent
+    if isinstance(error, (RequestValidationError, ValidationError)):  # the body does not match the schema
         return _invalid(error.errors())
     if isinstance(error, HTTPException):
         return RefusedError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, TimeoutError):
-        return RefusedError(408, "the answer took longer than the server allows: ask for less, or raise --timeout")
-    return RefusedError(500, "internal error: the server's log says more")
+        return RefusedError(408, "the request exceeded the time limit: reduce max_tokens, or raise --timeout")
+    return RefusedError(500, "internal error: see the server's log")
 
 
 def error_body(error: RefusedError, path: str) -> dict[str, Any]:
-    """The JSON of an error, in the protocol of `path`."""
+    """Return the JSON of an error in the protocol of `path`."""
     if path.startswith(ANTHROPIC):
         return {"type": "error", "error": {"type": error.kind, "message": error.message}}
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
 def error_response(error: RefusedError, path: str) -> Response:
-    """The HTTP answer of an error. What it quotes may hold half a surrogate pair, which UTF-8 has not: hence ASCII."""
+    """Return the HTTP response of an error in the protocol of `path`."""
+    # ASCII, because text quoted from a request may contain lone surrogates, which UTF-8 cannot encode.
     content = json.dumps(error_body(error, path), ensure_ascii=True)
     return Response(content, error.status, error.headers, "application/json")
 
 
 def _invalid(found: Sequence[Mapping[str, Any]]) -> RefusedError:
-    """The first of the things that are wrong with a body."""
     first = found[0]
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
-        return refused(f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+        return refused(f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     if not where:
         return refused("the body must be a JSON object, with Content-Type: application/json")
     param = ".".join(where)

@@ -1,4 +1,4 @@
-"""What is measured of the server: for Prometheus, and as JSON for the page. Names and buckets follow vLLM's."""
+"""Metrics for Prometheus, and as JSON for the page. Names and buckets follow vLLM."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 16
 _PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _WHOLE = (0.3, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 240, 480, 960, 1920)
 _TOKENS = (1, 10, 100, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000)
-"""Upper bounds of buckets: seconds, seconds a token, seconds, tokens."""
+"""Upper bounds of buckets: seconds, seconds per token, seconds, tokens."""
 
 _GAUGES = {
-    "num_requests_waiting": ("requests that wait for room", "waiting"),
-    "num_requests_running": ("requests that are computed", "running"),
+    "num_requests_waiting": ("waiting requests", "waiting"),
+    "num_requests_running": ("running requests", "running"),
     "kv_pool_used_bytes": ("KV in host memory", "pool_used_bytes"),
-    "kv_pool_limit_bytes": ("most KV in host memory", "pool_limit_bytes"),
-    "kv_kept_bytes": ("KV in host memory that nobody uses now and what comes may find", "kept_bytes"),
+    "kv_pool_limit_bytes": ("limit of the KV in host memory", "pool_limit_bytes"),
+    "kv_kept_bytes": ("unused KV in host memory that is kept for prefix caching", "kept_bytes"),
     "kv_device_bytes": ("KV on the device", "device_kv_bytes"),
-    "kv_store_bytes": ("files of the sessions' store", "store_bytes"),
+    "kv_store_bytes": ("files of the session store", "store_bytes"),
     "weight_bytes": ("weights of the model", "weight_bytes"),
 }
 _TOTALS = {
-    "prompt_tokens": ("tokens of prompts", "prompt_tokens"),
-    "prompt_tokens_cached": ("tokens of prompts that had been computed before", "cached_tokens"),
-    "generation_tokens": ("new tokens", "generated_tokens"),
-    "link_bytes": ("rows that crossed between host and device", "link_bytes"),
+    "prompt_tokens": ("prompt tokens", "prompt_tokens"),
+    "prompt_tokens_cached": ("prompt tokens found in the prefix cache", "cached_tokens"),
+    "generation_tokens": ("generated tokens", "generated_tokens"),
+    "link_bytes": ("KV bytes transferred between host and device", "link_bytes"),
 }
 _TIERS = {
     "host": "session_host_tokens",
     "disk": "session_disk_tokens",
     "computed": "session_computed_tokens",
 }
-"""What the engine counts: name, help, field of `EngineLoad`; of the last, the tier."""
+"""Metrics of the engine: name to help text and field of `EngineLoad`. For the last: tier to field."""
 
 PREFIX = "offload_rt_"
 
 
 class Figures:
-    """A registry of its own: two servers in one process do not count together."""
+    """Metrics of one server. Each server has a separate registry, so that several can run in one process."""
 
     def __init__(self, engines: Engines, model: str) -> None:
         self._engines = engines
@@ -57,24 +57,24 @@ class Figures:
             return made.labels(model)
 
         self._first = histogram("time_to_first_token_seconds", "arrival to first token", _FIRST_TOKEN)
-        self._token = histogram("time_per_output_token_seconds", "mean of a request after its first token", _PER_TOKEN)
+        self._token = histogram("time_per_output_token_seconds", "mean per request after the first token", _PER_TOKEN)
         self._whole = histogram("e2e_request_latency_seconds", "arrival to last token", _WHOLE)
         self._prompt = histogram("request_prompt_tokens", "prompt tokens of a request", _TOKENS)
         self._new = histogram("request_generation_tokens", "new tokens of a request", _TOKENS)
         self._ended = Counter(
             PREFIX + "request_success",
-            "requests that ended",
+            "finished requests",
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
         self._model = model
 
     def began(self, seconds: float) -> None:
-        """The first token came so many seconds after its request."""
+        """Record the time to the first token."""
         self._first.observe(seconds)
 
     def ended(self, reason: str, usage: Usage, seconds: float, after_first: float) -> None:
-        """A request ended: why, what it counted, how long it took in all and after its first token."""
+        """Record a finished request. `after_first`: seconds since the first token."""
         self._ended.labels(self._model, reason).inc()
         self._whole.observe(seconds)
         self._prompt.observe(usage.prompt)
@@ -83,24 +83,23 @@ class Figures:
             self._token.observe(after_first / (usage.generated - 1))
 
     def text(self) -> bytes:
-        """All, in Prometheus' text format."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def load(self) -> dict[str, int]:
-        """What the engine does now, and has done."""
+        """Return the load and the totals of the engine as JSON fields."""
         load = self._engines.load()
         counted = [field for _, field in (*_GAUGES.values(), *_TOTALS.values())]
         return {field: int(getattr(load, field)) for field in (*counted, *_TIERS.values())}
 
 
 class _EngineCollector(Collector):
-    """Asks the engine when it is asked."""
+    """Collector that reads the engine's load at each scrape."""
 
     def __init__(self, engines: Engines, model: str) -> None:
         self._engines, self._model = engines, model
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's counts."""
         load = self._engines.load()
         for name, (help, field) in _GAUGES.items():
             gauge = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
@@ -113,7 +112,7 @@ class _EngineCollector(Collector):
             total = CounterMetricFamily(PREFIX + name, help, labels=["model_name"])
             total.add_metric([self._model], getattr(load, field))
             yield total
-        help = "tokens of sessions before their turns, by where their KV was (computed: lost, and computed again)"
+        help = "session tokens at the start of a request, by the tier of their KV (computed: recomputed)"
         tiers = CounterMetricFamily(PREFIX + "session_tokens", help, labels=["model_name", "tier"])
         for tier, field in _TIERS.items():
             tiers.add_metric([self._model, tier], getattr(load, field))

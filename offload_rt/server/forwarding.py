@@ -1,11 +1,11 @@
-"""HTTP requests that one process takes and another answers: a door that reads a request whole and passes on what is
-answered as it comes, and the other end, which runs the application. Between them are Ray Serve's calls."""
+"""Forwarding of HTTP requests to replicas: the proxy reads requests, a replica runs the application."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -13,34 +13,106 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .affinity import affinity
 from .log import logger
 from .options import DELIVERY_SECONDS
 
+SESSION_HEADER = "x-session-id"
+
+BEGINNING = 2048
+"""Length in characters of the common prefix by which long prompts are routed."""
+
+LEAST = 256
+"""Length of the common prefix for shorter prompts. Prompts below this length are routed to any replica."""
+
+_FIELDS = ("system", "instructions", "messages", "prompt", "input")
+"""Prompt fields of all protocols, in the order of a chat template."""
+
+
+def affinity(headers: Headers, body: bytes) -> str:
+    """Return the routing key of a request, or "" if any replica may handle it.
+
+    The key is made from the header `x-session-id`, else from the API key and the `session` of the body, else from the
+    beginning of the prompt.
+    """
+    if named := headers.get(SESSION_HEADER):
+        return _digest("session", named)
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(asked, dict):
+        return ""
+    if isinstance(session := asked.get("session"), str):
+        key = headers.get("authorization") or headers.get("x-api-key") or ""
+        return _digest("named", key, session)
+    beginning = ""
+    for text in _texts([asked.get(name) for name in _FIELDS]):
+        beginning += text[: BEGINNING - len(beginning)]
+        if len(beginning) == BEGINNING:
+            break
+    same = BEGINNING if len(beginning) == BEGINNING else LEAST
+    return _digest("prompt", beginning[:same]) if len(beginning) >= LEAST else ""
+
+
+def give_way(queues: Sequence[int], most_ahead: int) -> list[int]:
+    """Return the order in which replicas are tried, given their numbers of running requests.
+
+    The order is unchanged unless the first replica has more than `most_ahead` requests more than the least loaded one.
+    Then the replicas are sorted by load.
+    """
+    order = list(range(len(queues)))
+    if queues and queues[0] - min(queues) > most_ahead:
+        order.sort(key=lambda i: queues[i])
+    return order
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the strings and token ids of a JSON value in order."""
+    # Without recursion, because bodies may be deeply nested.
+    left = [value]
+    while left:
+        match left.pop():
+            case str() as text:
+                yield text
+            case int() as token:
+                yield f"{token} "
+            case list() as items:
+                left.extend(reversed(items))
+            case Mapping() as fields:
+                left.extend(fields[name] for name in ("content", "text", "role") if name in fields)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
 _PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers",
            "client", "server")  # fmt: skip
-"""What of a scope is plain data and says what was asked."""
+"""Scope fields that describe the request and can be serialized."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request: its scope, without what is this process's alone, and its body."""
+class ForwardedRequest:
+    """A serializable request: the fields `_PASSED` of its scope, and its body."""
 
     scope: dict[str, Any]
     body: bytes
 
 
-class Door:
-    """An application that answers by `ask(asked, affinity)`: messages as they come. Closing that iterator ends the
-    request, which happens where the client leaves. Bodies are read up to `max_body` bytes and a little: the other end
-    refuses what is longer."""
+class Proxy:
+    """ASGI application that forwards each request with `ask(asked, affinity)` and sends the messages that it yields.
 
-    def __init__(self, ask: Callable[[Asked, str], AsyncIterator[Message]], max_body: int, timeout: float) -> None:
+    If the client disconnects, the iterator is closed. Reading stops after `max_body` bytes: the replica refuses larger
+    bodies.
+    """
+
+    def __init__(
+        self, ask: Callable[[ForwardedRequest, str], AsyncIterator[Message]], max_body: int, timeout: float
+    ) -> None:
         self._ask, self._max_body, self._timeout = ask, max_body, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. If the response is not sent after `timeout` seconds, and a little to deliver the error of
-        the replica, the request is cancelled."""
+        """Forward a request. Cancel it some seconds after `timeout`, when the replica has reported its timeout."""
         async with asyncio.timeout(self._timeout + DELIVERY_SECONDS):
             await self._forward(scope, receive, send)
 
@@ -48,12 +120,12 @@ class Door:
         body = await self._read(receive)
         if body is None:
             return
-        asked = Asked({name: scope[name] for name in _PASSED if name in scope}, body)
+        asked = ForwardedRequest({name: scope[name] for name in _PASSED if name in scope}, body)
         answering = asyncio.ensure_future(self._answer(asked, affinity(Headers(scope=scope), body), send))
-        left = asyncio.ensure_future(_left(receive))
+        left = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({answering, left}, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # the time may be up
+        finally:  # also after a timeout
             for task in (left, answering):
                 task.cancel()
             await asyncio.wait({answering})
@@ -72,7 +144,7 @@ class Door:
                 break
         return b"".join(parts)
 
-    async def _answer(self, asked: Asked, key: str, send: Send) -> None:
+    async def _answer(self, asked: ForwardedRequest, key: str, send: Send) -> None:
         begun = False
         try:
             async with aclosing(self._ask(asked, key)) as messages:  # type: ignore[type-var]
@@ -80,20 +152,20 @@ class Door:
                     begun = True
                     await send(message)
         except Exception as error:
-            logger.warning("no answer from a replica", extra={"fields": {"error": f"{type(error).__name__}: {error}"}})
+            logger.warning("a replica did not respond", extra={"fields": {"error": f"{type(error).__name__}: {error}"}})
             if begun:
-                raise  # the connection breaks off, so that nobody takes half an answer for a whole one
-            await _say_lost(send)
+                raise  # abort the connection, so that clients notice that the response is incomplete
+            await _send_lost(send)
 
 
-class Behind:
-    """The other end: runs the application for one request after another, or many at once."""
+class Upstream:
+    """Run the application in a replica. Requests may run concurrently."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def answer(self, asked: Asked) -> AsyncIterator[Message]:
-        """What the application sends. Closing the iterator tells it that the client has left."""
+    async def answer(self, asked: ForwardedRequest) -> AsyncIterator[Message]:
+        """Yield the messages of the application. Closing the iterator reports a disconnect to it."""
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         gone, bodies = asyncio.Event(), [asked.body]
 
@@ -115,19 +187,17 @@ class Behind:
             gone.set()
             await task
 
-    async def _run(self, asked: Asked, receive: Receive, send: Send) -> None:
+    async def _run(self, asked: ForwardedRequest, receive: Receive, send: Send) -> None:
         await self._app(dict(asked.scope), receive, send)
 
 
-async def _left(receive: Receive) -> None:
-    """Returns when the client has left."""
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _say_lost(send: Send) -> None:
-    """Nothing was answered yet, so that the client may ask again."""
-    error = {"message": "the replica that was to answer is gone: ask again", "type": "overloaded_error"}
+async def _send_lost(send: Send) -> None:
+    error = {"message": "the replica has stopped: retry the request", "type": "overloaded_error"}
     body = json.dumps({"error": error | {"param": None, "code": "replica_lost"}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 503, "headers": [*headers, (b"retry-after", b"1")]})

@@ -1,5 +1,4 @@
-"""What every request passes before the application sees it: its name in the log, the host it asked for, its key, and a
-limit on its body."""
+"""Middleware for every request: request id, log record, host check, API key and body limit."""
 
 from __future__ import annotations
 
@@ -21,30 +20,29 @@ from .page import FILES
 from .protocol import MOST_HEAD_BYTES
 
 OPEN_PATHS = ("/health", "/favicon.ico", *FILES)
-"""What is answered without a key: that the server lives, and the page, which asks for one."""
+"""Paths that need no API key: the health check and the web page, which asks for the key."""
 
 REQUEST_ID = "x-request-id"
 
 GONE = 499
-"""What the log says of a client that left before its answer began."""
+"""Status in the log if the client disconnects before the response begins."""
 
 MOST_BODIES = 16
-"""Incomplete bodies of the largest size that are held at once; 503 beyond."""
+"""Memory limit for incomplete bodies, in units of `max_body`. Further bodies are refused with 503."""
 
 logger = logging.getLogger(__name__)
 
 
 class Gate:
-    """Wraps the application. Every answer has the header `x-request-id`, every request one line in the log."""
+    """ASGI middleware. Every response has the header `x-request-id`, every request one log record."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app, self._options = app, options
         self._receiving = 0
-        """Bytes of bodies that are incomplete, over all requests."""
+        """Bytes of the incomplete bodies of all requests."""
         self._digests = [_digest(key) for key in options.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one connection."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
@@ -65,7 +63,7 @@ class Gate:
 
         try:
             await self._pass(scope, receive, noted)
-        except asyncio.CancelledError:  # the grace of a server that ends is over
+        except asyncio.CancelledError:  # the grace period of the shutdown is over
             if status == GONE:
                 await error_response(ending(), scope["path"])(scope, receive, noted)
         except Exception as error:
@@ -89,22 +87,21 @@ class Gate:
             await self._app(scope, _replayed(body, receive), send)
 
     def _check_host(self, headers: Headers) -> None:
-        """Refuses names that are not ours where only this machine may ask: a page from elsewhere whose own name was
-        made to point here."""
+        """Refuse unknown host names if the server is local, to prevent DNS rebinding."""
         name = _host_name(headers.get("host", ""))
         known = (*LOCAL_HOSTS, *self._options.allowed_hosts)
         if self._options.local and name and name not in known:
             raise RefusedError(
-                403, f"this server is not called {name!r}: ask for localhost, or start it with --allowed-host"
+                403, f"the host name {name!r} is not allowed: use localhost, or start the server with --allowed-host"
             )
 
     def _owner(self, headers: Headers) -> str:
-        """Whose request it is: the digest of its key; empty where no keys are asked for. All keys are compared, in
-        constant time each, so that the time says nothing of them."""
+        """Return the digest of the request's API key, or "" if the server has no keys."""
         if not self._digests:
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", ""))
+        # Compare all keys in constant time, so that the duration reveals nothing about them.
         if sum(hmac.compare_digest(given, known) for known in self._digests) == 0:
             raise RefusedError(
                 401,
@@ -115,15 +112,15 @@ class Gate:
         return given.hex()
 
     async def _body(self, headers: Headers, receive: Receive, deadline: float) -> bytes | None:
-        """The whole body; None where the client left before it had sent it."""
+        """Return the complete body, or None if the client disconnects before."""
         limit, parts, size = self._options.max_body, [], 0
         announced = headers.get("content-length", "")
         if sum(len(name) + len(value) + len(": \r\n") for name, value in headers.raw) > MOST_HEAD_BYTES:
             raise RefusedError(431, "the headers of the request are too large", headers={"Connection": "close"})
-        if announced and "transfer-encoding" in headers:  # a proxy before us may take the other one (smuggling)
+        if announced and "transfer-encoding" in headers:  # prevents request smuggling through a proxy
             both = "a request has either Content-Length or Transfer-Encoding, not both"
             raise RefusedError(400, both, headers={"Connection": "close"})
-        too_large = RefusedError(413, f"the request is larger than {limit:,} bytes, which is this server's limit")
+        too_large = RefusedError(413, f"the request is larger than this server's limit of {limit:,} bytes (--max-body)")
         if announced.isdecimal() and int(announced[:20]) > limit:
             raise too_large
         try:
@@ -142,7 +139,7 @@ class Gate:
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:
-            raise RefusedError(408, "the request's body did not come in time") from None
+            raise RefusedError(408, "the body of the request did not arrive in time") from None
         finally:
             self._receiving -= size
 
@@ -152,14 +149,14 @@ def _digest(key: str) -> bytes:
 
 
 def _host_name(host: str) -> str:
-    """The name in a Host header, without port and brackets, lower case."""
+    """Return the host name of a Host header in lower case, without port and brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].rstrip(".").lower()
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Gives the body that was read, then what the connection says next: that the client left."""
+    """Return a `receive` that yields the body that was read, then the further messages of the connection."""
     left: Sequence[bytes] = [body]
 
     async def again() -> Message:

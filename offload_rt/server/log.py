@@ -1,4 +1,4 @@
-"""The log: one JSON object a line, on stderr. Sizes, times and ids; prompts and answers only with `--log-prompts`."""
+"""Structured log on stderr: one JSON object per line, without prompts and responses unless `--log-prompts` is set."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from typing import Any
 from starlette.types import Scope
 
 MOST_KINDS = 100
-"""Kinds of repeated messages that are counted apart."""
+"""Maximum number of message kinds that are counted separately."""
 
 logger = logging.getLogger("offload_rt.server")
 
 
 class JsonLines(logging.Formatter):
-    """Records as JSON, with what `extra={"fields": ...}` adds."""
+    """Format records as JSON, including the fields of `extra={"fields": ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
-        said: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "event": record.getMessage(),
         }
-        said |= getattr(record, "fields", {})
+        entry |= getattr(record, "fields", {})
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said, ensure_ascii=True, default=str)
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=True, default=str)
 
 
 class Repetitions(logging.Filter):
@@ -42,7 +41,6 @@ class Repetitions(logging.Filter):
         self._counts: Counter[str] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is logged."""
         fields = getattr(record, "fields", {})
         status = fields.get("status", 0)
         if (now := time.monotonic()) >= self._end:
@@ -60,7 +58,7 @@ class Repetitions(logging.Filter):
 
 
 def log_to_stderr() -> None:
-    """Sends what this package and uvicorn log to stderr."""
+    """Send the logs of this package, uvicorn and asyncio to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     handler.addFilter(Repetitions())
@@ -68,11 +66,11 @@ def log_to_stderr() -> None:
         chosen = logging.getLogger(name)
         chosen.handlers, chosen.propagate = [handler], False
         chosen.setLevel(logging.INFO)
-    logging.getLogger("uvicorn.access").disabled = True  # a line a request of our own says more
+    logging.getLogger("uvicorn.access").disabled = True  # replaced by `log_request`
 
 
 def log_request(scope: Scope, status: int, seconds: float) -> None:
-    """One line for one request: what it was, how it ended, what it cost."""
+    """Log a request with its status, duration and statistics."""
     notes = scope["state"]["notes"]
     fields = {
         "id": scope["state"]["request_id"],

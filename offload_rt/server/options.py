@@ -1,4 +1,4 @@
-"""What `offload-rt serve` can be told besides what the engine is made of."""
+"""Options of `offload-rt serve`, except those of the engine."""
 
 from __future__ import annotations
 
@@ -18,62 +18,73 @@ LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 DELIVERY_SECONDS = 2.0
-"""Added to `timeout` before a connection is aborted: time to deliver the 408 or the error event that ends a request."""
+"""Seconds between `timeout` and the abort of a connection, to deliver the 408 response or the error event."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What the server accepts, from whom, and how much of it. Sizes and durations may be texts ("16MiB", "10m").
+    """Access, limits and formats of the server. Sizes and durations may be texts ("16MiB", "10m").
 
-    api_keys: requests must bring one of these; none: all requests are answered. Also from OFFLOAD_RT_API_KEY.
-    served_model_name: what clients call the model; None: the hub id, or the last part of the path.
-    max_waiting: requests beyond those that run; the next one is answered 429 with Retry-After.
-    max_tokens_limit: new tokens of one answer at most; None: what the model's positions leave.
-    max_body: bytes of a request; more is answered 413.
-    max_policies: policies, with their options, that requests may name at once, the server's own among them.
-    timeout: seconds from a request's arrival to its last byte; then it is aborted.
-    max_connections: connections open at once. If all are taken, a new one replaces the one whose client has been silent
-        for longest, or is refused if every client waits for an answer. None: half of the process's descriptors.
-    head_timeout: seconds in which the head of a request must arrive.
-    send_timeout: seconds after which a client that does not read its response is disconnected.
-    grace: seconds that answers may still take when the server is asked to end.
-    share_prefixes: requests of different API keys share KV. Without it a key finds only what it has computed itself, so
-        that no key learns from `cached_tokens` or latency what another one has asked.
-    documents: folder for what the server remembers of conversations; None: in memory.
-    cors_origins: pages from elsewhere that may call from a browser; none: no page but the server's own.
-    allowed_hosts: names by which a server that listens on this machine alone may be addressed, besides its own: what a
-        foreign page makes of its own name (DNS rebinding) is refused.
-    log_prompts: write prompts and answers to the log; without it the log has sizes and times alone.
+    Attributes:
+        host: Address to listen on.
+        port: Port to listen on. 0 chooses a free port.
+        api_keys: Keys that requests must present, also from OFFLOAD_RT_API_KEY. Without keys, no request needs one.
+        served_model_name: Model name for clients. None: the hub id, or the last part of the path.
+        max_waiting: Maximum number of waiting requests. Further requests get 429 with Retry-After.
+        max_tokens_limit: Maximum number of new tokens per request. None: the model's context length.
+        max_policies: Maximum number of policies (with options) in use at once, including the server's default.
+        max_body: Maximum size of a request body in bytes. Larger requests get 413.
+        timeout: Maximum duration of a request in seconds, from its arrival to the last byte of the response.
+        max_connections: Maximum number of open connections. If all are in use, a new connection replaces the one whose
+            client has been silent for longest. It is refused if every client waits for a response. None: half of the
+            process's file descriptors.
+        head_timeout: Seconds in which the head of a request must arrive.
+        send_timeout: Seconds after which a client that does not read its response is disconnected.
+        grace: Seconds that running requests may take during a shutdown.
+        tool_parser: Format of tool calls. "auto" chooses by the chat template.
+        reasoning_parser: Format of reasoning sections. "auto" chooses by the chat template.
+        share_prefixes: Share cached prefixes among API keys. By default a key reuses only its own KV, so that
+            `cached_tokens` and latency reveal no prompts of other keys.
+        documents: Folder for conversations and responses. None: in memory.
+        cors_origins: Origins whose pages may call the server from a browser.
+        allowed_hosts: Further host names of a server that listens on a local address. Other names are refused to
+            prevent DNS rebinding.
+        log_prompts: Write prompts and responses to the log. By default it has only sizes and times.
     """
 
-    host: str = option(
-        "127.0.0.1", help="address to listen on; 0.0.0.0 is every one", metavar="ADDRESS", group="server"
-    )
-    port: int = option(8000, help="port to listen on; 0 takes a free one", metavar="N", group="server")
+    host: str = option("127.0.0.1", help="address to listen on; 0.0.0.0 for all", metavar="ADDRESS", group="server")
+    port: int = option(8000, help="port to listen on; 0 chooses a free port", metavar="N", group="server")
     api_keys: tuple[str, ...] = ()
-    served_model_name: str | None = option(None, help="what clients call the model", metavar="NAME", group="server")
-    max_waiting: int = option(256, help="requests that wait at most, before 429", metavar="N", group="limits")
-    max_tokens_limit: int | None = option(None, help="new tokens of one answer at most", metavar="N", group="limits")
+    served_model_name: str | None = option(None, help="model name for clients", metavar="NAME", group="server")
+    max_waiting: int = option(256, help="maximum number of waiting requests, then 429", metavar="N", group="limits")
+    max_tokens_limit: int | None = option(
+        None, help="maximum number of new tokens per request", metavar="N", group="limits"
+    )
     max_policies: int = option(
-        1, help="policies that requests may name at once, the server's own among them", metavar="N", group="limits"
+        1, help="maximum number of policies in use at once, including the default", metavar="N", group="limits"
     )
-    max_body: Size = option(16 << 20, help="bytes of a request at most", group="limits")
-    timeout: Duration = option(600.0, help="time that one request may take", group="limits")
+    max_body: Size = option(16 << 20, help="maximum size of a request", group="limits")
+    timeout: Duration = option(600.0, help="maximum duration of a request", group="limits")
     max_connections: int | None = option(
-        None, help="connections open at once (default: half of the descriptors)", metavar="N", group="limits"
+        None,
+        help="maximum number of open connections (default: half of the file descriptors)",
+        metavar="N",
+        group="limits",
     )
-    head_timeout: Duration = option(10.0, help="time in which a request's head must arrive", group="limits")
-    send_timeout: Duration = option(60.0, help="time for which a client may not read its response", group="limits")
-    grace: Duration = option(30.0, help="time that answers may still take at the end", group="limits")
-    tool_parser: ToolParser = option("auto", help="how tool calls are written (auto: by template)", group="server")
+    head_timeout: Duration = option(10.0, help="time for the head of a request to arrive", group="limits")
+    send_timeout: Duration = option(
+        60.0, help="time after which a client that does not read is disconnected", group="limits"
+    )
+    grace: Duration = option(30.0, help="time for running requests during a shutdown", group="limits")
+    tool_parser: ToolParser = option("auto", help="format of tool calls (auto: by chat template)", group="server")
     reasoning_parser: ReasoningParser = option(
-        "auto", help="how thinking is marked (auto: by template)", group="server"
+        "auto", help="format of reasoning (auto: by chat template)", group="server"
     )
-    share_prefixes: bool = option(False, help="share KV among API keys", group="server")
+    share_prefixes: bool = option(False, help="share cached prefixes among API keys", group="server")
     documents: Path | None = None
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
-    log_prompts: bool = option(False, help="write prompts and answers to the log", group="server")
+    log_prompts: bool = option(False, help="write prompts and responses to the log", group="server")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_body", parse_size(self.max_body, "max_body"))
@@ -84,7 +95,7 @@ class ServerOptions:
         check_types(self)
         check_choice("tool_parser", self.tool_parser, get_args(ToolParser))
         check_choice("reasoning_parser", self.reasoning_parser, get_args(ReasoningParser))
-        check(0 <= self.port <= 65535, f"port={self.port} must be between 0 and 65535; 0 takes a free one")
+        check(0 <= self.port <= 65535, f"port={self.port} must be between 0 and 65535; 0 chooses a free port")
         check(self.max_waiting >= 1, f"max_waiting={self.max_waiting} must be at least 1")
         check(
             self.max_tokens_limit is None or self.max_tokens_limit >= 1,

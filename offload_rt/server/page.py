@@ -1,4 +1,4 @@
-"""The page at `/`: files of the package, which load nothing from elsewhere."""
+"""The web page at `/`, served from files of the package."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-"""What a browser may do for the page: ask this server, and nothing else."""
+"""Headers that restrict the page to requests to this server."""
 
 
 def add_page(app: FastAPI) -> None:
-    """Adds the page's files."""
     for path, (name, kind) in FILES.items():
         _add(app, path, (FOLDER / name).read_bytes(), kind)
 

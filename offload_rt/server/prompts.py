@@ -1,5 +1,4 @@
-"""Prompts as token ids: texts, and conversations through the model's chat template. They are made in threads beside the
-event loop: long texts in one of their own, so that they delay neither streams nor short prompts."""
+"""Tokenization of texts and conversations in worker threads, with a separate thread for long texts."""
 
 from __future__ import annotations
 
@@ -22,18 +21,21 @@ from .tokenizing import TextTokenizer
 T = TypeVar("T")
 
 LONG = 1 << 18
-"""Characters from which on a text counts as long: a second or less of tokenizing. Long texts go one by one."""
+"""Length in characters above which a text is long. Long texts are tokenized one at a time."""
 
 TOKEN_SIZE = 4
-"""Characters that a token id counts for when a thread is chosen; a message counts for 16 times that, and its text."""
+"""Characters that a token id counts for when a thread is chosen. A message counts for 16 times that plus its text."""
 
 SHORT_THREADS = 2
-"""Threads for other texts."""
+"""Threads for short texts."""
 
 
 class Prompts:
-    """What the model's tokenizer makes of texts. Raises RefusedError for texts that it cannot read, and for long ones
-    of more tokens than there is room for. Cancelling a call ends its work."""
+    """Tokenize and render prompts.
+
+    Methods raise RefusedError for invalid texts and for prompts that exceed the token limits. Cancelling a call stops
+    its work.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, room: Room) -> None:
         self._tokenizer, self._room = tokenizer, room
@@ -43,7 +45,7 @@ class Prompts:
 
     @property
     def template(self) -> str:
-        """The text of the chat template; empty where there is none."""
+        """Source of the chat template, or "" if the model has none."""
         found = getattr(self._tokenizer, "chat_template", None)
         if isinstance(found, Mapping):
             found = found.get("default")
@@ -51,17 +53,16 @@ class Prompts:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer."""
+        """The tokenizer. Raises RefusedError if the model has none."""
         if self._tokenizer is None:
             raise refused("this model has no tokenizer: send prompts as token ids to /v1/completions")
         return self._tokenizer
 
     async def of_text(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
         return await self._in_thread(len(text), lambda cancelled: self._ids(text, special_tokens, cancelled))
 
     async def of_conversation(self, conversation: Conversation, *, answer: bool = True) -> tuple[str, list[int]]:
-        """The conversation as the template prints it, and its token ids. answer: with what begins the answer."""
+        """Return a rendered conversation and its token ids. `answer`: whether to add the generation prompt."""
 
         def make(cancelled: Event) -> tuple[str, list[int]]:
             text = self._rendered(conversation, answer)
@@ -71,7 +72,7 @@ class Prompts:
         return await self._in_thread(size, make)
 
     async def spans_of(self, text: str, tokens: int) -> list[tuple[int, int]]:
-        """Where in a rendered text each of its `tokens` tokens stands; empty where the tokenizer does not say."""
+        """Return the character span of each token, or an empty list if the tokenizer reports no offsets."""
 
         def find(cancelled: Event) -> list[tuple[int, int]]:
             if not self.tokenizer.is_fast:
@@ -82,35 +83,35 @@ class Prompts:
         return await self._in_thread(len(text), find)
 
     async def text_of(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Decode token ids, including special tokens."""
 
         def decode(cancelled: Event) -> str:
             size = len(self.tokenizer)
             if (wrong := next((i for i in ids if i >= size), None)) is not None:
-                raise refused(f"{wrong} is no token of this model, which has {size:,}", "tokens")
+                raise refused(f"{wrong} is not a token id of this model: its vocabulary has {size:,} tokens", "tokens")
             return str(self.tokenizer.decode(list(ids)))
 
         return await self._in_thread(TOKEN_SIZE * len(ids), decode)
 
     async def tokens_of(self, ids: Sequence[int]) -> list[str]:
-        """The tokens of token ids, as the vocabulary writes them."""
+        """Return the vocabulary entries of token ids."""
         convert = self.tokenizer.convert_ids_to_tokens
         return await self._in_thread(TOKEN_SIZE * len(ids), lambda cancelled: list(convert(list(ids))))
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Stop the threads."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, size: int, work: Callable[[Event], T]) -> T:
-        """Return what `work` returns, for a text of `size` characters. Its event is set when nobody waits any more."""
+        """Run `work` in a thread for a text of `size` characters. Its event is set if the caller is cancelled."""
         cancelled, loop = Event(), asyncio.get_running_loop()
 
         def long() -> T:
             try:
                 return work(cancelled)
             finally:
-                give_back()  # the allocator would keep hundreds of megabytes
+                give_back()  # return hundreds of megabytes to the system
 
         try:
             if size > LONG:
@@ -123,13 +124,13 @@ class Prompts:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise refused("a text holds half a surrogate pair, which is no character") from None
+            raise refused("the text contains a lone surrogate, which is not a valid character: remove it") from None
         assert self.tokenizer is not None and self._texts is not None
         return self._texts.encode(text, special_tokens, cancelled, self._room.check_prompt)
 
     def _rendered(self, conversation: Conversation, answer: bool) -> str:
         if conversation.offered is not None and "tools" not in self.template:
-            raise refused("the chat template of this model knows no tools: send the request without them", "tools")
+            raise refused("the chat template of this model does not support tools: remove tools", "tools")
         messages = [dict(message) for message in conversation.messages]
         for message in messages:
             if message["role"] == "developer" and "developer" not in self.template:
@@ -144,5 +145,5 @@ class Prompts:
             )
         except OffloadError:
             raise
-        except Exception as error:  # a template is a program, and its input is what a client sent
-            raise refused(f"the chat template refuses this conversation: {error}", "messages") from error
+        except Exception as error:  # templates can raise any error for client input
+            raise refused(f"the chat template cannot render this conversation: {error}", "messages") from error

@@ -1,4 +1,4 @@
-"""HTTP connections with limits: how many are open, and how long a client may take to send a head and to read."""
+"""HTTP connections with limits on their number and on the time that clients may take to send and read."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .options import DELIVERY_SECONDS, ServerOptions
 
 KEEP_ALIVE_SECONDS = 30
 MOST_HEAD_BYTES = 64 << 10
-"""h11 compares it with incomplete heads only; the gate with complete ones."""
+"""Maximum size of a request head. h11 checks incomplete heads, the gate checks complete ones."""
 MOST_CONNECTIONS = 4096
 LEAST_CONNECTIONS = 16
 LISTEN_QUEUE = 2048
 REFUSED_SECONDS = 2.0
-"""Time in which the client of a refused connection may read why."""
+"""Seconds in which the client of a refused connection can read the response."""
 
 
 def _refusal(status: str, message: str, kind: str) -> bytes:
-    """Return a whole response for a client whose request was not read, in OpenAI's shape."""
+    """Return a complete HTTP response in OpenAI's format for a request that was not read."""
     error = {"message": message, "type": kind, "param": None, "code": None}
     body = json.dumps({"error": error}).encode()
     head = f"HTTP/1.1 {status}\r\nretry-after: 1\r\nconnection: close\r\ncontent-type: application/json\r\n"
@@ -41,11 +41,10 @@ LATE = _refusal("408 Request Timeout", "the head of the request did not arrive i
 
 
 class Connections:
-    """The open connections of one server, those that sent nothing for the longest time first.
+    """Open connections of one server, in the order of their last received data, oldest first.
 
-    If all are taken, a new connection replaces one whose client is silent. Clients that never completed the head of a
-    request come first, then the others, each in order of their silence. If every client waits for a response, the new
-    connection is refused.
+    At the limit, a new connection replaces the one whose client has been silent for longest. Clients that never
+    completed a request head are replaced first. If every client waits for a response, the new connection is refused.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -55,15 +54,15 @@ class Connections:
         self.refused: set[LimitedProtocol] = set()
 
     def heard(self, connection: LimitedProtocol) -> None:
-        """Move a connection that sent something to the end."""
+        """Move a connection that has sent data to the end."""
         self.open.pop(connection, None)
         self.open[connection] = None
 
     def admit(self, connection: LimitedProtocol) -> bool:
-        """Add a connection, closing another one if necessary. Return False if there is no place."""
+        """Add a connection, and close another one if necessary. Return False if all are busy."""
         if len(self.open) >= self.most:
             waiting = [other for other in self.open if other.awaits_client]
-            # A client that has been answered before keeps its connection if another never completed a request.
+            # Prefer clients that never completed a request.
             silent = min(waiting, key=lambda other: other.cycle is not None, default=None)
             if silent is None:
                 return False
@@ -73,7 +72,7 @@ class Connections:
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's protocol with three timers. uvicorn itself waits for ever for a head, a body and a reader.
+    """uvicorn's protocol with timers for the head, the request and a client that does not read.
 
     The head timer runs from the connection, or the first byte of a further request, until the head is complete. The
     request timer runs from there until the response has left this process. The stall timer runs while the transport's
@@ -91,13 +90,12 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def awaits_client(self) -> bool:
-        """Whether the server waits for bytes of a request, not the client for a response."""
-        if self.transport.get_write_buffer_size():  # a response that is complete, but not sent
+        """Whether the server waits for request data (and not the client for a response)."""
+        if self.transport.get_write_buffer_size():  # the response is complete, but not sent
             return False
         return self.cycle is None or self.cycle.response_complete or self.conn.their_state is h11.SEND_BODY
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Admit or refuse a connection."""
         super().connection_made(transport)
         if self._limits.admit(self):
             self._set_timers()
@@ -107,24 +105,22 @@ class LimitedProtocol(H11Protocol):
         if len(self._limits.refused) > self._limits.most // 4:
             transport.close()
             return
-        # What a client sends to a closed socket resets the connection, and the response may be lost.
+        # Data sent to a closed socket would reset the connection, and the response could be lost.
         self._limits.refused.add(self)
         with suppress(OSError):  # the client has reset the connection
             transport.write_eof()
         self._head = self.loop.call_later(REFUSED_SECONDS, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         self._limits.open.pop(self, None)
         self._limits.refused.discard(self)
         for timer in (self._head, self._request, self._stall):
             if timer is not None:
                 timer.cancel()
-        self._unset_keepalive_if_required()  # uvicorn leaves it to the timer if the connection broke
+        self._unset_keepalive_if_required()  # uvicorn leaves the timer running if the connection broke
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of a request."""
         if self in self._limits.refused:
             return
         if self in self._limits.open:
@@ -133,12 +129,12 @@ class LimitedProtocol(H11Protocol):
         self._set_timers()
 
     def handle_events(self) -> None:
-        """Start requests whose heads are complete, those of a pipeline too."""
+        """Start requests with complete heads, including pipelined requests."""
         super().handle_events()
         self._set_timers()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP. If a response has begun, the connection is aborted: h11 has no place left."""
+        """Respond to invalid HTTP with 400. If a response has begun, abort the connection instead."""
         if self.cycle is not None:
             self.cycle.disconnected = not self.cycle.response_complete
             self.cycle.message_event.set()
@@ -148,26 +144,26 @@ class LimitedProtocol(H11Protocol):
             self.abort("invalid HTTP")
 
     def pause_writing(self) -> None:
-        """Begin to wait for a client that does not read."""
+        """Start the stall timer: the client does not read."""
         super().pause_writing()
         if self._stall is None:
             seconds = min(self._limits.options.send_timeout, self._limits.options.timeout)
             self._stall = self.loop.call_later(seconds, self.abort, "the client does not read")
 
     def resume_writing(self) -> None:
-        """The client reads again."""
+        """Stop the stall timer: the client reads again."""
         super().resume_writing()
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
 
     def abort(self, reason: str) -> None:
-        """Close the connection and drop what is unsent. The request ends as if the client had left."""
+        """Close the connection and drop unsent data. The request ends as after a disconnect."""
         if self in self._limits.open:
             self._limits.open.pop(self)
             path = self.scope["path"] if self.cycle is not None and not self.cycle.response_complete else None
             logger.warning("connection aborted: %s", reason, extra={"fields": {"path": path}})
-        # Not close(): it would wait for a client that does not read.
+        # Not close(), which would wait for a client that does not read.
         self.transport.abort()
 
     def _set_timers(self) -> None:
@@ -202,32 +198,34 @@ class LimitedProtocol(H11Protocol):
 
 
 def default_connections() -> int:
-    """Return half of the descriptors that the process may open: the rest is for stores and models."""
+    """Return half of the file descriptor limit. The rest is for stores and models."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     half = MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else soft // 2
     return max(LEAST_CONNECTIONS, min(MOST_CONNECTIONS, half))
 
 
 class LimitedServer(uvicorn.Server):
-    """uvicorn's server with a long queue in the kernel. asyncio takes one number for that queue and for the connections
-    that it accepts before it looks at any of them; the second must be small."""
+    """uvicorn's server with a long listen queue.
+
+    asyncio uses one number for the listen queue and for the connections that it accepts at once. The second must be
+    small, so the queue is lengthened after the start.
+    """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(LISTEN_QUEUE)
 
 
 def make_server(app: ASGIApp, options: ServerOptions) -> LimitedServer:
-    """Return a server of the application that is ready to run."""
+    """Return a server for the application."""
     connections = Connections(options)
     config = uvicorn.Config(
         app,
         http=cast(type[asyncio.Protocol], partial(LimitedProtocol, connections)),
-        ws="none",  # another protocol would take the connection out of these limits
-        # asyncio accepts this many connections at once, and twice as many before it reads what the first of them sent.
-        # Below the limit on connections, or a request would be replaced before it is read.
+        ws="none",  # WebSocket connections would escape these limits
+        # asyncio accepts this many connections at once, and twice as many before it reads from the first of them.
+        # It must be below the limit on connections, else connections would be replaced before their requests are read.
         backlog=max(1, min(100, connections.most // 4)),
         log_config=None,
         access_log=False,

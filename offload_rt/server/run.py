@@ -1,15 +1,20 @@
-"""Runs the application until it is told to end: SIGTERM or Ctrl-C let answers finish, a second one does not."""
+"""Start and shutdown of the server. SIGTERM or Ctrl-C lets running requests finish; a second one does not."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from ..errors import ConfigError
-from .loading import Loading
 from .log import log_to_stderr, logger
 from .options import ServerOptions
 from .protocol import make_server
@@ -19,9 +24,87 @@ if TYPE_CHECKING:
 
     from ..async_llm import AsyncLLM
 
+RETRY_AFTER = 2
+"""Seconds after which a client may retry and a browser reloads."""
+
+
+class Loading:
+    """Application that responds 503 until `make` has created the real application in a thread, then delegates to it.
+
+    If `make` fails, `on_failure` is called and `error` holds the exception.
+    """
+
+    def __init__(self, make: Callable[[], FastAPI]) -> None:
+        self._make = make
+        self._made: FastAPI | None = None
+        self._app: ASGIApp | None = None
+        self.error: BaseException | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif self._app is not None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await _send_loading(scope, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        loop, loaded = asyncio.get_running_loop(), asyncio.Event()
+        threading.Thread(target=self._load, args=(loop, loaded), name="offload-rt loading", daemon=True).start()
+        await send({"type": "lifespan.startup.complete"})
+        ended, waiting = asyncio.ensure_future(receive()), asyncio.ensure_future(loaded.wait())
+        await asyncio.wait({ended, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._made is not None:
+            async with self._made.router.lifespan_context(self._made):
+                self._app = self._made
+                await ended
+        elif self.error is not None:
+            self.on_failure()
+            await ended
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def _load(self, loop: asyncio.AbstractEventLoop, loaded: asyncio.Event) -> None:
+        begun = time.perf_counter()
+        try:
+            self._made = self._make()
+            logger.info("loaded", extra={"fields": {"seconds": round(time.perf_counter() - begun, 2)}})
+        except BaseException as error:
+            self.error = error
+        try:
+            loop.call_soon_threadsafe(loaded.set)
+        except RuntimeError:  # the server has stopped already
+            return
+
+
+async def _send_loading(scope: Scope, send: Send) -> None:
+    error = {
+        "message": "the model is being loaded: retry later",
+        "type": "overloaded_error",
+        "param": None,
+        "code": "loading",
+    }
+    browser = scope["path"] == "/"
+    body = b"The model is being loaded." if browser else json.dumps({"status": "loading", "error": error}).encode()
+    headers = {
+        "content-type": "text/plain" if browser else "application/json",
+        "content-length": str(len(body)),
+        "retry-after": str(RETRY_AFTER),
+    } | ({"refresh": str(RETRY_AFTER)} if browser else {})
+    await send(
+        {
+            "type": "http.response.start",
+            "status": 503,
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
 
 def bound(options: ServerOptions) -> socket.socket:
-    """A socket on the address of the options, bound before a model is loaded. Raises ConfigError."""
+    """Return a bound socket, so that address errors appear before the model is loaded. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     found = socket.socket(family)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -34,9 +117,10 @@ def bound(options: ServerOptions) -> socket.socket:
 
 
 def serve(make_engine: Callable[[], AsyncLLM], options: ServerOptions, listener: socket.socket) -> None:
-    """Answers on `listener` until the process is told to end; then answers under way have `options.grace` seconds.
-    Until `make_engine`, which runs in a thread of its own, has made the engine, everything is answered 503. Raises what
-    it raises."""
+    """Serve on `listener` until the process is stopped. Running requests then have `options.grace` seconds.
+
+    `make_engine` runs in a separate thread. Requests get 503 until it returns. Its exceptions are raised here.
+    """
     log_to_stderr()
 
     def make() -> FastAPI:
@@ -61,8 +145,10 @@ def serve(make_engine: Callable[[], AsyncLLM], options: ServerOptions, listener:
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """While libraries are imported and a model is loaded, nothing becomes garbage, and Python looks through all that
-    there is again and again: a quarter of the time of a start. Afterwards what is there stays, unlooked at."""
+    """Disable garbage collection during imports and model loading, then freeze the existing objects.
+
+    Collection would take a quarter of the start-up time and find no garbage.
+    """
     gc.disable()
     try:
         yield

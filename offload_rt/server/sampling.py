@@ -1,11 +1,14 @@
-"""How tokens are chosen and how many, from what a client asked for and what the model and the server allow."""
+"""Sampling parameters and token limits of requests."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from ..sampling_params import StructuredOutputs
+from .conversation import Conversation
 from .errors import refused
-from .openai.requests import SampledBody
+from .openai.requests import ResponseFormat, SampledBody, StructuredBody
 from .options import ServerOptions
 
 _SAME = (
@@ -13,18 +16,23 @@ _SAME = (
     "frequency_penalty", "presence_penalty", "repetition_penalty", "bad_words", "allowed_token_ids",
     "include_stop_str_in_output",
 )  # fmt: skip
-"""Fields that mean the same in a request and in `SamplingParams`."""
+"""Fields with the same meaning in requests and in `SamplingParams`."""
 
 
 class Room:
-    """How many tokens there may be: `positions` of the model, `most` that memory has room for, and the server's limit
-    on an answer."""
+    """Token limits: context length of the model, KV cache capacity, and the server's limit on new tokens.
+
+    Args:
+        positions: Context length of the model in tokens.
+        most: Capacity of the KV cache in tokens.
+        options: Server options.
+    """
 
     def __init__(self, positions: int, most: int, options: ServerOptions) -> None:
         self.positions, self.most, self._limit = positions, most, options.max_tokens_limit
 
     def check_prompt(self, tokens: int) -> None:
-        """Raises RefusedError if a prompt of at least `tokens` tokens can never be answered."""
+        """Raise RefusedError if a prompt of at least `tokens` tokens exceeds the limits."""
         if tokens >= self.positions:
             raise refused(
                 f"this model's maximum context length is {self.positions:,} tokens, and the prompt has at least "
@@ -33,22 +41,25 @@ class Room:
             )
         if tokens >= self.most:
             raise refused(
-                f"the prompt has at least {tokens:,} tokens, and this server's memory has room for {self.most:,}, the "
-                "answer included: shorten it, or start the server with more --host-memory",
+                f"the prompt has at least {tokens:,} tokens, and the KV cache has room for {self.most:,}, including "
+                "the response: shorten the prompt, or raise --host-memory",
                 code="pool_full",
             )
 
     def tokens(self, prompt: int, asked: int | None, default: int | None = None) -> int:
-        """New tokens for a prompt of so many: as many as were asked for, else `default`, else what there is room for.
-        Raises RefusedError where there are not as many positions. What memory has no room for the engine refuses."""
+        """Return the maximum number of new tokens for a prompt of `prompt` tokens.
+
+        It is `asked` if given, else the smallest of `default` and the limits. The engine refuses requests that exceed
+        the KV cache. Raises RefusedError if the context length or the server's limit is exceeded.
+        """
         room = self.positions - prompt
         if prompt == 0:
-            raise refused("the prompt is empty: give at least one token")
+            raise refused("the prompt is empty: send at least one token")
         if room < 1 or (asked is not None and asked > room):
             wanted = f"{prompt:,} in the prompt" + (f" and {asked:,} new ones" if asked else "")
             raise refused(
-                f"this model's maximum context length is {self.positions:,} tokens, and you asked for {wanted}: "
-                "shorten the prompt, or ask for fewer",
+                f"this model's maximum context length is {self.positions:,} tokens, and you requested {wanted}: "
+                "shorten the prompt, or request fewer",
                 code="context_length_exceeded",
             )
         if asked is not None and self._limit is not None and asked > self._limit:
@@ -58,7 +69,7 @@ class Room:
 
 
 def sampling_fields(body: SampledBody) -> dict[str, Any]:
-    """The fields of `SamplingParams` that a request sets."""
+    """Return the fields of `SamplingParams` that a request sets."""
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     return given | ({"logit_bias": _bias(body.logit_bias)} if body.logit_bias else {})
 
@@ -66,5 +77,66 @@ def sampling_fields(body: SampledBody) -> dict[str, Any]:
 def _bias(bias: dict[str, float]) -> dict[int, float]:
     for token in bias:
         if not (token.isascii() and token.isdecimal() and len(token) < 19):
-            raise refused(f"logit_bias: {token!r:.80} is no token id", "logit_bias")
+            raise refused(f"logit_bias: {token!r:.80} is not a token id", "logit_bias")
     return {int(token): value for token, value in bias.items()}
+
+
+def structured_outputs(asked: ResponseFormat | None, vllm: StructuredBody | None = None) -> dict[str, Any]:
+    """Return the `structured_outputs` field of `SamplingParams` for OpenAI's or vLLM's format, or no field.
+
+    Raises RefusedError or ConfigError if the format is invalid.
+    """
+    if vllm is not None and (given := vllm.model_dump(exclude_none=True, by_alias=True)):
+        return {"structured_outputs": StructuredOutputs(**given)}
+    if asked is None or asked.type == "text":
+        return {}
+    if asked.type == "json_object":
+        return {"structured_outputs": StructuredOutputs(json={"type": "object"})}
+    schema = asked.json_schema.schema_ if asked.json_schema else None
+    if schema is None:
+        raise refused("response_format.json_schema.schema is missing: add the JSON schema", "response_format")
+    return {"structured_outputs": StructuredOutputs(json=schema)}
+
+
+def forced_call(conversation: Conversation) -> dict[str, Any]:
+    """Return the `structured_outputs` field of `SamplingParams` that forces a tool call, or no field."""
+    if conversation.choice != "required":
+        return {}
+    functions = [tool["function"] for tool in conversation.tools]
+    offered = [function for function in functions if function["name"] in (conversation.offered or ())]
+    if len(offered) == 1:
+        return {"structured_outputs": StructuredOutputs(json=_call(offered[0], "#"))}
+    calls = [_call(function, f"#/anyOf/{i}") for i, function in enumerate(offered)]
+    return {"structured_outputs": StructuredOutputs(json={"anyOf": calls})}
+
+
+def _call(function: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return the schema of a call of `function`. `place`: JSON pointer of the schema."""
+    parameters = function.get("parameters") or {}
+    known = parameters.get("type") == "object"
+    arguments = _moved(parameters, f"{place}/properties/arguments") if known else {"type": "object"}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """Adjust the references of a schema (`#/$defs/...`) for its new position `place` in another schema."""
+    # A schema with `$id` is the base of its references at any position.
+
+    def move(found: dict[str, Any]) -> dict[str, Any]:
+        target = found.get("$ref")
+        if not isinstance(target, str) or not target.startswith("#"):
+            return found
+        return found | {"$ref": place + target[1:]}
+
+    if "$id" in schema:
+        return schema
+    try:
+        moved: dict[str, Any] = json.loads(json.dumps(schema), object_hook=move)
+    except RecursionError:
+        raise refused("tools: a schema is nested too deeply", "tools") from None
+    return moved

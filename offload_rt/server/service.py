@@ -1,5 +1,4 @@
-"""What all protocols ask of the engine: prompts, room, and a request's outputs as they come, with a time limit,
-figures and a line in the log."""
+"""The service shared by all endpoints: limits, sessions, generation with a deadline, metrics and logging."""
 
 from __future__ import annotations
 
@@ -20,25 +19,22 @@ from ..async_llm import AsyncLLM
 from ..errors import ConfigError, OffloadError, PoolFullError, SessionBusyError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
-from .conversations import Conversations, session_of
 from .deltas import Usage, usage_of
-from .documents import Documents
+from .documents import Conversations, Documents, ResponseStore, response_of, session_of
 from .engines import Engines
 from .errors import RefusedError, ending, refused
 from .figures import Figures
 from .log import logger
 from .openai.requests import SampledBody
-from .openai.response_store import ResponseStore, response_of
 from .options import ServerOptions
-from .parsers.choose import reasoning_parser, tool_parser
+from .parsers import reasoning_parser, tool_parser
 from .prompts import Prompts
 from .sampling import Room
 
 
 @dataclass(frozen=True)
-class Where:
-    """How the engine takes a request: under which policy, in which session (the engine's name for it), traced or not,
-    and with which cache salt."""
+class EngineArguments:
+    """Engine options of a request. `session` is the engine's session id (see `session_of`)."""
 
     policy: str | None = None
     policy_options: Mapping[str, Any] | None = None
@@ -48,13 +44,13 @@ class Where:
 
     @property
     def named(self) -> dict[str, Any]:
-        """Arguments of `AsyncLLM.generate`, without those that have their defaults."""
+        """Arguments of `AsyncLLM.generate` that differ from their defaults."""
         given = {"session": self.session, "trace": self.trace, "cache_salt": self.cache_salt}
         return {name: value for name, value in given.items() if value}
 
 
 class Service:
-    """One model behind all endpoints."""
+    """State shared by all endpoints of one model."""
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
         self.engine, self.options = engine, options
@@ -74,35 +70,35 @@ class Service:
         self.reasoning = reasoning_parser(options.reasoning_parser, self.prompts.template)
 
     def check_model(self, asked: str | None) -> None:
-        """Refuses another model than the one there is."""
         if asked is not None and asked != self.name:
             raise RefusedError(
                 404,
-                f"the model {asked!r} is not here: this server has {self.name!r}",
+                f"the model {asked!r} does not exist: this server has {self.name!r}",
                 param="model",
                 code="model_not_found",
             )
 
-    def where(self, body: SampledBody, request: Request, *, trace: bool = False) -> Where:
-        """How the engine takes a request. Raises RefusedError for what this server cannot."""
+    def where(self, body: SampledBody, request: Request, *, trace: bool = False) -> EngineArguments:
+        """Return the engine options of a request. Raises RefusedError for unsupported combinations."""
         if body.exact is not None and body.exact != (self.engine.llm.config.exact is not None):
-            raise refused("exact is the server's, not a request's: leave it out, or start another server", "exact")
+            raise refused(
+                "exact is set by the server: remove it, or restart the server with the other setting", "exact"
+            )
         salt = self.salt(request, body.cache_salt)
         if body.session is None:
-            return Where(body.policy, body.policy_options, None, trace, salt)
+            return EngineArguments(body.policy, body.policy_options, None, trace, salt)
         if not self.remembers:
-            raise refused("this server keeps no sessions: leave session out, or start it with --store", "session")
+            raise refused("this server stores no sessions: remove session, or start the server with --store", "session")
         if body.policy is not None:
-            raise refused("a session stays under the server's policy: leave policy or session out", "policy")
+            raise refused("a session always uses the server's policy: remove policy or session", "policy")
         session = session_of(request.scope["state"]["owner"], body.session)
-        return Where(session=session, trace=trace, cache_salt=salt)
+        return EngineArguments(session=session, trace=trace, cache_salt=salt)
 
     def salt(self, request: Request, given: str | None) -> str:
-        """Return the cache salt of a request: from its API key if there are several, and from the client's own.
+        """Return the cache salt of a request, made from its API key (if there are several) and its `cache_salt`.
 
-        The engine writes a digest of it to the files of sessions. The digest is keyed with a secret of this process, so
-        that nobody who reads the files can try API keys against it. A session keeps its salt in its file, so no secret
-        has to outlive the process.
+        The engine writes the salt to session files. It is keyed with a secret of this process, so that readers of the
+        files cannot test API keys against it. A session keeps its salt in its file, so the secret need not persist.
         """
         owner = request.scope["state"]["owner"] if self._salts_keys else ""
         if not owner and not given:
@@ -111,34 +107,34 @@ class Service:
         return hmac.new(self._salt_key, text.encode(), hashlib.sha256).hexdigest()
 
     def params(self, **fields: Any) -> SamplingParams:
-        """How tokens are chosen: as the model's `generation_config.json` says, with `fields` on top. Raises ConfigError
-        (400)."""
+        """Return the model's default sampling parameters with `fields` replaced. Raises ConfigError (400)."""
         return self.engine.llm.get_default_sampling_params(**fields)
 
     def _documents(self, kind: str) -> Documents:
-        """Texts of one kind. Raises ConfigError where the folder cannot be used."""
+        """Open a document store. Raises ConfigError if its folder cannot be used."""
         folder = self.options.documents
         try:
             return Documents(None if folder is None else folder / kind)
         except OSError as error:
-            raise ConfigError(f"cannot keep conversations in {str(folder)!r}: {error.strerror or error}") from error
+            raise ConfigError(f"cannot store conversations in {str(folder)!r}: {error.strerror or error}") from error
 
     @property
     def remembers(self) -> bool:
-        """Whether sessions are kept, in a store."""
+        """Whether sessions are stored."""
         return self.options.documents is not None
 
     def is_answering(self, name: str) -> bool:
-        """Whether a session or a response is held by `answering`."""
         return name in self._held
 
     @contextmanager
     def answering(self, *names: str | None) -> Iterator[None]:
-        """Hold sessions and responses while they are answered, until what was said is stored, or while they are
-        deleted. Raises SessionBusyError (409) if one of them is held."""
+        """Lock sessions and responses while they are generated and stored, or deleted.
+
+        Raises SessionBusyError (409) if one of them is locked.
+        """
         held = {name for name in names if name is not None}
         if held & self._held:
-            raise SessionBusyError("this conversation is being answered or deleted")
+            raise SessionBusyError("this conversation is in use by another request")
         self._held |= held
         try:
             yield
@@ -149,14 +145,14 @@ class Service:
         """Delete a conversation and its KV. Raises RefusedError (404), SessionBusyError, StoreError."""
         session = session_of(owner, name)
         with self.answering(session):
-            # The engine may have one without a conversation: of text completions, and of clients that left early.
+            # The engine may have a session without a conversation: from text completions or early disconnects.
             known = await self._delete_kv(session)
             if not known or self.conversations.exists(owner, name):
                 self.conversations.delete(owner, name)
 
     async def delete_response(self, owner: str, name: str) -> None:
         """Delete a response and the KV of its conversation. Raises as `delete_session`."""
-        with self.answering(response_of(owner, name)):  # first: one that is being answered is not stored yet
+        with self.answering(response_of(owner, name)):  # lock before `get`: an unfinished response is not stored yet
             session = self.responses.get(name, owner).session
             with self.answering(None if session == response_of(owner, name) else session):
                 await self._delete_kv(session)
@@ -166,8 +162,7 @@ class Service:
         return self.remembers and await self.engine.delete_session(session)
 
     def forget(self, sessions: Sequence[str]) -> None:
-        """Delete in the background the KV of conversations that were evicted. One that is being answered stays: its
-        conversation is stored again when the answer ends."""
+        """Delete the KV of evicted conversations in the background, except those in use: these are stored again."""
         for session in [name for name in sessions if self.remembers and not self.is_answering(name)]:
             task = asyncio.ensure_future(self._forget(session))
             self._forgetting.add(task)
@@ -177,14 +172,19 @@ class Service:
         try:
             await self.engine.delete_session(session)
         except OffloadError as error:
-            logger.warning("a session could not be deleted: %s", error)
+            logger.warning("cannot delete a session: %s", error)
 
     async def outputs(
-        self, request: Request, ids: Sequence[int], params: SamplingParams, where: Where | None = None
+        self, request: Request, ids: Sequence[int], params: SamplingParams, where: EngineArguments | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The states of one request; the last is finished. Closing the iterator aborts it. Raises what the engine does,
-        TimeoutError, and RefusedError where the server ends."""
-        where = where or Where()
+        """Yield the outputs of a request; the last one is finished. Closing the iterator aborts the request.
+
+        Raises:
+            OffloadError: Generation failed. The message is suitable for clients.
+            TimeoutError: The deadline has passed.
+            RefusedError: The server is shutting down.
+        """
+        where = where or EngineArguments()
         begun = time.perf_counter()
         deadline, first, last = request.scope["state"]["deadline"], 0.0, None
         reason = "abort"
@@ -218,10 +218,9 @@ class Service:
             self._note(request, ids, last, usage, reason, first - begun if first else None)
 
     def _for_client(self, error: OffloadError) -> str:
-        """The message of an error without what clients must not see: the folder of the model, and which sessions, maybe
-        of other keys, hold how much memory. The log has all of it."""
+        """Return an error message without the model's folder and without the memory use of other sessions."""
         if isinstance(error, PoolFullError) and isinstance(error.__cause__, PoolFullError):
-            logger.warning("a request found no room: %s", error)
+            logger.warning("not enough KV cache for a request: %s", error)
             error = error.__cause__
         return str(error).replace(self.engine.llm.name, self.name)
 
@@ -234,7 +233,7 @@ class Service:
         reason: str,
         first: float | None,
     ) -> None:
-        """Adds what a request cost to its line in the log; several prompts of one request add up."""
+        """Add the statistics of a request to its log record. Several prompts of one request are summed."""
         notes: dict[str, Any] = request.scope["state"]["notes"]
         for name, count in (
             ("prompt_tokens", usage.prompt),
@@ -247,19 +246,19 @@ class Service:
             notes.setdefault("first_token_seconds", round(first, 4))
         if self.options.log_prompts:
             tokenizer = self.engine.llm.tokenizer
-            texts = tokenizer is not None and max(ids) < len(tokenizer)  # a refused prompt may have ids of no token
+            texts = tokenizer is not None and max(ids) < len(tokenizer)  # a refused prompt may have invalid ids
             prompt = tokenizer.decode(list(ids)) if tokenizer is not None and texts else list(ids)
             notes.setdefault("prompts", []).append(prompt)
             notes.setdefault("answers", []).append([each.text for each in last.outputs] if last else [])
 
     async def close(self) -> None:
-        """Aborts what runs and ends all threads."""
+        """Abort running requests and stop all threads."""
         self.prompts.close()
         await asyncio.gather(*self._forgetting, return_exceptions=True)
         await self.engines.close()
 
 
 def _called(name: str) -> str:
-    """What clients call a model: a hub id as it is, of a path the last part, which says nothing of this machine."""
+    """Return the default served model name: the hub id, or the last part of a path to hide the local folders."""
     path = Path(name).expanduser()
     return path.name if path.is_absolute() or path.exists() else name

@@ -1,5 +1,4 @@
-"""Texts to token ids without surprises: at most as many tokens as there is room for, in pieces that give the same ids
-as the whole text, until the client leaves."""
+"""Cancellable tokenization of long texts in pieces, with the same token ids as the whole text."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ PIECE = 1 << 16
 """Characters that are tokenized together. Shorter texts are tokenized whole."""
 
 NFC_SHRINKS = 4
-"""NFC makes of UTF-8 text at least 1/4 of its bytes: in Unicode 16 the most is 3.5, for U+0390."""
+"""NFC shortens UTF-8 text at most by this factor. The maximum in Unicode 16 is 3.5, for U+0390."""
 
 LOCAL_PATTERNS = (
-    # GPT-2, and `ByteLevel` by itself
+    # GPT-2, and the default of `ByteLevel`
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     # Llama 3
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
@@ -30,11 +29,11 @@ LOCAL_PATTERNS = (
     # Qwen 2
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-"""Patterns of pre-tokenizers that always begin a word at a space between two letters, whatever stands elsewhere."""
+"""Pre-tokenizer patterns that always start a word at a space between two letters."""
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SPACES = (" ", "Ġ", "▁")
-"""A space in the vocabularies of tokenizers: as it is, of byte-level BPE, of SentencePiece."""
+"""Representations of a space in vocabularies: plain, byte-level BPE, SentencePiece."""
 
 
 class CancelledError(Exception):
@@ -58,7 +57,7 @@ class _Steps:
 
     @property
     def shrinks(self) -> int | None:
-        """The most bytes of text that become one byte of what the model sees; None if there is no limit."""
+        """Maximum number of text bytes per byte of normalized text, or None if unbounded."""
         factor = 1
         for step in self.normalizers:
             if step["type"] == "NFC":
@@ -70,19 +69,19 @@ class _Steps:
 
     @property
     def local(self) -> bool:
-        """Whether a cut before a space between two letters leaves the steps on both sides as they are."""
+        """Whether splitting the text before a space between two letters leaves the result of all steps unchanged."""
         normal = all(step["type"] == "NFC" or _replaces_one(step) for step in self.normalizers)
-        # Splitting at spaces would move the cut behind the space, unless none is left to split at.
+        # A pre-tokenizer that splits at spaces would move the cut after the space, unless all spaces were replaced.
         spaces = not any(_replaces_one(step) and step["pattern"]["String"] == " " for step in self.normalizers)
         return normal and all(_is_local(step, spaces) for step in self.pre_tokenizers)
 
 
 _KEEPING = ("ByteLevel", "Digits", "Split", "Metaspace")
-"""Pre-tokenizers that leave nothing of a text out, unless `Split` removes what it finds."""
+"""Pre-tokenizers that keep all of a text, except `Split` with behavior "Removed"."""
 
 
 def _flat(step: Any) -> Iterator[Mapping[str, Any]]:
-    """The steps of a normalizer or a pre-tokenizer, sequences unpacked."""
+    """Yield the steps of a normalizer or pre-tokenizer, with sequences flattened."""
     left = [] if step is None else [json.loads(step.__getstate__())]
     while left:
         found = left.pop(0)
@@ -94,7 +93,7 @@ def _flat(step: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _grows(step: Mapping[str, Any]) -> bool:
-    """Whether a normalizer makes no text shorter."""
+    """Return whether a normalizer never shortens a text."""
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String")
         return pattern is not None and 0 < len(pattern.encode()) <= len(step["content"].encode())
@@ -102,12 +101,15 @@ def _grows(step: Mapping[str, Any]) -> bool:
 
 
 def _replaces_one(step: Mapping[str, Any]) -> bool:
-    """Whether a normalizer replaces one character by others."""
+    """Return whether a normalizer replaces a single character by one or more characters."""
     return step["type"] == "Replace" and _grows(step) and len(step["pattern"]["String"]) == 1
 
 
 def _is_local(step: Mapping[str, Any], spaces: bool) -> bool:
-    """Whether a pre-tokenizer splits a text that has `spaces` the same way on both sides of a cut."""
+    """Return whether a pre-tokenizer splits both sides of a cut as it splits the whole text.
+
+    `spaces`: whether the normalized text still contains spaces.
+    """
     if step["type"] == "ByteLevel":
         return not step["add_prefix_space"]
     if step["type"] == "Split":
@@ -117,14 +119,23 @@ def _is_local(step: Mapping[str, Any], spaces: bool) -> bool:
 
 
 class TextTokenizer:
-    """Tokenizes texts of any size. What is known of a tokenizer is found out with the first long text."""
+    """Tokenize texts of any size. The tokenizer is analysed when the first long text arrives."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
     def encode(self, text: str, special_tokens: bool, cancelled: Event, check: Callable[[int], None]) -> list[int]:
-        """Return the token ids of `text`. `check` is called with a number of tokens that a long text has at least, and
-        raises if that is too many. Raises CancelledError."""
+        """Return the token ids of `text`.
+
+        Args:
+            text: The text.
+            special_tokens: Whether to add the special tokens of the tokenizer.
+            cancelled: Checked between the pieces of a long text.
+            check: Called with lower bounds of the token count of a long text. Raises to refuse the text.
+
+        Raises:
+            CancelledError: `cancelled` was set.
+        """
         if len(text) <= PIECE:
             return encode_rendered(self._tokenizer, text, special_tokens=special_tokens)
         check(self.least_tokens(text))
@@ -140,12 +151,14 @@ class TextTokenizer:
         return [*before, *ids, *after]
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at least, without tokenizing it: a token covers only so many bytes."""
+        """Return a lower bound of the token count of `text`, from its size and the longest token."""
         return 0 if self.most_bytes is None else -(-len(text.encode("utf-8", "surrogatepass")) // self.most_bytes)
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Cut `text` into pieces of at least `PIECE` characters whose token ids, put together, are those of the whole
-        text. One piece, if this tokenizer or this text has no place where that is certain."""
+        """Split `text` into pieces of at least `PIECE` characters that can be tokenized independently.
+
+        The concatenated token ids equal those of the whole text. If no safe cut exists, the text is one piece.
+        """
         start = 0
         while self._cut is not None and (found := self._cut.search(text, start + PIECE)) is not None:
             yield text[start : found.end()]
@@ -154,8 +167,8 @@ class TextTokenizer:
 
     @cached_property
     def _bpe(self) -> tuple[Any, _Steps] | None:
-        """The backend of a tokenizer whose model merges bytes or characters, and whose added tokens are taken as they
-        are; None for others: they may take any amount of text as one unknown word, or as white space of a token."""
+        """Backend and steps of a BPE tokenizer without stripping added tokens, or None for other tokenizers."""
+        # Other tokenizers may map any amount of text to one unknown token, or strip whitespace around added tokens.
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None or type(backend.model).__name__ != "BPE" or backend.model.dropout:
             return None
@@ -166,7 +179,7 @@ class TextTokenizer:
 
     @cached_property
     def most_bytes(self) -> int | None:
-        """The most bytes of a text that one token covers; None if there is no limit."""
+        """Maximum number of text bytes that one token covers, or None if unbounded."""
         if self._bpe is None:
             return None
         backend, steps = self._bpe
@@ -182,8 +195,11 @@ class TextTokenizer:
 
     @cached_property
     def _cut(self) -> re.Pattern[str] | None:
-        """Finds a letter after which a text may be cut: a space and another letter follow, and no token has that letter
-        before a space. BPE makes nothing but tokens, so that it merges nothing across such a place."""
+        """Pattern of a safe cut, or None if the tokenizer has none.
+
+        A text may be cut after a letter if a space and another letter follow and no token contains that letter before a
+        space. BPE cannot merge across such a position.
+        """
         if self._bpe is None or not self._bpe[1].local or self._bpe[0].model.end_of_word_suffix:
             return None
         vocab = self._tokenizer.get_vocab()
@@ -195,7 +211,7 @@ class TextTokenizer:
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """The special tokens before and after a text."""
+        """Special tokens added before and after a text."""
         alone = encode_rendered(self._tokenizer, "a")
         whole = encode_rendered(self._tokenizer, "a", special_tokens=True)
         at = next(i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
@@ -207,7 +223,7 @@ def _utf8(token: str) -> int:
 
 
 def _before_spaces(tokens: Iterable[str]) -> Iterator[str]:
-    """The characters that stand directly before a space within a token."""
+    """Yield the characters that directly precede a space within a token."""
     for token in tokens:
         for i, character in enumerate(token[1:]):
             if character in _SPACES:

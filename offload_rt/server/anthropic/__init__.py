@@ -1,1 +1,1 @@
-"""Anthropic's protocol."""
+"""Anthropic's Messages API."""

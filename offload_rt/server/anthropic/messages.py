@@ -16,16 +16,18 @@ from ..connection import event, json_answer, streamed, until_gone
 from ..conversation import refuse_prefill
 from ..deltas import Usage
 from ..parsers.pieces import Content, Piece, Reasoning, ToolCall, joined
-from ..service import Service, Where
-from ..structured import forced_call
+from ..sampling import forced_call
+from ..service import EngineArguments, Service
 from .requests import CountRequest, MessagesRequest, from_messages
 
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 async def count_tokens(service: Service, body: CountRequest, request: Request) -> Response:
-    """Count the tokens of a prompt. A conversation that ends with an assistant's message is counted as it is: clients
-    measure with this how long a conversation has become."""
+    """Count the tokens of a prompt.
+
+    A conversation that ends with an assistant message is counted without a generation prompt.
+    """
     service.check_model(body.model)
     conversation = from_messages(body)
     answers = conversation.messages[-1]["role"] != "assistant"
@@ -35,7 +37,7 @@ async def count_tokens(service: Service, body: CountRequest, request: Request) -
 
 
 async def messages(service: Service, body: MessagesRequest, request: Request) -> Response:
-    """Answers a request, whole or as events."""
+    """Handle a request, streamed or not."""
     service.check_model(body.model)
     conversation = from_messages(body)
     refuse_prefill(conversation.messages, "messages")
@@ -44,7 +46,7 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
     forced = forced_call(conversation)
     tokens = service.room.tokens(len(ids), body.max_tokens)
     params = service.params(max_tokens=tokens, stop=body.stop_sequences or (), **given, **forced)
-    where = Where(cache_salt=service.salt(request, body.cache_salt))
+    where = EngineArguments(cache_salt=service.salt(request, body.cache_salt))
     steps = answer(service, request, asked(text, ids, conversation, params, forced=bool(forced), where=where))
     message: dict[str, Any] = {
         "id": f"msg_{request.scope['state']['request_id']}",
@@ -64,7 +66,7 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """As its clients' schema has it: what this server has not is null."""
+    """Return the usage object. Fields of the schema that this server does not support are null."""
     absent = ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
     return dict.fromkeys(absent) | {
         "input_tokens": usage.prompt - usage.cached,
@@ -75,7 +77,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _end(step: Step) -> dict[str, Any]:
-    """Why an answer ended."""
     if step.finish_reason == "stop" and isinstance(step.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": step.stop_reason}
     return {"stop_reason": _ENDS[str(step.finish_reason)], "stop_sequence": None}
@@ -129,7 +130,7 @@ def _named(kind: str, **fields: Any) -> bytes:
 
 
 def _empty(block: dict[str, Any]) -> dict[str, Any]:
-    """A block before its first delta."""
+    """Return a content block with its text or input cleared, for `content_block_start`."""
     return block | {
         name: {"text": "", "thinking": "", "input": {}}[name] for name in ("text", "thinking", "input") if name in block
     }

@@ -1,4 +1,4 @@
-"""What Anthropic's clients send, and the conversation that it means."""
+"""Request bodies of Anthropic's Messages API, and their conversion to conversations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..openai.requests import Body, CacheSalt, Count, Texts
 
 
 class Turn(Body):
-    """One message: a text, or blocks."""
+    """A message: a text or a list of content blocks."""
 
     role: Literal["user", "assistant"]
     content: str | list[dict[str, Any]]
@@ -29,7 +29,7 @@ class ClientTool(Body):
 
 
 class ToolUse(Body):
-    """Whether tools may, must or must not be called."""
+    """The `tool_choice` of a request."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -58,7 +58,7 @@ class MessagesRequest(CountRequest):
 
 
 def from_messages(body: CountRequest) -> Conversation:
-    """The conversation of a request. Raises RefusedError for blocks that are no text, thinking, call or result."""
+    """Convert a request to a conversation. Raises RefusedError for unsupported content blocks."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": text_of(body.system, "system")})
@@ -72,7 +72,8 @@ def _tools(body: CountRequest) -> dict[str, Any]:
     for i, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
             raise refused(
-                f"tools.{i}.type: this server runs no tools of its own; {tool.type!r} is one", f"tools.{i}.type"
+                f"tools.{i}.type: {tool.type!r} is not supported, only client tools are",
+                f"tools.{i}.type",
             )
         function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema or {}}
         tools.append({"type": "function", "function": function})
@@ -81,13 +82,13 @@ def _tools(body: CountRequest) -> dict[str, Any]:
     if use.type in ("any", "tool") and (
         not tools or (use.type == "tool" and named not in [t.name for t in body.tools or ()])
     ):
-        raise refused("tool_choice asks for a tool that is not there", "tool_choice")
+        raise refused("tool_choice requires a tool that is not in tools: add it, or change tool_choice", "tool_choice")
     choice = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}[use.type]
     return {"tools": tools, "choice": choice, "named": named}
 
 
 def _turn(turn: Turn, where: str) -> list[dict[str, Any]]:
-    """Messages of a template for one of Anthropic's: results of tools are messages of their own."""
+    """Convert a message to template messages. Each tool result becomes a separate message."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     texts: list[dict[str, Any]] = []
@@ -101,8 +102,8 @@ def _turn(turn: Turn, where: str) -> list[dict[str, Any]]:
             calls.append(_call(block, at))
         elif kind == "tool_result" and turn.role == "user":
             found.append(_result(block, at))
-        elif kind not in ("thinking", "redacted_thinking"):  # what it thought before is not shown to it again
-            raise refused(f"{at}: {kind!r} is nothing this model reads in a message of {turn.role}: send text", at)
+        elif kind not in ("thinking", "redacted_thinking"):  # earlier reasoning is not part of the prompt
+            raise refused(f"{at}: {kind!r} is not supported in a message of role {turn.role!r}: send text", at)
     if texts or calls or not found:
         message: dict[str, Any] = {"role": turn.role, "content": text_of(texts, where)}
         found.append(message | ({"tool_calls": calls} if calls else {}))
@@ -112,14 +113,14 @@ def _turn(turn: Turn, where: str) -> list[dict[str, Any]]:
 def _call(block: dict[str, Any], at: str) -> dict[str, Any]:
     name, given = block.get("name"), block.get("input", {})
     if not isinstance(name, str) or not isinstance(given, dict):
-        raise refused(f"{at}: a tool_use has a name and an input", at)
+        raise refused(f"{at}: a tool_use block needs a name and an input object", at)
     return call_message(name, given, str(block.get("id", "")), at)
 
 
 def _result(block: dict[str, Any], at: str) -> dict[str, Any]:
     content: Any = block.get("content")
     if not (content is None or isinstance(content, str) or _objects(content)):
-        raise refused(f"{at}.content must be a text or blocks", f"{at}.content")
+        raise refused(f"{at}.content must be a text or a list of content blocks", f"{at}.content")
     return {"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": text_of(content, at)}
 
 

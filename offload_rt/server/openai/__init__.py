@@ -1,1 +1,1 @@
-"""OpenAI's protocols."""
+"""OpenAI's Chat Completions, Completions and Responses APIs."""

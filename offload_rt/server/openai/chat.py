@@ -6,31 +6,95 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..answers import Asked, Step, answer, asked
+from ...llm import LLM
+from ...outputs import RequestOutput
+from ..answers import ChatJob, Step, answer, asked
 from ..connection import event, json_answer, streamed, until_gone
 from ..conversation import from_chat
 from ..deltas import Usage
 from ..errors import refused
 from ..parsers.pieces import Content, Piece, Reasoning, ToolCall
-from ..sampling import sampling_fields
+from ..sampling import forced_call, sampling_fields, structured_outputs
 from ..service import Service
-from ..structured import forced_call, structured_outputs
-from ..trace_events import TraceEvents
-from .completions import usage_json
-from .logprobs import chat_logprobs
+from .completions import chat_logprobs, usage_json
 from .requests import ChatRequest
+
+MOST_SEGMENTS = 1024
+"""Maximum number of prompt segments for which selections are counted. A segment has one or more tokens."""
+
+
+class TraceEvents:
+    """Trace events of one request: `head` first, then the results of `of`."""
+
+    def __init__(self, llm: LLM, text: str, spans: Sequence[tuple[int, int]], tokens: int) -> None:
+        """Create the first event.
+
+        Args:
+            llm: Engine of the request.
+            text: Rendered prompt.
+            spans: Character span of each prompt token, or empty if unknown.
+            tokens: Number of prompt tokens.
+        """
+        self._size = max(1, -(-tokens // MOST_SEGMENTS))
+        self._starts = list(range(0, tokens, self._size))
+        self._selected: NDArray[np.int64] = np.zeros(len(self._starts), np.int64)
+        self._steps, self._prefilled = 0, -1
+        policy, geometry = llm.runner.policy, llm.geometry
+        self.head: dict[str, Any] = {
+            "policy": policy.name,
+            "layers": geometry.layers,
+            "kv_heads": geometry.kv_heads,
+            "dense_layers": sorted(policy.dense_layers),
+            "sinks": policy.sinks,
+            "recent": policy.recent,
+            "prompt_tokens": tokens,
+            "segment_tokens": self._size,
+            "segments": self._segments(text, spans),
+        }
+
+    def _segments(self, text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
+        """Split the prompt text into segments. Empty if the token spans are unknown."""
+        if not spans:
+            return []
+        cuts = [0, *(spans[start][0] for start in self._starts[1:]), len(text)]
+        return [text[a:b] for a, b in pairwise(cuts)]
+
+    def of(self, output: RequestOutput) -> dict[str, Any] | None:
+        """Return the changes since the last output, or None.
+
+        `selected` counts, for each segment, how often a layer and KV head selected a token of it in the new steps.
+        """
+        trace = output.trace
+        if trace is None:
+            return None
+        new = trace.attended_by_step[self._steps :]
+        if not new and trace.layers_prefilled == self._prefilled:
+            return None
+        counts = np.add.reduceat(trace.selected, self._starts) if len(trace.selected) else self._selected
+        gained = counts - self._selected
+        self._steps, self._prefilled, self._selected = len(trace.attended_by_step), trace.layers_prefilled, counts
+        return {
+            "prefill": [trace.layers_prefilled, trace.layers],
+            "step": self._steps,
+            "attended": [[round(share, 4) for share in step] for step in new],
+            "link_bytes": trace.link_bytes,
+            "selected": gained.tolist() if new else None,
+        }
 
 
 async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
-    """Answers a request, whole or as events."""
+    """Handle a request, streamed or not."""
     service.check_model(body.model)
     if body.trace and not body.stream:
-        raise refused("trace is for stream: true", "trace")
+        raise refused("trace needs stream: true", "trace")
     text, what = await _asked(service, body, request)
     top = (body.top_logprobs or 0) if body.logprobs else None
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
@@ -50,11 +114,11 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
 
 
 Keep = Callable[[Sequence[Piece]], None]
-"""Is told what was answered, as far as it came."""
+"""Stores the conversation with the pieces of the response so far."""
 
 
 def _keeper(service: Service, body: ChatRequest, request: Request) -> Keep:
-    """What keeps the conversation where it has a session."""
+    """Return a function that stores the conversation if the request has a session."""
     owner, name = request.scope["state"]["owner"], body.session
 
     def keep(pieces: Sequence[Piece]) -> None:
@@ -68,16 +132,16 @@ def _keeper(service: Service, body: ChatRequest, request: Request) -> Keep:
     return keep
 
 
-async def _traced(service: Service, text: str, what: Asked) -> TraceEvents:
+async def _traced(service: Service, text: str, what: ChatJob) -> TraceEvents:
     spans = await service.prompts.spans_of(text, len(what.ids))
     async with service.engines.under(what.where.policy, what.where.policy_options) as engine:
         return TraceEvents(engine.llm, text, spans, len(what.ids))
 
 
-async def _asked(service: Service, body: ChatRequest, request: Request) -> tuple[str, Asked]:
-    """The prompt's text, and what is asked."""
+async def _asked(service: Service, body: ChatRequest, request: Request) -> tuple[str, ChatJob]:
+    """Render and tokenize the prompt. Return its text and the request."""
     if body.top_logprobs is not None and not body.logprobs:
-        raise refused("top_logprobs is for logprobs: true", "top_logprobs")
+        raise refused("top_logprobs needs logprobs: true", "top_logprobs")
     conversation = from_chat(body)
     text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
@@ -122,7 +186,7 @@ async def _events(
         elif logprobs is not None:
             yield chunk(step.index, {"content": ""}, logprobs=logprobs)
 
-    with hold:  # until the answer is stored: a deletion in between would be undone by `keep`
+    with hold:  # until the response is stored: `keep` would undo a deletion in between
         try:
             async with aclosing(steps):
                 async for step in steps:
@@ -139,7 +203,7 @@ async def _events(
                     elif traced is not None and (new := traced.of(step.watched)) is not None:
                         yield event(head | {"choices": [], "trace": new})
         finally:
-            if begun:  # also of an answer that the client stopped
+            if begun:  # also if the client disconnects
                 keep(said)
     if with_usage:
         yield event(head | {"choices": [], "usage": usage_json(usage)})

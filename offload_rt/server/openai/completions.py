@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: one prompt or several, continued as they are."""
+"""`POST /v1/completions`: continue one or more prompts without a chat template."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...outputs import Logprob, Logprobs
 from ...sampling_params import SamplingParams
 from ..connection import event, json_answer, streamed, until_gone
 from ..deltas import Delta, Deltas, Usage, usage_of
 from ..errors import refused
-from ..sampling import sampling_fields
-from ..service import Service, Where
-from ..structured import structured_outputs
-from .logprobs import completion_logprobs
+from ..sampling import sampling_fields, structured_outputs
+from ..service import EngineArguments, Service
 from .requests import CompletionRequest
 
 DEFAULT_TOKENS = 16
-"""New tokens where a request does not say how many: OpenAI's number."""
+"""Default of `max_tokens`, as in OpenAI's API."""
 
 MOST_PROMPTS = 128
-"""Prompts of one request."""
+"""Maximum number of prompts per request."""
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """One prompt of a request: which, its tokens, what of it is echoed, and the text of its first token where echoed
-    tokens have log-probabilities: the first has none, which would say it."""
+    """A prompt of a request.
+
+    Attributes:
+        number: Number of the prompt in the request.
+        ids: Token ids.
+        echo: Text to echo before the completion.
+        first: Text of the first token if echoed tokens have log-probabilities. The first token has none, which would
+            contain its text.
+    """
 
     number: int
     ids: list[int]
@@ -41,13 +47,13 @@ class _Prompt:
 
 
 async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
-    """Answers a request, whole or as events."""
+    """Handle a request, streamed or not."""
     service.check_model(body.model)
     n = body.n or 1
     if body.suffix:
-        raise refused("suffix: this server does not fill in between", "suffix")
+        raise refused("suffix is not supported: remove it", "suffix")
     if (body.best_of or n) != n:
-        raise refused("best_of must be n, or left out: this server ranks no completions", "best_of")
+        raise refused("best_of must equal n: ranking of completions is not supported", "best_of")
     prompts = await until_gone(request, _prompts(service, body))
     logprobs: dict[str, Any] = {} if body.logprobs is None else {"logprobs": body.logprobs}
     logprobs |= {"prompt_logprobs": body.logprobs} if logprobs and body.echo else {}
@@ -59,7 +65,7 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
     ]
     where = service.where(body, request)
     if where.session is not None and len(prompts) > 1:
-        raise refused("a session has one prompt at a time", "session")
+        raise refused("a request with a session must have one prompt", "session")
     head = {
         "id": f"cmpl-{request.scope['state']['request_id']}",
         "object": "text_completion",
@@ -79,7 +85,7 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
     given: Any = body.prompt
     several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not 1 <= len(several) <= MOST_PROMPTS:
-        raise refused(f"prompt: between 1 and {MOST_PROMPTS} prompts, not {len(several)}", "prompt")
+        raise refused(f"prompt must contain 1 to {MOST_PROMPTS} prompts, not {len(several)}", "prompt")
     found = []
     for i, one in enumerate(several):
         ids = await service.prompts.of_text(one) if isinstance(one, str) else one
@@ -90,13 +96,13 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
 
 
 Step = tuple[list[dict[str, Any]], int, Usage]
-"""New parts of choices, the number of their prompt, what the prompt's request counts so far."""
+"""New parts of choices, the number of their prompt, and the token counts of the prompt so far."""
 
 
 async def _one(
-    service: Service, request: Request, prompt: _Prompt, params: SamplingParams, top: int | None, where: Where
+    service: Service, request: Request, prompt: _Prompt, params: SamplingParams, top: int | None, where: EngineArguments
 ) -> AsyncGenerator[Step, None]:
-    """What one prompt's completions gain, step by step."""
+    """Yield the new parts of the completions of one prompt."""
     deltas, offsets = Deltas(), dict.fromkeys(range(params.n), len(prompt.echo))
     echoed: set[int] = set()
     with service.answering(where.session):
@@ -129,7 +135,7 @@ def _choice(index: int, echo: str, delta: Delta, top: int | None, offsets: dict[
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Step, None]]) -> AsyncGenerator[Step, None]:
-    """The steps of several streams as they come. What one raises ends all."""
+    """Yield the steps of several streams as they arrive. An error in one stream ends all."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for step in only:
@@ -150,13 +156,13 @@ async def _merged(streams: Sequence[AsyncGenerator[Step, None]]) -> AsyncGenerat
     try:
         running = len(tasks)
         while running:
-            said = await queue.get()
-            if isinstance(said, Exception):
-                raise said
-            if said is None:
+            step_or_end = await queue.get()
+            if isinstance(step_or_end, Exception):
+                raise step_or_end
+            if step_or_end is None:
                 running -= 1
             else:
-                yield said
+                yield step_or_end
     finally:
         for task in tasks:
             task.cancel()
@@ -198,10 +204,63 @@ def _with(one: dict[str, Any] | None, more: dict[str, Any] | None) -> dict[str, 
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """Counts of tokens as OpenAI's clients expect them."""
+    """Return token counts in OpenAI's format."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.generated,
         "total_tokens": usage.prompt + usage.generated,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
     }
+
+
+LEAST = -9999.0
+"""Replacement for minus infinity, which JSON cannot represent."""
+
+
+def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[Logprobs], top: int) -> dict[str, Any]:
+    """Return the chat format for tokens `[t]`, each with the `top` most probable alternatives."""
+    content = []
+    for token, there in zip(token_ids, logprobs, strict=True):
+        best = sorted(there.items(), key=lambda item: item[1].rank)[:top]
+        content.append(_entry(token, there[token]) | {"top_logprobs": [_entry(i, one) for i, one in best]})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], top: int, offset: int, first: str = ""
+) -> dict[str, Any]:
+    """Return the completion format for tokens `[t]`.
+
+    Args:
+        token_ids: Tokens.
+        logprobs: Log-probabilities of each token. None for the first token of a prompt.
+        top: Number of alternatives for each token.
+        offset: Character offset of the first token.
+        first: Text of a token without log-probabilities.
+    """
+    tokens: list[str] = []
+    found: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for token, there in zip(token_ids, logprobs, strict=True):
+        text = _text(token, there[token]) if there else first
+        best = sorted(there.items(), key=lambda item: item[1].rank)[:top] if there else []
+        tokens.append(text)
+        found.append(_finite(there[token].logprob) if there else None)
+        tops.append({_text(i, one): _finite(one.logprob) for i, one in best} if there else None)
+        offsets.append(offset)
+        offset += len(text)
+    return {"tokens": tokens, "token_logprobs": found, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _entry(token: int, logprob: Logprob) -> dict[str, Any]:
+    text = _text(token, logprob)
+    return {"token": text, "logprob": _finite(logprob.logprob), "bytes": list(text.encode())}
+
+
+def _text(token: int, logprob: Logprob) -> str:
+    return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
+
+
+def _finite(value: float) -> float:
+    return max(value, LEAST)

@@ -1,5 +1,4 @@
-"""What OpenAI's clients send. Fields that nobody here knows are accepted, as OpenAI's servers do; a known field with a
-value of another type is refused."""
+"""Request bodies of OpenAI's APIs. Unknown fields are ignored; a known field of a wrong type is an error."""
 
 from __future__ import annotations
 
@@ -13,26 +12,24 @@ TokenIds = list[Annotated[int, Field(ge=0, le=INT64)]]
 Count = Annotated[int, Field(ge=1, le=INT64)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Texts = Annotated[list[Stop], Field(max_length=1000)]
-"""Few and short enough that looking for them delays no other request's tokens."""
+"""Number and length are limited so that the search for stop strings does not delay other requests."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1000)]
-"""Requests with different salts share no KV, so that they cannot learn of each other (vLLM's field)."""
+"""Requests with different salts do not share cached prefixes (vLLM's field)."""
 Choices = Annotated[int, Field(ge=1, le=128)]
 
 
 class Body(BaseModel):
-    """A JSON object whose known fields have exactly their types."""
+    """A JSON object with strictly typed fields."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
 
 class StreamOptions(Body):
-    """How a streamed answer is sent."""
-
     include_usage: bool | None = None
 
 
 class StructuredBody(Body):
-    """What the answer must be, as vLLM's clients say it: one of these."""
+    """vLLM's `structured_outputs`. One field may be set."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -43,8 +40,7 @@ class StructuredBody(Body):
 
 
 class SampledBody(Body):
-    """What chat and completions have in common: which model, and how tokens are chosen. The second part are vLLM's;
-    the last are this server's: under which policy, and in which session."""
+    """Common fields of chat and completion requests: OpenAI's, vLLM's extensions, and this server's extensions."""
 
     model: str | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -79,7 +75,7 @@ class SampledBody(Body):
 
 
 class Message(Body):
-    """One message of a conversation, as a chat template will see it; other fields of it go there too."""
+    """A message. Further fields are passed to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -89,7 +85,7 @@ class Message(Body):
 
 
 class FunctionSpec(Body):
-    """What a function is called and what it takes (a JSON schema)."""
+    """Name, description and parameters (a JSON schema) of a function."""
 
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
@@ -104,29 +100,23 @@ class Tool(Body):
 
 
 class NamedFunction(Body):
-    """The name of a function."""
-
     name: str
 
 
 class NamedTool(Body):
-    """The one tool that the model must call."""
+    """A `tool_choice` that names the tool to call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class JsonSchema(Body):
-    """A schema that the answer must follow."""
-
     name: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
 class ResponseFormat(Body):
-    """What the answer must be."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -159,7 +149,7 @@ class CompletionRequest(SampledBody):
 
 
 class TokenizeRequest(Body):
-    """`POST /tokenize`: a text, or messages as a chat's template prints them."""
+    """`POST /tokenize`: a text, or messages for the chat template."""
 
     model: str | None = None
     prompt: str | None = None

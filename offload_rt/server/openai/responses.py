@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's protocol of items, whole and as events; conversations go on by `previous_response_id`."""
+"""`/v1/responses`. Conversations are continued with `previous_response_id`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,114 @@ from ..answers import Step, answer, asked
 from ..connection import event, json_answer, streamed, until_gone
 from ..conversation import call_message
 from ..deltas import Usage
+from ..documents import Kept, response_of
 from ..errors import refused
-from ..parsers.pieces import Content, Piece, ToolCall, joined
-from ..service import Service, Where
-from ..structured import forced_call, structured_outputs
-from .response_items import Items
-from .response_store import Kept, response_of
+from ..parsers.pieces import Content, Piece, Reasoning, ToolCall, joined
+from ..sampling import forced_call, structured_outputs
+from ..service import EngineArguments, Service
 from .responses_requests import ResponsesRequest, format_of, from_responses, new_messages
+
+Event = dict[str, Any]
+
+
+class Items:
+    """Build output items and events from pieces. Adjacent pieces of one kind form one item.
+
+    `output` contains the completed items.
+    """
+
+    def __init__(self) -> None:
+        self.output: list[dict[str, Any]] = []
+        self._kind: type[Piece] | None = None
+        self._id = self._text = ""
+
+    def push(self, piece: Piece) -> list[Event]:
+        if isinstance(piece, ToolCall):
+            return self.close() + self._call(piece)
+        found: list[Event] = []
+        if self._kind is not type(piece):
+            found = self.close() + self._open(type(piece))
+        self._text += piece.text
+        return [*found, self._event(f"{self._part_event}.delta", delta=piece.text)]
+
+    def close(self) -> list[Event]:
+        """Complete the open item, if any, and return its events."""
+        if self._kind is None:
+            return []
+        part, item = self._part(self._text), self._item(self._text, "completed")
+        found = [self._event(f"{self._part_event}.done", text=self._text)]
+        if self._kind is Content:
+            found.append(self._event("response.content_part.done", part=part))
+        found.append({"type": "response.output_item.done", "output_index": len(self.output), "item": item})
+        self.output.append(item)
+        self._kind, self._text = None, ""
+        return found
+
+    def _open(self, kind: type[Piece]) -> list[Event]:
+        self._kind = kind
+        self._id = f"{'msg' if kind is Content else 'rs'}_{uuid.uuid4().hex[:24]}"
+        item = self._item("", "in_progress") | {"content": []}
+        found: list[Event] = [{"type": "response.output_item.added", "output_index": len(self.output), "item": item}]
+        if kind is Content:
+            found.append(self._event("response.content_part.added", part=self._part("")))
+        return found
+
+    def _call(self, call: ToolCall) -> list[Event]:
+        index = len(self.output)
+        item = {
+            "id": f"fc_{uuid.uuid4().hex[:24]}",
+            "type": "function_call",
+            "call_id": f"call_{uuid.uuid4().hex[:24]}",
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+        at = {"item_id": item["id"], "output_index": index}
+        self.output.append(item)
+        return [
+            {
+                "type": "response.output_item.added",
+                "output_index": index,
+                "item": item | {"arguments": "", "status": "in_progress"},
+            },
+            {"type": "response.function_call_arguments.delta", "delta": call.arguments} | at,
+            {"type": "response.function_call_arguments.done", "arguments": call.arguments, "name": call.name} | at,
+            {"type": "response.output_item.done", "output_index": index, "item": item},
+        ]
+
+    @property
+    def _part_event(self) -> str:
+        return "response.output_text" if self._kind is Content else "response.reasoning_text"
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        logprobs: Event = {"logprobs": []} if kind.startswith("response.output_text") else {}
+        return (
+            {"type": kind, "item_id": self._id, "output_index": len(self.output), "content_index": 0}
+            | fields
+            | logprobs
+        )
+
+    def _part(self, text: str) -> dict[str, Any]:
+        if self._kind is Reasoning:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _item(self, text: str, status: str) -> dict[str, Any]:
+        if self._kind is Reasoning:
+            return {"id": self._id, "type": "reasoning", "summary": [], "content": [self._part(text)], "status": status}
+        return {"id": self._id, "type": "message", "role": "assistant", "status": status, "content": [self._part(text)]}
 
 
 async def respond(service: Service, body: ResponsesRequest, request: Request) -> Response:
-    """Answers a request, whole or as events, and keeps it unless it says otherwise."""
+    """Handle a request, streamed or not, and store the response unless `store` is false."""
     service.check_model(body.model)
     if body.background:
-        raise refused("background: this server answers while the client waits", "background")
+        raise refused("background is not supported: remove it, and wait for the response", "background")
     head = _head(service, body, request)
     try:
         json.dumps(head, allow_nan=False)
     except (ValueError, RecursionError):
-        raise refused("tools and metadata must be JSON, which has no NaN and no Infinity", "tools") from None
+        raise refused("tools and metadata must be valid JSON: remove NaN, Infinity and deep nesting", "tools") from None
     owner = request.scope["state"]["owner"]
     before = service.responses.get(body.previous_response_id, owner) if body.previous_response_id else None
     messages = [*(before.messages if before else ()), *new_messages(body)]
@@ -50,12 +139,14 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
     salt = service.salt(request, body.cache_salt)
 
     def answers(session: str) -> AsyncGenerator[Step, None]:
-        where = Where(session=session if service.remembers and body.store is not False else None, cache_salt=salt)
+        where = EngineArguments(
+            session=session if service.remembers and body.store is not False else None, cache_salt=salt
+        )
         return answer(service, request, asked(text, ids, conversation, params, forced=bool(forced), where=where))
 
     def keep(session: str, response: dict[str, Any], pieces: Sequence[Piece]) -> None:
         if body.store is not False:
-            kept = Kept(owner, response, [*messages, _said(pieces)], session)
+            kept = Kept(owner, response, [*messages, _message(pieces)], session)
             service.forget(service.responses.add(head["id"], kept))
 
     turn = _Turn(service, response_of(owner, head["id"]), None if before is None else before.session, answers, keep)
@@ -66,8 +157,15 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
 
 @dataclass(frozen=True)
 class _Turn:
-    """One answer. response: its own session. before: the session of the conversation that it continues. answers: makes
-    the steps of the answer in a session. keep: stores the answer and the session that it was computed in."""
+    """The generation of one response.
+
+    Attributes:
+        service: The service.
+        response: Session id made from the id of the response.
+        before: Session of the conversation that it continues, or None.
+        answers: Generates the response in the given session.
+        keep: Stores the response and its session.
+    """
 
     service: Service
     response: str
@@ -77,21 +175,23 @@ class _Turn:
 
     @contextmanager
     def begin(self) -> Iterator[tuple[str, AsyncGenerator[Step, None]]]:
-        """Hold the session of the answer; yield its name and the steps. The second of two answers to one response at
-        the same time goes into a session of its own."""
+        """Lock the session of the response. Yield its id and the steps.
+
+        If another request is continuing the same conversation, the response gets a new session.
+        """
         busy = self.before is None or self.service.is_answering(self.before)
         session = self.response if busy or self.before is None else self.before
         try:
             with self.service.answering(*{self.response, session}):
                 yield session, self.answers(session)
         except BaseException:
-            if session == self.response:  # no response refers to it, so that nobody could delete it
+            if session == self.response:  # no stored response refers to it
                 self.service.forget([session])
             raise
 
 
 def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:
-    """A response before anything of it is there."""
+    """Return the initial response object."""
     return {
         "id": f"resp_{request.scope['state']['request_id']}",
         "object": "response",
@@ -115,7 +215,7 @@ def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[st
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
-        # What Open Responses has, and this server does not vary.
+        # Fields of Open Responses with fixed values.
         "background": False,
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
@@ -129,7 +229,7 @@ def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[st
 
 
 def _done(head: dict[str, Any], step: Step, output: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response when all of it is there."""
+    """Return the completed response object."""
     cut = step.finish_reason == "length"
     return head | {
         "status": "incomplete" if cut else "completed",
@@ -150,8 +250,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _said(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """The answer as a message of the conversation that goes on: without thinking."""
+def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Return the response as an assistant message, without reasoning."""
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     calls = [
         call_message(piece.name, piece.arguments, f"call_{uuid.uuid4().hex[:24]}", "answer")

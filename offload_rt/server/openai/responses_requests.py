@@ -1,4 +1,4 @@
-"""What clients of OpenAI's Responses API send, and the conversation that it means."""
+"""Request bodies of OpenAI's Responses API, and their conversion to conversations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .requests import Body, CacheSalt, Count, FunctionSpec, JsonSchema, NamedFun
 
 
 class FlatTool(Body):
-    """A tool; its function's fields stand beside its type."""
+    """A tool of the Responses API, with the fields of its function at the top level."""
 
     type: str
     name: str | None = None
@@ -22,23 +22,19 @@ class FlatTool(Body):
 
 
 class FlatNamed(Body):
-    """The one tool that the model must call."""
+    """A `tool_choice` that names the tool to call."""
 
     type: Literal["function"]
     name: str
 
 
 class TextFormat(Body):
-    """What the answer must be."""
-
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 class TextOptions(Body):
-    """How the answer's text is made."""
-
     format: TextFormat | None = None
 
 
@@ -63,7 +59,7 @@ class ResponsesRequest(Body):
 
 
 def new_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """The messages that a request adds to a conversation. Raises RefusedError for items that are none."""
+    """Return the messages that a request adds. Raises RefusedError for unsupported items."""
     if isinstance(body.input, str):
         return [{"role": "user", "content": body.input}]
     found: list[dict[str, Any]] = []
@@ -73,15 +69,15 @@ def new_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def from_responses(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> Conversation:
-    """The conversation of a request: its instructions, then `messages`."""
+    """Return the conversation of the instructions of a request and `messages`."""
     if not messages:
-        raise refused("input is empty: give a text, or at least one item", "input")
+        raise refused("input is empty: send a text or at least one item", "input")
     refuse_prefill(messages, "input")
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     tools, choice = [], body.tool_choice
     for i, tool in enumerate(body.tools or ()):
         if tool.type != "function" or not tool.name:
-            raise refused(f"tools.{i}: this server runs no tools of its own: give functions, with names", f"tools.{i}")
+            raise refused(f"tools.{i}: only tools of type function with a name are supported", f"tools.{i}")
         spec = FunctionSpec(name=tool.name, description=tool.description, parameters=tool.parameters)
         tools.append(Tool(type="function", function=spec))
     named = (
@@ -93,7 +89,7 @@ def from_responses(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]
 
 
 def format_of(body: ResponsesRequest) -> ResponseFormat | None:
-    """What the answer must be, as a chat request says it."""
+    """Return the `response_format` of the corresponding chat request."""
     asked = body.text.format if body.text else None
     if asked is None:
         return None
@@ -106,7 +102,7 @@ def format_of(body: ResponsesRequest) -> ResponseFormat | None:
 
 
 def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
-    """Adds what an item means: calls go to the assistant's message before them."""
+    """Append an input item. A tool call is added to the preceding assistant message."""
     kind = item.get("type", "message")
     if kind == "message":
         messages.append(_message(item, where))
@@ -122,8 +118,8 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
         output = item.get("output")
         content = text_of(output if _readable(output) else "", where)
         messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": content})
-    elif kind != "reasoning":  # what it thought before is not shown to it again
-        raise refused(f"{where}: {kind!r} is nothing this server reads", where)
+    elif kind != "reasoning":  # earlier reasoning is not part of the prompt
+        raise refused(f"{where}: items of type {kind!r} are not supported", where)
 
 
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: the calls of Hermes, Qwen and those who learned from them."""
+"""Tool calls of Hermes, Qwen and related models: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Hermes:
-    """Takes calls out of an answer, each when it is whole; what stands between the marks and is no call of a known tool
-    stays text, marks included. White space beside calls belongs to nobody. An answer that ends within a call has made
-    it if its JSON is whole."""
+    """Extract complete tool calls from a response.
+
+    Text between the tags that is not a call of a known tool remains content, tags included. Whitespace next to calls is
+    dropped. If the response ends without a closing tag, the call counts if its JSON is complete.
+    """
 
     def __init__(self, names: Sequence[str] | None = None) -> None:
         self._names = names
         self._text = ""
-        self._space = ""  # before the opening mark
+        self._space = ""  # whitespace before the opening tag
         self._inside = False
-        self._called = False  # the last thing was a call: white space behind it is not shown
+        self._called = False  # the last piece was a call: drop the whitespace that follows
 
     def push(self, text: str) -> list[Piece]:
-        """What is certain now."""
         self._text += text
         found: list[Piece] = []
         while True:
             mark = CLOSE if self._inside else OPEN
-            before, seen, behind = self._text.partition(mark)
+            before, seen, after = self._text.partition(mark)
             if not seen:
                 break
-            self._text = behind
+            self._text = after
             if self._inside:
                 found += self._call(before, CLOSE)
             else:
@@ -42,20 +43,19 @@ class Hermes:
         return found if self._inside else found + self._certain()
 
     def finish(self) -> list[Piece]:
-        """What was held back."""
         text, self._text = self._text, ""
         if self._inside:
             return self._call(text, "")
         return self._shown(text.rstrip() if self._called else text)
 
     def _certain(self) -> list[Piece]:
-        """Text up to what may be a mark, and up to the white space before it."""
+        """Return the text before a possible incomplete tag and the whitespace in front of it."""
         body = self._text[: len(self._text) - held(self._text, (OPEN,))].rstrip()
         self._text = self._text[len(body) :]
         return self._shown(body)
 
     def _call(self, text: str, close: str) -> list[Piece]:
-        """The call between two marks. Where that is none, what follows the last opening mark in it may be one."""
+        """Parse the text between two tags. If it is not a call, parse the text after its last opening tag."""
         call, (lost, seen, last) = self._read(text), text.rpartition(OPEN)
         if call is not None:
             shown = ""

@@ -1,4 +1,4 @@
-"""`{"name": …, "parameters": {…}}` as the whole answer: the calls of Llama 3."""
+"""Tool calls of Llama 3: the whole response is `{"name": …, "parameters": {…}}`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ TAG = "<|python_tag|>"
 
 
 class LlamaJson:
-    """An answer that begins with a brace (or the tag before it) is held back to its end; it is one call or several,
-    with semicolons between them, if all of it is. Any other answer is text as it comes."""
+    """Parse a response that consists of tool calls only, separated by semicolons.
+
+    A response that begins with a brace or `TAG` is buffered until it is complete. If any part of it is not a call, the
+    whole response is content. Any other response is streamed as content.
+    """
 
     def __init__(self, names: Sequence[str] | None = None) -> None:
         self._names = names
@@ -20,7 +23,6 @@ class LlamaJson:
         self._plain = False
 
     def push(self, text: str) -> list[Piece]:
-        """The text, once it is known to be no call."""
         if self._plain:
             return [Content(text)] if text else []
         self._text += text
@@ -31,7 +33,6 @@ class LlamaJson:
         return self._all()
 
     def finish(self) -> list[Piece]:
-        """The calls, or the text that is none."""
         calls = self._calls()
         if calls is None:
             return self._all()
@@ -53,8 +54,8 @@ class LlamaJson:
             if call is None:
                 return None
             found.append(call)
-            behind = rest[end:].lstrip()
-            if behind and not behind.startswith(";"):
+            remaining = rest[end:].lstrip()
+            if remaining and not remaining.startswith(";"):
                 return None
-            rest = behind[1:].lstrip()
+            rest = remaining[1:].lstrip()
         return found or None

@@ -1,4 +1,4 @@
-"""What parsers make of an answer's text, and how they are put in a row."""
+"""Parsed parts of a response, the parser interface, and helpers shared by the parsers."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Content:
-    """Text for the reader."""
+    """Text shown to the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text that the model wrote for itself."""
+    """Text of a reasoning section."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A whole call: `arguments` is JSON."""
+    """A complete tool call. `arguments` is a JSON text."""
 
     name: str
     arguments: str
@@ -34,42 +34,41 @@ Piece = Content | Reasoning | ToolCall
 
 
 class Parser(Protocol):
-    """Takes an answer apart as it comes. However the text is cut into pushes, the pieces, joined, are the same; no
-    character is in two of them. Text that may still become a mark is held back."""
+    """Split a streamed response into pieces.
+
+    The joined pieces do not depend on how the text is split into `push` calls. Text that may be the start of a tag is
+    buffered until more text arrives.
+    """
 
     def push(self, text: str) -> list[Piece]:
-        """What is certain now."""
+        """Add text and return the pieces that are complete."""
         ...
 
     def finish(self) -> list[Piece]:
-        """What was held back, when no more text comes."""
+        """Return the buffered rest at the end of the response."""
         ...
 
 
 class Plain:
-    """All is content."""
+    """Return all text as content."""
 
     def push(self, text: str) -> list[Piece]:
-        """The text."""
         return [Content(text)] if text else []
 
     def finish(self) -> list[Piece]:
-        """Nothing is held back."""
         return []
 
 
 class InRow:
-    """What the first parser takes for content goes through the second."""
+    """Pass the content pieces of the first parser to the second parser."""
 
     def __init__(self, first: Parser, second: Parser) -> None:
         self._first, self._second = first, second
 
     def push(self, text: str) -> list[Piece]:
-        """What both are certain of."""
         return self._through(self._first.push(text))
 
     def finish(self) -> list[Piece]:
-        """What both held back."""
         return [*self._through(self._first.finish()), *self._second.finish()]
 
     def _through(self, pieces: Iterable[Piece]) -> list[Piece]:
@@ -80,7 +79,7 @@ class InRow:
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same pieces with neighbours of one kind in one."""
+    """Merge adjacent content pieces and adjacent reasoning pieces."""
     found: list[Piece] = []
     for piece in pieces:
         last = found[-1] if found else None
@@ -94,14 +93,14 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def held(text: str, marks: Sequence[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of one of `marks`."""
+    """Return how many characters at the end of `text` may be the start of one of `marks`."""
     longest = min(len(text), max(map(len, marks)) - 1)
     ends = (n for n in range(longest, 0, -1) if any(len(mark) > n and mark.startswith(text[-n:]) for mark in marks))
     return next(ends, 0)
 
 
 def call_of(value: Any, names: Sequence[str] | None) -> ToolCall | None:
-    """The call that a JSON value describes, or None: a name (of `names`, if given) and arguments, or parameters."""
+    """Return the tool call described by a JSON value, or None if it is not a call of a tool in `names`."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))

@@ -1,4 +1,4 @@
-"""`<think>…</think>`: thinking before (or between) what is for the reader."""
+"""Reasoning sections: `<think>…</think>` before or between content."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class Think:
-    """Takes thinking out of an answer. inside: the prompt ends with the opening mark, as some templates have it; then
-    the answer begins with thinking. White space beside thinking belongs to nobody."""
+    """Extract reasoning from a response. Whitespace next to reasoning is dropped.
+
+    Args:
+        inside: Whether the prompt ends with the opening tag, so that the response begins with reasoning.
+    """
 
     def __init__(self, *, inside: bool = False) -> None:
         self._inside = inside
         self._text = ""
-        self._begun = False  # something of the answer has been shown
-        self._fresh = inside  # nothing but white space since the last mark: it is not shown
+        self._begun = False  # a piece has been returned
+        self._fresh = inside  # only whitespace since the last tag: drop it
 
     def push(self, text: str) -> list[Piece]:
-        """What is certain now."""
         self._text += text
         found: list[Piece] = []
         while True:
             mark = CLOSE if self._inside else OPEN
-            before, seen, behind = self._text.partition(mark)
+            before, seen, after = self._text.partition(mark)
             if not seen:
                 break
             blank = not self._begun and not before.strip()
             found += self._shown(before.rstrip() if self._inside or blank else before)
-            self._text, self._inside, self._fresh = behind, not self._inside, True
+            self._text, self._inside, self._fresh = after, not self._inside, True
         keep = held(self._text, (mark,))
         body = self._text[: len(self._text) - keep]
-        if self._inside or not body.strip():  # white space before a mark may not be shown: it waits for what follows
+        if self._inside or not body.strip():  # keep whitespace back: a tag may follow
             body = body.rstrip()
         self._text = self._text[len(body) :]
         return found + self._shown(body)
 
     def finish(self) -> list[Piece]:
-        """What was held back."""
         text, self._text = self._text, ""
         return self._shown(text.rstrip() if self._inside else text)
 

@@ -1,9 +1,8 @@
-"""The same application on a Ray Serve cluster: a door that takes requests, before replicas with an engine each.
+"""The application on a Ray Serve cluster: a proxy deployment in front of replicas with one engine each.
 
-Requests with one `x-session-id`, of one session or with one beginning go to one replica, by Serve's consistent
-hashing, unless it has more to do than the others. What was said lies in a folder that all replicas share, so that any
-of them can go on with any conversation; KV rows lie in a folder of each replica, which the one that takes a dead one's
-place takes over.
+Requests with the same `x-session-id`, session or prompt prefix are routed to the same replica by consistent hashing,
+unless its load is much higher than that of the others. Conversations are stored in a shared folder, so that every
+replica can continue them. Each replica stores KV in a separate folder, which its replacement takes over after failures.
 """
 
 from __future__ import annotations
@@ -24,28 +23,36 @@ from ...config import EngineConfig, StoreOptions
 from ...errors import ConfigError, StoreError
 from ...llm import LLM
 from ..app import make_app
-from ..forwarding import Asked, Behind, Door
+from ..forwarding import ForwardedRequest, Proxy, Upstream
 from ..options import ServerOptions
 
 ROUTER = "offload_rt.server.ray.router.AffinityRouter"
 
-ENGINE, DOOR = "engine", "door"
-"""Names of the deployments."""
+ENGINE, PROXY = "engine", "proxy"
+"""Deployment names."""
 
-MOST_AT_THE_DOOR = 10_000
-"""Requests that the door has under way; it only waits for the replicas."""
+MOST_PROXY_REQUESTS = 10_000
+"""Maximum number of concurrent requests of the proxy, which only waits for the replicas."""
 
 MOST_FOLDERS = 1000
-"""Of replicas' KV rows; a store with more is not one that is locked."""
+"""Maximum number of KV folders that are tried. If all fail, the reason is not that replicas lock them."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """replicas: engines that run; where `most_replicas` is given, at least, and up to that many while each has over
-    `target_ongoing` requests under way. max_ongoing: requests of one replica at a time; further ones go to the next.
-    most_ahead: requests that one replica may have more than another before what it has of a prompt counts no more.
-    cpus, gpus: that Ray keeps for each replica. upscale_delay, downscale_delay: seconds for which there must be more or
-    less to do before replicas are added or ended. Raises ConfigError."""
+    """Replicas of a deployment and their scaling. Raises ConfigError for invalid values.
+
+    Attributes:
+        replicas: Number of replicas, or the minimum if `most_replicas` is given.
+        most_replicas: Maximum number of replicas. None disables autoscaling.
+        target_ongoing: Running requests per replica above which replicas are added.
+        upscale_delay: Seconds of higher load before replicas are added.
+        downscale_delay: Seconds of lower load before replicas are removed.
+        max_ongoing: Maximum number of running requests per replica.
+        most_ahead: Difference in running requests above which load takes precedence over cached prefixes.
+        cpus: CPUs that Ray reserves for each replica.
+        gpus: GPUs that Ray reserves for each replica.
+    """
 
     replicas: int = 2
     most_replicas: int | None = None
@@ -60,11 +67,13 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.replicas < 1 or (self.most_replicas is not None and self.most_replicas < self.replicas):
             most = "" if self.most_replicas is None else f" to {self.most_replicas}"
-            raise ConfigError(f"a cluster of {self.replicas}{most} replicas: give at least 1, and no fewer at most")
+            raise ConfigError(
+                f"{self.replicas}{most} replicas: --ray must be at least 1, and --ray-most at least --ray"
+            )
 
     @property
     def size(self) -> dict[str, Any]:
-        """What a deployment is told of how many replicas it has."""
+        """Options of the deployment for its number of replicas."""
         if self.most_replicas is None:
             return {"num_replicas": self.replicas}
         scaling = {
@@ -78,19 +87,18 @@ class Cluster:
 
 
 class Replica:
-    """A deployment's class: the application over an engine of its own, which answers what the door passes on."""
+    """Deployment class: an application with an engine that handles the requests of the proxy."""
 
     def __init__(self, build: Callable[[], FastAPI]) -> None:
         self._app = build()
-        self._behind = Behind(self._app)
+        self._upstream = Upstream(self._app)
 
-    async def answer(self, asked: Asked) -> AsyncIterator[Message]:
-        """What the application sends."""
-        async for message in self._behind.answer(asked):
+    async def answer(self, asked: ForwardedRequest) -> AsyncIterator[Message]:
+        async for message in self._upstream.answer(asked):
             yield message
 
     async def __del__(self) -> None:
-        """Serve awaits it when the replica ends: sessions are saved."""
+        """Save the sessions. Serve awaits this method when the replica stops."""
         async with self._app.router.lifespan_context(self._app):
             pass
 
@@ -103,7 +111,7 @@ def ray_app(
     store_options: StoreOptions | None = None,
     cluster: Cluster | None = None,
 ) -> Any:
-    """The application for `ray.serve.run`. `store` must be a folder that all nodes see."""
+    """Return the application for `ray.serve.run`. `store` must be a folder that all nodes can access."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
@@ -119,24 +127,23 @@ def ray_app(
         ),
         **cluster.size,
     )
-    door = serve.deployment(
-        serve.ingress(lambda: _door(options))(),
-        name=DOOR,
-        max_ongoing_requests=MOST_AT_THE_DOOR,
+    proxy = serve.deployment(
+        serve.ingress(lambda: _proxy(options))(),
+        name=PROXY,
+        max_ongoing_requests=MOST_PROXY_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=options.grace,
     )
-    return door.bind(engines.bind(_builder(model, config, options, store, store_options)))
+    return proxy.bind(engines.bind(_builder(model, config, options, store, store_options)))
 
 
-def _door(options: ServerOptions) -> Starlette:
-    """What the door's process runs: whatever comes is asked of a replica."""
+def _proxy(options: ServerOptions) -> Starlette:
     from ray import serve
 
     handle = serve.get_deployment_handle(ENGINE).options(stream=True)
 
-    async def ask(asked: Asked, affinity: str) -> AsyncIterator[Message]:
-        """Where nothing is shared there is no session id, and Serve's router takes any replica."""
+    async def ask(asked: ForwardedRequest, affinity: str) -> AsyncIterator[Message]:
+        # Without a session id, Serve's router chooses any replica.
         answers = (handle.options(session_id=affinity) if affinity else handle).answer.remote(asked)
         try:
             async for message in answers:
@@ -144,12 +151,11 @@ def _door(options: ServerOptions) -> Starlette:
         finally:
             answers.cancel()
 
-    return Starlette(routes=[Mount("/", app=Door(ask, options.max_body, options.timeout))])
+    return Starlette(routes=[Mount("/", app=Proxy(ask, options.max_body, options.timeout))])
 
 
 def serve_on_ray(application: Any, options: ServerOptions) -> None:
-    """Runs the application on the cluster of RAY_ADDRESS, or on a new one of this machine alone, until the process is
-    told to end."""
+    """Run the application on the cluster of RAY_ADDRESS, or on a new local cluster, until the process is stopped."""
     import ray
     from ray import serve
 
@@ -161,8 +167,6 @@ def serve_on_ray(application: Any, options: ServerOptions) -> None:
 def _builder(
     model: str, config: EngineConfig, options: ServerOptions, store: Path | None, store_options: StoreOptions | None
 ) -> Callable[[], FastAPI]:
-    """What each replica calls in its own process."""
-
     def build() -> FastAPI:
         llm = LLM(model, config)
         return make_app(_engine(llm, options, store, store_options), options)
@@ -171,13 +175,11 @@ def _builder(
 
 
 def _engine(llm: LLM, options: ServerOptions, store: Path | None, store_options: StoreOptions | None) -> AsyncLLM:
-    """An engine over the first folder of rows that no living replica has. Raises StoreError where none can be used."""
+    """Create an engine on the first KV folder that no running replica uses. Raises StoreError if there is none."""
     if store is None:
         return AsyncLLM(llm, max_waiting=options.max_waiting)
     for number in range(MOST_FOLDERS):
-        with suppress(StoreError):  # a living replica writes it
+        with suppress(StoreError):  # locked by a running replica
             folder = store / f"replica-{number}"
             return AsyncLLM(llm, max_waiting=options.max_waiting, store=folder, store_options=store_options)
-    raise StoreError(
-        f"none of {MOST_FOLDERS:,} folders for KV rows below {str(store)!r} can be opened: look at its rights"
-    )
+    raise StoreError(f"cannot open any of {MOST_FOLDERS:,} KV folders below {str(store)!r}: check its permissions")

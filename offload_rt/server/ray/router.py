@@ -1,5 +1,4 @@
-"""Ray Serve's router by consistent hashing, which gives way to load. Serve imports it by its name where requests are
-routed."""
+"""Consistent-hash router with load balancing for Ray Serve, which imports it by name in its routing processes."""
 
 from __future__ import annotations
 
@@ -7,21 +6,23 @@ from typing import Any
 
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
-from ..affinity import give_way
+from ..forwarding import give_way
 
 
 class AffinityRouter(ConsistentHashRouter):  # type: ignore[misc]
-    """Requests of one session id go to one replica, and where it has no room to the next on the ring, as with
-    Serve's own router; besides, one that has over `most_ahead` requests more under way than another is passed over
-    before it is full. What is under way elsewhere is what this router has last heard."""
+    """Route requests of one session id to one replica unless it has much more load than another replica.
+
+    Serve's router uses the next replica on the ring only if the first one is full. This router does so if the first one
+    has more than `most_ahead` running requests more than another, according to the latest cached queue lengths.
+    """
 
     def initialize_state(self, most_ahead: int = 4, **options: Any) -> None:
-        """Takes the options that the deployment gives."""
+        """Set the options of the deployment."""
         self._most_ahead = most_ahead
         super().initialize_state(**options)
 
     async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
-        """Ranks of one replica each, in the order in which they are tried."""
+        """Return the replicas in the order in which they are tried, one per rank."""
         ranks = await super().choose_replicas(candidate_replicas, pending_request)
         if any(len(rank) != 1 for rank in ranks):
             return ranks

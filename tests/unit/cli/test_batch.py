@@ -118,7 +118,7 @@ def test_prompts_that_begin_alike_come_together(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("{", "no request"),
+        ("{", "not a valid request"),
         ("[]", "an object"),
         ('{"id": 1}', "'prompt' or 'messages'"),
         ('{"prompt": 5}', "a text or a list of token ids"),

@@ -44,12 +44,12 @@ def test_a_chat_comes_back_with_all_that_was_said(
     out, err = capsys.readouterr()
     assert "new session 'book'" in err and "no command '/nonsense'" in err and "cannot read '/none'" in err
     assert "saved" in err and len(out.strip()) > 10
-    assert err.count("cut at --max-new-tokens") == 2, "an answer that a limit ended is not the model's last word"
+    assert err.count("stopped at --max-new-tokens") == 2, "an answer that a limit ended is not the model's last word"
     talk(store, "/history\n/stats\nGo on\n/stats\n/fork other\n/truncate 40\n/quit\nnever read\n", monkeypatch)
     again = capsys.readouterr()
     assert "2 turns" in again.err and "Once upon a time" in again.err and "Second line." in again.err
-    assert "came from disk" in again.err and "were forgotten" in again.err and "reused" in again.err
-    assert "session 'other' goes on from here" in again.err
+    assert "came from disk" in again.err and "were removed" in again.err and "reused" in again.err
+    assert "session 'other' is a copy of this one" in again.err
 
     assert main(["sessions", "list", "--store", str(store)]) == 0
     listed = capsys.readouterr().out
@@ -114,7 +114,7 @@ def test_what_is_not_used_for_its_time_to_live_is_given_up(
         (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-policy", "lur"], "did you mean 'lru'"),
         (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--overflow", "trunc"], "overflow='trunc' is"),
         (["sessions", "list", "--store", "/tmp", "--store-ttl", "1y"], "--store-ttl='1y' is not a duration"),
-        (["sessions", "delete", "s", "--store", "/tmp", "--store-ttl", "1d"], "leave it out of sessions delete"),
+        (["sessions", "delete", "s", "--store", "/tmp", "--store-ttl", "1d"], "remove it from sessions delete"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def test_text_goes_to_stdout_and_the_table_to_stderr(generate: Cli, pages: Path)
     ids = llm.encode(pages.read_text(encoding="utf-8"))[:96]
     (expected,) = completed(llm.generate([ids], SamplingParams(max_tokens=6, temperature=0)))
     assert (run.code, run.out) == (0, expected.text)
-    assert "What the runtime did" in run.err
+    assert "Statistics" in run.err
     assert "96 tokens" in run.err
     assert "100.00%" in run.err
     for chatter in ("Warning", "Loading weights", "Token indices"):
@@ -180,7 +180,7 @@ def test_reader_that_leaves_early_is_no_error(pages: Path) -> None:
     process.stderr.close()
     assert process.wait(60) == 0, errors
     assert "continues 96 tokens" in errors
-    assert "What the runtime did" not in errors  # it stopped
+    assert "Statistics" not in errors  # it stopped
     assert "Traceback" not in errors
     assert "BrokenPipe" not in errors
 
@@ -206,7 +206,7 @@ def test_ctrl_c_keeps_the_text_and_shows_the_statistics(
     assert run.out
     assert whole.startswith(run.out)
     assert len(run.out) < len(whole)
-    assert "What the runtime did" in run.err
+    assert "Statistics" in run.err
     assert json.loads(stats.read_text())["new_tokens"] in (3, 4)
 
 
@@ -229,7 +229,7 @@ def test_ctrl_c_for_real(pages: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err.decode()
     assert (first + out).decode().strip()
-    assert "What the runtime did" in err.decode()
+    assert "Statistics" in err.decode()
     assert "Traceback" not in err.decode()
 
 

@@ -152,7 +152,7 @@ def test_info_prints_the_plan_under_a_limit(capsys: pytest.CaptureFixture[str]) 
     arguments = ("info", "reference", "--context", "1024", "--device", "cpu", "--device-memory")
     assert main((*arguments, "24MiB")) == 0
     text = capsys.readouterr().out
-    for words in ("resident layers", "streamed layers", "scoring keys", "weights of a step"):
+    for words in ("resident layers", "streamed layers", "scoring keys", "weights copied per step"):
         assert words in text
     assert main((*arguments, "5MiB")) == 2
     assert "are missing" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def test_a_prompt_is_given_piped_or_in_a_file(
     assert [cli("generate", model, *way, *FEW).out for way in ways] == [expected] * 3
     cli("generate", model, QUESTION, "--prompt-file", "x", *FEW).fails_with("not both")
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    cli("generate", model, *FEW).fails_with("nothing to continue", "pipe a text in")
+    cli("generate", model, *FEW).fails_with("no prompt", "pipe a text to stdin")
 
 
 def test_an_instruct_model_is_asked_through_its_template(cli: Cli, model: str, llm: LLM) -> None:
@@ -81,7 +81,7 @@ def test_several_texts(cli: Cli, model: str, llm: LLM) -> None:
     assert found.out == "".join(f"{text}\n" for text in texts) and "3 of 3" in found.err
     beams = llm.generate(QUESTION, SamplingParams(max_tokens=6, temperature=0, num_beams=3))[0].outputs[0].text
     assert cli("generate", model, QUESTION, *FEW, "--num-beams", "3").out == f"{beams}\n"
-    cli("generate", model, QUESTION, *flags, "--plot", "x.png").fails_with("--plot", "leave -n")
+    cli("generate", model, QUESTION, *flags, "--plot", "x.png").fails_with("--plot", "remove -n")
 
 
 def test_a_chat_is_told_something_first(
@@ -105,4 +105,4 @@ def test_a_chat_is_told_something_first(
 def test_a_chat_says_what_it_forgets(cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(("It was a dark night. " * 5 + "\n") * 6))
     run = cli("chat", model, "--session", "s", "--store", str(tmp_path), *FEW)
-    assert run.code == 0 and "the conversation had outgrown the model: its oldest" in run.err
+    assert run.code == 0 and "the conversation exceeded the context length: its oldest" in run.err

@@ -305,7 +305,7 @@ def test_the_command_makes_a_page_without_links(
     printed, stats = capsys.readouterr().err, json.loads((tmp_path / "stats.json").read_text())
     assert f"wrote {run}" in printed.replace("\n", "")
     assert stats["working_set_rows"] == 5 and stats["working_set_bytes"] > 0
-    assert f"{stats['working_set_hit_rate']:.2%}" in printed and "had of the selected rows" in printed
+    assert f"{stats['working_set_hit_rate']:.2%}" in printed and "hit rate of the selected" in printed
     assert main(("eval", "replay", run, "--budgets", "0.6", "--eviction", "lru", "--html", str(page))) == 0
     assert "| lru | window |" in capsys.readouterr().out
     parsed = _Page()
@@ -318,7 +318,7 @@ def test_the_command_makes_a_page_without_links(
     assert "</script><b>no</b> & so on." in "".join(data["texts"])
     assert len(data["reads"]) == len(data["texts"]) - data["first"] > 0
     assert main(("generate", "reference", "--prompt-file", str(book), *flags)) == 2
-    assert "it is there already" in capsys.readouterr().err
+    assert "it exists already" in capsys.readouterr().err
     assert main(("eval", "replay", str(tmp_path))) == 2
     with pytest.raises(InputError, match="no text"):
         write_page(made(tmp_path / "ids"), tmp_path / "no.html")

@@ -108,7 +108,7 @@ def test_the_command_line_and_info_know_a_policy_from_outside(capsys: pytest.Cap
         assert main((*info, "--stride", stride)) == 0
         out = capsys.readouterr().out
         assert "policy every-nth, 1,000 tokens" in out
-        needed.append(next(line for line in out.splitlines() if "fetched rows" in line))
+        needed.append(next(line for line in out.splitlines() if "fetched KV" in line))
     assert needed[0] != needed[1]
     assert main((*info, "--stride", "0")) == 2
     assert "stride=0 must be at least 1" in capsys.readouterr().err

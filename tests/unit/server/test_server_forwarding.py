@@ -15,9 +15,8 @@ from starlette.types import Message
 from support.serving import ScriptedEngine, answering, reference_tokenizer, served, wait_until
 
 from offload_rt.errors import ConfigError
-from offload_rt.server.affinity import BEGINNING, affinity, give_way
 from offload_rt.server.app import make_app
-from offload_rt.server.forwarding import Asked, Behind, Door
+from offload_rt.server.forwarding import BEGINNING, ForwardedRequest, Proxy, Upstream, affinity, give_way
 from offload_rt.server.options import ServerOptions
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello?"}]}
@@ -28,11 +27,11 @@ class Passage:
     """What is between the two ends: it may break, at once or after some messages."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
-        self.behind = Behind(make_app(engine, OPTIONS))  # type: ignore[arg-type]
+        self.behind = Upstream(make_app(engine, OPTIONS))  # type: ignore[arg-type]
         self.breaks_after: int | None = None
         self.keys: list[str] = []
 
-    async def ask(self, asked: Asked, key: str) -> AsyncIterator[Message]:
+    async def ask(self, asked: ForwardedRequest, key: str) -> AsyncIterator[Message]:
         self.keys.append(key)
         passed = 0
         answers = self.behind.answer(asked)
@@ -58,7 +57,7 @@ def passage(engine: ScriptedEngine) -> Passage:
 
 @pytest.fixture
 def http(passage: Passage) -> Iterator[httpx2.Client]:
-    app = Starlette(routes=[Mount("/", app=Door(passage.ask, OPTIONS.max_body, OPTIONS.timeout))])
+    app = Starlette(routes=[Mount("/", app=Proxy(passage.ask, OPTIONS.max_body, OPTIONS.timeout))])
     with answering(app) as (url, _), httpx2.Client(base_url=url) as client:
         yield client
 

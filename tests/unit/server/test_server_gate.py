@@ -17,10 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from offload_rt import ConfigError
 from offload_rt.server.app import make_app
-from offload_rt.server.loading import Loading
 from offload_rt.server.log import JsonLines
 from offload_rt.server.options import ServerOptions
-from offload_rt.server.run import bound, serve
+from offload_rt.server.run import Loading, bound, serve
 
 SECRET = "Sedley of the Moat House"
 ASK = {"messages": [{"role": "user", "content": SECRET}]}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.server.parsers.choose import answer_parser, ends_within_thinking, reasoning_parser, tool_parser
+from offload_rt.server.parsers import answer_parser, ends_within_thinking, reasoning_parser, tool_parser
 from offload_rt.server.parsers.pieces import Content, Parser, Piece, Reasoning, ToolCall, joined
 
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "a<b"}}\n</tool_call>'

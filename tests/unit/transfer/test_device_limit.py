@@ -143,7 +143,7 @@ def least(row: Row, folder: Path) -> int:
 def test_info_says_what_captured_graphs_keep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A sequence's own and those of shorter contexts, which are half of it; under a limit one, if it is asked for."""
     arguments = ("info", str(folder), "--context", str(CONTEXT), "--dtype", "float32", "--device")
-    name, said = "device: captured graphs, at most", {}
+    name, said = "device: CUDA graphs, at most", {}
     with simulated(Lazy()):
         for options in ((), ("--device-memory", "1GiB"), ("--cuda-graphs", "--device-memory", "1GiB")):
             assert main((*arguments, "cuda", *options)) in (0, 1)

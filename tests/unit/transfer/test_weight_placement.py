@@ -227,7 +227,7 @@ def test_info_says_where_experts_and_embedding_are(folder: Any, capsys: pytest.C
     assert main([*arguments, "--experts-on-device", "2", "--embedding-on-host"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "experts on the device" in said and "2 of 4 in each layer, 18 KiB each" in said
-    assert "link, experts of a token" in said and "at most 108 KiB" in said, "2 of 18 KiB in each of 3 layers"
+    assert "experts copied per token" in said and "at most 108 KiB" in said, "2 of 18 KiB in each of 3 layers"
     assert "embedding" in said and "in host memory, 12.1 KiB" in said
     assert main(arguments) == 0
     assert "expert" not in capsys.readouterr().out
