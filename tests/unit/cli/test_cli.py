@@ -106,7 +106,7 @@ def test_a_text_is_taken_whole_or_shortened_as_was_said(cli: Cli, pages: Path, t
         "5",
         "--ignore-eos",
     )
-    cli(*given).fails_with(str(pages), "room for 75", "--truncate tail")
+    cli(*given).fails_with(str(pages), "75 fit beside the answer", "--truncate tail")
     run = cli(*given, "--truncate", "middle", "--stats-json", str(stats))
     assert run.code == 0, run.err
     assert json.loads(stats.read_text())["prompt_tokens"] == 75

@@ -115,7 +115,7 @@ def test_a_recording_cut_short_is_whole(tmp_path: Path) -> None:
 
 
 def test_what_is_no_recording(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no recording"):
+    with pytest.raises(InputError, match="is not a recording"):
         Recording.open(tmp_path)
     run = made(tmp_path / "run")
     with pytest.raises(InputError, match="not empty"):

@@ -370,7 +370,7 @@ def test_statistics_say_what_a_disk_was_read(tmp_path: Path) -> None:
         file = llm.runner.pool.file
         assert file is not None and stats.disk_bytes_read < file.use.bytes_read, "of the second run alone"
         shown = "".join(str(row) for row in stats_table(stats).columns[0]._cells)
-        assert "KV on disk" in shown and "selected rows in host memory" in shown
+        assert "KV on disk" in shown and "selected KV entries in host memory" in shown
 
 
 def test_models_with_sliding_layers_and_forks(tmp_path: Path) -> None:
