@@ -91,7 +91,7 @@ class WindowChunks:
             count -= self._groups.sliding
 
     def check_integrity(self, known: Callable[[int], bool]) -> None:
-        """Assert that all entries belong to published blocks, and that the idle ones are those without another holder."""
+        """Assert that all entries belong to published blocks and that idle ones have no other holder."""
         assert self._of == {window[0]: chunk for chunk, window in self._kept.items()}
         for chunk, window in self._kept.items():
             refs = {self._table.refs(one) for one in window}

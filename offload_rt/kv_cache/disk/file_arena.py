@@ -383,7 +383,7 @@ class FileArena:
         return ids, into
 
     def _read_rows(self, offsets: Offsets, into: Offsets, out: torch.Tensor) -> None:
-        """Read KV entries at `offsets` of the files into rows `into` of `out`, in batches of the staging buffer's size."""
+        """Read KV entries at `offsets` into rows `into` of `out`, in batches of the staging buffer's size."""
         staging = self._staging.get()
         try:
             room = len(staging)
