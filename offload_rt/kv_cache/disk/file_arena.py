@@ -203,7 +203,7 @@ class FileArena:
         self._cache.forget(range(chunk * pairs, (chunk + 1) * pairs))
 
     def _write_behind(self, chunks: range, place: int, rows: torch.Tensor) -> None:
-        """Write `[Hkv, chunks * 64, 2, width]` of full blocks to their homes or to the pool's file, asynchronously."""
+        """Write `[Hkv, chunks * 64, 2, width]` of full blocks asynchronously, to homes or to the pool's file."""
         for write, home in ((self._write_homes, True), (self._write_planes, False)):
             for run in ranges_of(chunk for chunk in chunks if (chunk in self._homes) == home):
                 write(run, place, rows[:, (run.start - chunks.start) * CHUNK : (run.stop - chunks.start) * CHUNK])
@@ -231,7 +231,7 @@ class FileArena:
         self._writer.add([(chunk, place) for chunk in chunks], pieces)
 
     def _buffered(self, chunk: int) -> torch.Tensor:
-        """Return the buffer of a block, read from disk if needed. Writes out the oldest buffers if there are too many."""
+        """Return the buffer of a block, read from disk if needed. May write out the oldest buffers."""
         if chunk in self._buffers:
             self._buffers.move_to_end(chunk)
             return self._buffers[chunk]
@@ -332,7 +332,7 @@ class FileArena:
         return self._decoded(data).view(heads, count, CHUNK, 2, -1)
 
     def _read_homes(self, offsets: Offsets, out: torch.Tensor, into: Offsets) -> None:
-        """Read layers at `offsets` int64 `[n]` of homes into rows `into` int64 `[n * Hkv]` of out `[m, 64 * pair_bytes]`.
+        """Read layers at `offsets` `[n]` of homes into rows `into` `[n * Hkv]` of out `[m, 64 * pair_bytes]`.
 
         Works in batches of the size of the staging buffer.
         """

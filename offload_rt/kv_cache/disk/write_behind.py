@@ -65,7 +65,7 @@ class WriteBehind:
             if self._waiting:
                 self._changed.wait_for(lambda: not any(place in self._waiting for place in places))
             if self._lost and (why := next((self._lost[place] for place in places if place in self._lost), None)):
-                raise DiskError(f"cannot write rows to {str(self._folder)!r}: {why}; what was computed is lost")
+                raise DiskError(f"cannot write KV to {str(self._folder)!r}: {why}; what was computed is lost")
 
     def wait_for(self, place: int, chunks: NDArray[np.int64]) -> None:
         """`wait` of one layer's place in `chunks`, any of them more than once."""
