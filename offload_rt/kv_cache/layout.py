@@ -26,7 +26,7 @@ from .layer_groups import LayerGroups
 
 SLAB_TOKENS = 16_384  # maximum token slots per slab, which is pinned in one call and limits contiguous runs
 
-# Slabs are aligned to it, because two pinned ranges must not share a page. 64 KiB is the largest base page (ARM servers).
+# Alignment of slabs, because pinned ranges must not share a page. 64 KiB is the largest base page (ARM servers).
 PAGE = 1 << 16
 
 

@@ -34,7 +34,7 @@ class HostShares:
 
     @classmethod
     def of(cls, limit: int, layout: FileLayout) -> HostShares:
-        """Divide `limit` bytes: 1/32 for each of three kinds of staging, 1/16 for block buffers, the rest for the cache.
+        """Divide `limit` bytes: 1/32 for each kind of staging, 1/16 for block buffers, the rest for the cache.
 
         Raises MemoryLimitError if the limit is too small.
         """
