@@ -91,8 +91,8 @@ class DevicePlan:
             subject = f"{len(contexts)} sequences" if len(contexts) > 1 else "a sequence"
             raise DeviceFullError(
                 f"device_memory={format_size(self.limit)} leaves {format_size(self.room)} beside the weights, and "
-                f"{subject} of up to {max(contexts):,} tokens may need {format_size(needed)}: raise device_memory, shorten "
-                f"the prompt, or give a larger max_model_len, for which more layers' weights would stay on the host "
+                f"{subject} of up to {max(contexts):,} tokens may need {format_size(needed)}: raise device_memory, "
+                f"shorten the prompt, or give a larger max_model_len, for which more layers' weights would stay on the host "
                 f"(this plan is for {self.context:,} tokens)"
             )
 
