@@ -92,8 +92,8 @@ class DevicePlan:
             raise DeviceFullError(
                 f"device_memory={format_size(self.limit)} leaves {format_size(self.room)} beside the weights, and "
                 f"{subject} of up to {max(contexts):,} tokens may need {format_size(needed)}: raise device_memory, "
-                f"shorten the prompt, or give a larger max_model_len, for which more layers' weights would stay on the host "
-                f"(this plan is for {self.context:,} tokens)"
+                f"shorten the prompt, or give a larger max_model_len, for which more layers' weights would stay on the "
+                f"host (this plan is for {self.context:,} tokens)"
             )
 
 

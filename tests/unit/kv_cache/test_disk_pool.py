@@ -558,7 +558,7 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
         make(tmp_path, working_set=8)
     with pytest.raises(MemoryLimitError, match="raise host_memory"):
         make(tmp_path, host_memory="100KiB")
-    with pytest.raises(MemoryLimitError, match="has left"):
+    with pytest.raises(MemoryLimitError, match="has free"):
         make(tmp_path, disk_limit="900TiB")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot store KV"):
