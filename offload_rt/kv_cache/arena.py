@@ -1,4 +1,4 @@
-"""The memory of the host pool: reserved once, made ready slab by slab."""
+"""Memory of the KV cache: address space reserved once, slabs activated on demand."""
 
 from __future__ import annotations
 
@@ -17,20 +17,16 @@ from .layout import PAGE, ArenaLayout
 
 
 class Arena:
-    """One range of addresses for the whole limit; the kernel gives it pages only when they are first written, so an
-    unused pool costs nothing. It knows places, not owners.
+    """KV storage in host memory: one address range for the whole limit.
 
-    Slabs are made ready one by one with `activate`: with `pin`, a slab's range is page-locked and registered with CUDA
-    (which also gives it all its pages), else this is a mere count. That takes a good part of a second for a
-    gigabyte: call it when a sequence is admitted, not between two tokens.
+    The kernel allocates pages on first write, so an unused pool needs no memory. Slabs are activated one by one. With
+    `pin`, `activate` page-locks the slab and registers it with CUDA, which allocates all its pages and takes a large
+    part of a second per gigabyte. Call it when a sequence is admitted, not during decoding. Without `pin`, `activate`
+    only counts.
 
-    Huge pages are asked for: fewer faults at first writes, fewer misses in gathers of scattered rows. A started
-    slab may therefore take its whole size from the machine, which the limit covers. The first one has them only where
-    it is pinned: the few rows of a short prompt would each begin a huge page (SmolLM2: 360 MB to clear, a second on a
-    virtual machine, before the first token of 30 prompt tokens).
-
-    Mutated by `activate`, `copy`, `fill` and by whoever writes through `planes` or `rows`. The ranges are unregistered
-    and unmapped when the arena and every view of it are gone.
+    The range uses huge pages, for fewer page faults and fewer TLB misses in gathers. A slab in use may therefore take
+    its whole size, which the limit includes. The memory is unregistered and unmapped when the arena and all views of
+    it are gone.
     """
 
     def __init__(self, layout: ArenaLayout, dtype: torch.dtype, *, pin: bool = False) -> None:
@@ -38,18 +34,20 @@ class Arena:
         self.layout = layout
         self.pin = pin
         self.active = 0
+        # No huge pages in an unpinned first slab: a short prompt would touch many of them (SmolLM2, 30 tokens: 360 MB
+        # to clear, one second on a virtual machine).
         start = 0 if pin else layout.slab_rows * layout.head_dim * layout.itemsize
-        memory = reserve(layout.bytes, "the host pool", huge_from=start)
+        memory = reserve(layout.bytes, "the KV cache", huge_from=start)
         self.rows = torch.frombuffer(memory, dtype=dtype).view(layout.rows, layout.head_dim)
-        """`[R, d]`: every row of the arena by its row id."""
+        """`[R, d]`: all vectors of the arena by row id."""
         shape = (layout.slabs, layout.layers, layout.kv_heads, 2, layout.plane_rows, layout.head_dim)
         steps = (layout.slab_rows, layout.layer_rows, layout.head_rows, layout.plane_rows, 1)
         self.planes = self.rows.as_strided(shape, (*(layout.head_dim * step for step in steps), 1))
-        """`[slab, L, Hkv, 2, slab_chunks * 64, d]`: the same memory by place."""
+        """`[slab, L, Hkv, 2, slab_chunks * 64, d]`: the same memory by slab, layer, head, K or V, and slot."""
         assert PAGE % mmap.PAGESIZE == 0 == self.rows.data_ptr() % mmap.PAGESIZE
 
     def activate(self) -> None:
-        """Makes the next slab ready. MemoryLimitError where it cannot be pinned."""
+        """Make the next slab usable. Raise MemoryLimitError if it cannot be pinned."""
         assert self.active < self.layout.slabs
         if self.pin:
             slab = self.rows.narrow(0, self.active * self.layout.slab_rows, self.layout.slab_rows)
@@ -57,27 +55,34 @@ class Arena:
         self.active += 1
 
     def view(self, slab: int, place: int, offset: int, size: int) -> KVPart:
-        """K and V `[Hkv, size, width]` of neighbouring slots of a slab in one layer, as views."""
+        """Return views of K and V `[Hkv, size, width]` of contiguous slots of a slab in one layer."""
         planes = self.planes[slab, place].narrow(2, offset, size)
         return KVPart(planes[:, 0], planes[:, 1])
 
     def fill(self, slab: int, place: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Rows k, v `[Hkv, n, width]` take neighbouring slots of a slab in one layer; blocks until copied."""
+        """Write encoded k, v `[Hkv, n, width]` to contiguous slots of a slab in one layer. Waits for the copy."""
         part = self.view(slab, place, offset, k.shape[1])
         part.k.copy_(k)
         part.v.copy_(v)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copies the first `tokens` slots of chunk `source` to chunk `target`, all layers in one call."""
+        """Copy the first `tokens` slots of block `source` to block `target` in all layers."""
         (a, i), (b, j) = (divmod(chunk, self.layout.slab_chunks) for chunk in (source, target))
         old = self.planes[a, :, :, :, i * CHUNK : i * CHUNK + tokens]
         self.planes[b, :, :, :, j * CHUNK : j * CHUNK + tokens].copy_(old)
 
 
 def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:
-    """`size` bytes of page-aligned address space for `what`, with no memory behind them yet; from byte `huge_from` on,
-    a multiple of `PAGE`, in huge pages where the system has them. MemoryLimitError where this process may not have
-    them."""
+    """Reserve `size` bytes of page-aligned address space without allocating memory.
+
+    Args:
+        size: Bytes.
+        what: Purpose, for the error message.
+        huge_from: Byte from which on huge pages are requested, a multiple of `PAGE`.
+
+    Raises:
+        MemoryLimitError: The limits of the process do not allow it.
+    """
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -86,20 +91,22 @@ def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:
             f"host_memory, or raise this process's limits (ulimit -v, vm.overcommit_memory)"
         ) from error
     if huge_from < size:
-        with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages, a system without the call
+        with contextlib.suppress(OSError, AttributeError):  # the kernel or the platform may not support huge pages
             memory.madvise(mmap.MADV_HUGEPAGE, huge_from)
     return memory
 
 
 def page_lock(slab: torch.Tensor, owner: object) -> None:
-    """Page-locks the memory of `slab` for asynchronous copies and for kernels that read it directly, for as long as
-    `owner` lives. MemoryLimitError where it cannot be."""
+    """Page-lock the memory of `slab` for asynchronous copies and direct reads by kernels, until `owner` is deleted.
+
+    Raises MemoryLimitError if CUDA refuses.
+    """
     size = slab.numel() * slab.itemsize
     cuda: Any = torch.cuda  # cudart() is untyped in some of torch's versions
     code = int(cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0))
     if code != 0:
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # the failure would be the next launch's: let it be this one's
+            torch.zeros(1, device="cuda")  # clears the error, which the next launch would report otherwise
         raise MemoryLimitError(
             f"cannot pin {format_size(size)} of host memory for CUDA (cudaHostRegister gave error {code}): lower "
             f"host_memory, or raise the limit on locked memory (ulimit -l)"
@@ -108,9 +115,11 @@ def page_lock(slab: torch.Tensor, owner: object) -> None:
 
 
 def read_in_place() -> bool:
-    """Whether kernels of the current CUDA device may read page-locked memory at the host's own addresses: a page is
-    locked and the driver is asked. They may not where the driver sits behind another system's (WSL 2). MemoryLimitError
-    where no page can be locked."""
+    """Return whether kernels of the current CUDA device can read page-locked memory at its host address.
+
+    Locks a page and asks the driver. Not possible on WSL 2, for example. Raises MemoryLimitError if no page can be
+    locked.
+    """
     page = torch.frombuffer(mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     page_lock(page, page)
     address = page.data_ptr()
@@ -118,8 +127,7 @@ def read_in_place() -> bool:
 
 
 def device_pointer(address: int) -> int | None:
-    """Where the device finds the page-locked memory that the host has at `address`; None where no driver says (ROCm's
-    has other names)."""
+    """Return the device address of page-locked host memory, or None without a CUDA driver (as on ROCm)."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

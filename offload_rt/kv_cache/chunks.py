@@ -1,4 +1,4 @@
-"""Chunk ids: which are free, who counts on the others, and where the next ones go."""
+"""Block allocator: reference counts and contiguous free runs of block ids."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class ChunkTable:
-    """Free runs and reference counts over chunk ids: integers only, no tensor, no bytes.
+    """Allocates block ids and counts references. Has no memory of its own.
 
-    Slabs are added one by one; slab `i` brings the ids [i * slab_chunks, (i + 1) * slab_chunks), and a run never
-    crosses from one slab into the next, because their rows are not neighbours.
+    Slab `i` has the ids [i * slab_chunks, (i + 1) * slab_chunks). Runs never span two slabs, because slabs are not
+    contiguous in memory.
 
-    Free runs are kept twice, by start (to join neighbours) and by size (to choose), both as sorted lists: an operation
-    costs two bisections and two list insertions for each run it touches, a few microseconds with 100,000 chunks.
+    Free runs are in two sorted lists: by start, to merge neighbours, and by size, to choose one. Each operation takes
+    two bisections and two list insertions per run, a few microseconds with 100,000 blocks.
 
-    Everything here is mutated by `add_slab`, the three ways to take chunks, `incref` and `decref`, on one thread.
-    Whoever calls `decref` answers for it that nobody reads or writes the chunk any more: the next call may hand it out.
+    Not thread-safe. Before it calls `decref`, the caller must make sure that no transfer uses the blocks any more: the
+    next call may allocate them again.
+
+    Args:
+        slab_chunks: Blocks per slab.
+        on_free: Called with blocks that lost their last reference, before they can be allocated again.
     """
 
     def __init__(self, slab_chunks: int, on_free: Callable[[Sequence[int]], None] = lambda chunks: None) -> None:
-        """on_free: is told of chunks that nobody holds any more, before they are handed out again."""
         assert slab_chunks >= 1
         self.slab_chunks, self._on_free = slab_chunks, on_free
         self.free = 0
@@ -31,25 +34,25 @@ class ChunkTable:
 
     @property
     def slabs(self) -> int:
-        """Slabs added so far."""
+        """Number of slabs."""
         return len(self._refs) // self.slab_chunks
 
     @property
     def used(self) -> int:
-        """Chunks that somebody holds."""
+        """Number of allocated blocks."""
         return len(self._refs) - self.free
 
     @property
     def largest_run(self) -> int:
-        """Size of the longest free run, in chunks."""
+        """Size of the longest free run in blocks."""
         return self._by_size[-1][0] if self._by_size else 0
 
     def refs(self, chunk: int) -> int:
-        """How many holders `chunk` has; 0 is free."""
+        """Return the reference count of `chunk`; 0 if it is free."""
         return self._refs[chunk]
 
     def add_slab(self) -> int:
-        """Adds a slab of free chunks; returns its number."""
+        """Add a slab of free blocks and return its number."""
         start = len(self._refs)
         self._refs.extend([0] * self.slab_chunks)
         self._insert(start, self.slab_chunks)
@@ -57,8 +60,10 @@ class ChunkTable:
         return start // self.slab_chunks
 
     def best_fit(self, count: int) -> list[int]:
-        """Takes `count` chunks in as few runs as there can be, each from the shortest free run it fits: for sequences
-        whose length is known. One reference each."""
+        """Allocate `count` blocks in as few runs as possible, each from the smallest free run that fits.
+
+        Use it for sequences of known length.
+        """
         assert 0 <= count <= self.free
         taken: list[int] = []
         while len(taken) < count:
@@ -68,16 +73,18 @@ class ChunkTable:
         return taken
 
     def extend(self, last: int, count: int) -> list[int]:
-        """Takes at most `count` free chunks directly behind chunk `last`, in its slab; maybe none."""
+        """Allocate up to `count` free blocks directly after block `last` in its slab, possibly none."""
         start = last + 1
         if start % self.slab_chunks == 0:
             return []
         return self._take(start, min(count, self._size.get(start, 0)))
 
     def roomy(self, count: int) -> list[int]:
-        """Takes `count` chunks where they can go on growing: in the middle of the longest free run, or at its start
-        where no neighbour grows into it. Sequences that grow side by side, a chunk at a time, so get runs of
-        a few sizes rather than every other chunk."""
+        """Allocate `count` blocks with free space after them, for sequences that keep growing.
+
+        Takes the middle of the longest free run, or its start if no preceding block can grow into it. Sequences that
+        grow concurrently, one block at a time, thus get long runs instead of interleaved blocks.
+        """
         assert 0 <= count <= self.free
         taken: list[int] = []
         while len(taken) < count:
@@ -88,16 +95,16 @@ class ChunkTable:
         return taken
 
     def incref(self, chunks: Iterable[int]) -> None:
-        """One more holder for each of `chunks`, none of which may be free."""
+        """Add a reference to each of `chunks`. They must be allocated."""
         for chunk in chunks:
-            assert self._refs[chunk] > 0, f"chunk {chunk} is free"
+            assert self._refs[chunk] > 0, f"block {chunk} is free"
             self._refs[chunk] += 1
 
     def decref(self, chunks: Sequence[int]) -> list[int]:
-        """One holder less for each of `chunks`; returns those that became free, ascending."""
+        """Drop a reference on each of `chunks`. Return the blocks that became free, in ascending order."""
         freed = []
         for chunk in chunks:
-            assert self._refs[chunk] > 0, f"chunk {chunk} is released twice"
+            assert self._refs[chunk] > 0, f"block {chunk} is released twice"
             self._refs[chunk] -= 1
             if self._refs[chunk] == 0:
                 freed.append(chunk)
@@ -112,18 +119,18 @@ class ChunkTable:
         return freed
 
     def check_integrity(self) -> None:
-        """Asserts that both orders of the free runs agree with the reference counts, and that no two runs touch."""
+        """Assert that free runs and reference counts are consistent and that adjacent runs are merged."""
         assert self._starts == sorted(self._size)
         assert self._by_size == sorted((size, start) for start, size in self._size.items())
         free = {chunk for start, size in self._size.items() for chunk in range(start, start + size)}
         assert len(free) == sum(self._size.values()) == self.free
         assert all((refs == 0) == (chunk in free) and refs >= 0 for chunk, refs in enumerate(self._refs))
         for start, size in self._size.items():
-            assert start // self.slab_chunks == (start + size - 1) // self.slab_chunks, "a run crosses slabs"
+            assert start // self.slab_chunks == (start + size - 1) // self.slab_chunks, "a run spans two slabs"
             assert (start + size) % self.slab_chunks == 0 or start + size not in self._size, "two runs touch"
 
     def _take(self, start: int, count: int) -> list[int]:
-        """Takes `count` chunks from `start` on, all within one free run."""
+        """Allocate `count` blocks from `start` on, all within one free run."""
         if count == 0:
             return []
         first = self._starts[bisect_right(self._starts, start) - 1]
@@ -138,7 +145,7 @@ class ChunkTable:
         return list(range(start, start + count))
 
     def _give(self, start: int, count: int) -> None:
-        """Makes the run free and joins it with its free neighbours of the same slab."""
+        """Free a run and merge it with free neighbours in the same slab."""
         self.free += count
         behind = start + count
         if behind in self._size and behind % self.slab_chunks:

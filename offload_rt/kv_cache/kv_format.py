@@ -1,7 +1,7 @@
-"""How a row of K or V is written in host memory: as it is, or as integers with a scale for each group of numbers.
+"""Storage formats of the KV cache: the model's dtype, or integers with a scale per group.
 
-Group-wise asymmetric quantisation as FlexGen's (§4.3 there: groups of 64 numbers, minimum and maximum kept exact): what
-is in the pool is also what crosses the link; rows become numbers again where they are attended.
+Quantisation is group-wise and asymmetric as in FlexGen (§4.3: groups of 64 numbers, minimum and maximum kept exact).
+Host-to-device transfers use the storage format. Vectors are decoded where attention is computed.
 """
 
 from __future__ import annotations
@@ -15,50 +15,49 @@ import torch
 from ..config import KVFormatName
 from ..utils.config_fields import check_choice
 
-GROUP = 64
-"""Most numbers of a row that share a scale."""
+GROUP = 64  # maximum numbers that share a scale
 
 
 class KVFormat(Protocol):
-    """Rows of d numbers as rows of `width` stored elements."""
+    """Converts vectors of d numbers to vectors of `width` stored elements and back."""
 
     @property
     def name(self) -> str:
-        """As in `kv_cache_dtype=`; with "auto" the model's dtype."""
+        """The value of `kv_cache_dtype`, or the name of the model's dtype for "auto"."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's."""
+        """Data type of the model."""
         ...
 
     @property
     def storage(self) -> torch.dtype:
-        """Of the stored elements."""
+        """Data type of the stored elements."""
         ...
 
     @property
     def width(self) -> int:
-        """Stored elements of a row."""
+        """Stored elements per vector."""
         ...
 
     @property
     def exact(self) -> bool:
-        """Whether stored rows are the rows themselves, to be attended to where they lie."""
+        """Whether the stored vectors equal the originals, so that attention can read them in place."""
         ...
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[..., d]` numbers as `[..., width]` stored elements."""
+        """Encode `[..., d]` as stored elements `[..., width]`."""
         ...
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """`[..., width]` stored elements as `[..., d]` numbers of the model's dtype."""
+        """Decode stored elements `[..., width]` to `[..., d]` in the model's dtype."""
         ...
 
 
 @dataclass(frozen=True)
 class Native:
-    """The model's own dtype; encoding and decoding hand back what they are given."""
+    """Stores the model's dtype. `encode` and `decode` return their argument."""
 
     dtype: torch.dtype
     head_dim: int
@@ -70,7 +69,7 @@ class Native:
 
     @property
     def storage(self) -> torch.dtype:
-        """The dtype itself."""
+        """The model's dtype."""
         return self.dtype
 
     @property
@@ -81,11 +80,11 @@ class Native:
     exact = True
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns `rows` as they are."""
+        """Return `rows` unchanged."""
         return rows
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Returns `stored` as it is."""
+        """Return `stored` unchanged."""
         return stored
 
 
@@ -93,7 +92,7 @@ class Native:
 class Quantised:
     """Integers of `bits` (8, 4 or 2) with a float16 minimum and step for each group.
 
-    A row takes ceil(d * bits / 8) + 4 * groups bytes. If the groups do not divide d, the last group is the smallest.
+    A vector takes ceil(d * bits / 8) + 4 * groups bytes. If the groups do not divide d, the last group is the smallest.
     The error of a number is at most half a step, (max - min) / (2 * (2^bits - 1)), plus the rounding of minimum and
     step to float16.
     """
@@ -109,17 +108,17 @@ class Quantised:
 
     @property
     def storage(self) -> torch.dtype:
-        """Bytes."""
+        """uint8."""
         return torch.uint8
 
     @property
     def groups(self) -> int:
-        """Groups of a row: as few as keep each at `GROUP` numbers or fewer."""
+        """Groups per vector: the minimum with at most `GROUP` numbers each."""
         return math.ceil(self.head_dim / GROUP)
 
     @property
     def width(self) -> int:
-        """Bytes of a row."""
+        """Bytes per vector."""
         return self._code_bytes + 4 * self.groups
 
     @property
@@ -181,7 +180,7 @@ def _resize(codes: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def make_kv_format(name: KVFormatName, dtype: torch.dtype, head_dim: int) -> KVFormat:
-    """The format `name` for rows of `head_dim` numbers of `dtype`. Raises ConfigError for an unknown name."""
+    """Return the format `name` for vectors of `head_dim` numbers of `dtype`. Raise ConfigError if it is unknown."""
     check_choice("kv_cache_dtype", name, ("auto", "int8", "int4", "int2"))
     if name == "auto":
         return Native(dtype, head_dim)

@@ -1,5 +1,4 @@
-"""Which layers' rows lie together: layers that see everything in one chunk, sliding layers in chunks of their own,
-which are given back when their tokens leave the window."""
+"""Grouping of layers into blocks: full-attention layers share blocks; sliding-window layers have separate ones."""
 
 from __future__ import annotations
 
@@ -10,15 +9,19 @@ from ..core import CHUNK, ModelGeometry
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """How the layers of a model share out the chunks of the pool, all of which have rows of `layers` layers.
+    """Assignment of a model's layers to groups of at most `layers` layers. A block holds 64 tokens of one group.
 
-    Group 0 are the layers that see everything: one chunk for every 64 tokens, for as long as anybody holds it. Sliding
-    layers make up the groups 1 .. `sliding`, each of as many layers (the last one's chunks may have room to spare): a
-    chunk of each for every 64 tokens that a window can show. All chunks are alike, so that one arena, one limit
-    and one table serve both. In a model whose layers all slide group 0 is empty, and its chunks are mere names.
+    Group 0 has the full-attention layers, with one block per 64 tokens of a sequence. Sliding-window layers form the
+    groups 1 to `sliding`, with one block each per 64 tokens inside a window; the blocks of the last group may have
+    unused space. All blocks have the same size, so one arena, limit and allocator serve all groups. If all layers use
+    sliding windows, group 0 is empty and its blocks are mere ids.
 
-    group, place: of each layer, its group and its place among the chunk's layers, `[L]`.
-    window: tokens of the longest sliding window; 0 where no layer slides.
+    Attributes:
+        layers: Layers per block.
+        group: Group of each layer, `[L]`.
+        place: Index of each layer within its block, `[L]`.
+        sliding: Number of groups with sliding windows.
+        window: Tokens of the longest sliding window; 0 if there is none.
     """
 
     layers: int
@@ -29,7 +32,7 @@ class LayerGroups:
 
     @classmethod
     def of(cls, geometry: ModelGeometry) -> LayerGroups:
-        """The groups of a model's layers."""
+        """Group the layers of a model."""
         sliding = geometry.sliding
         full = [layer for layer in range(geometry.layers) if layer not in sliding]
         size = len(full) or geometry.layers
@@ -43,33 +46,33 @@ class LayerGroups:
 
     @property
     def full(self) -> bool:
-        """Whether any layer sees everything."""
+        """Whether the model has full-attention layers."""
         return 0 in self.group
 
     @property
     def groups(self) -> range:
-        """The groups that have layers."""
+        """Groups that have layers."""
         return range(0 if self.full else 1, 1 + self.sliding)
 
     def layers_of(self, group: int) -> list[int]:
-        """The layers of a group, by their places."""
+        """Return the layers of a group in the order of their places."""
         return [layer for layer, own in enumerate(self.group) if own == group]
 
     def first_seen(self, position: int, floor: int = 0) -> int:
-        """The first token that a sliding layer may show to the token at `position`."""
+        """Return the first token that the token at `position` can see in a sliding-window layer."""
         return max(floor, 0, position + 1 - self.window)
 
     @property
     def window_chunks(self) -> int:
-        """The most neighbouring places that a window reaches into."""
+        """Maximum number of consecutive blocks that a window overlaps."""
         return (self.window + CHUNK - 2) // CHUNK + 1 if self.sliding else 0
 
     def chunks(self, tokens: int) -> int:
-        """The most chunks that one sequence of `tokens` tokens holds, of all groups."""
+        """Return the maximum number of blocks of all groups for one sequence of `tokens` tokens."""
         places = -(-tokens // CHUNK)
         return self.full * places + self.sliding * min(places, self.window_chunks)
 
     @property
     def chunks_at_once(self) -> int:
-        """The chunks that a sequence takes when it begins another 64 tokens."""
+        """Blocks of all groups that 64 more tokens need."""
         return self.full + self.sliding

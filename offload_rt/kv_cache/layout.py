@@ -1,16 +1,15 @@
-"""Where a token's K and V lie in the host pool: pure arithmetic of rows and bytes.
+"""Memory layout of the KV cache in host memory: arithmetic on row ids and bytes.
 
 The pool is one tensor of equal slabs, each
 
     [layer, kv_head, 2 (K, V), slab_chunks * 64, d]
 
-so that over a run of neighbouring chunk slots of one slab, K of one (layer, head) is a single contiguous matrix
-`[tokens, d]`, and so is V: attention on a CPU reads it in place. With K and V of a token side by side, the
-products of attention would walk over strided rows, which is slower. The price: a selected token is two reads
-of `d` numbers instead of one of `2d`, and one layer of one chunk is `2 * Hkv` contiguous pieces of `64 * d` numbers
-instead of one.
+For consecutive blocks of one slab, K of a (layer, head) is one contiguous matrix `[tokens, d]`, and so is V. CPU
+attention reads them in place. If K and V of a token were adjacent, its matrix products would read strided rows, which
+is slower. The cost: fetching a selected token takes two reads of `d` numbers instead of one of `2d`, and a layer of a
+block consists of `2 * Hkv` contiguous pieces of `64 * d` numbers instead of one.
 
-Everything that moves rows addresses them by *row id*: the index of `d` numbers in the flat view `[R, d]` of the pool.
+Transfers address KV vectors by *row id*: the index of `d` numbers in the flat view `[R, d]` of the pool.
 """
 
 from __future__ import annotations
@@ -25,21 +24,23 @@ from ..errors import MemoryLimitError
 from ..utils.units import format_size
 from .layer_groups import LayerGroups
 
-SLAB_TOKENS = 16_384
-"""Most token slots of a slab: what is pinned in one call, and the longest possible contiguous run."""
+SLAB_TOKENS = 16_384  # maximum token slots per slab, which is pinned in one call and limits contiguous runs
 
+# Alignment of slabs, because pinned ranges must not share a page. 64 KiB is the largest base page (ARM servers).
 PAGE = 1 << 16
-"""Slabs start on page boundaries, since two pinned ranges must not share a page; the largest base page in use is 64 KiB
-(some ARM servers)."""
 
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Shape of the arena. Chunk `c` is slot `c % slab_chunks` of slab `c // slab_chunks`.
+    """Shape of the arena. Block `c` is slot `c % slab_chunks` of slab `c // slab_chunks`.
 
-    layers: of a chunk (`layer_groups`; L of a model none of whose layers slide); kv_heads, head_dim: of the model (Hkv,
-    d); itemsize: bytes of one number;
-    slab_chunks: chunk slots of a slab; slabs: how many slabs.
+    Attributes:
+        layers: Layers per block (`layer_groups`); all layers of a model without sliding windows.
+        kv_heads: KV heads of the model (Hkv).
+        head_dim: Stored elements per vector (d).
+        itemsize: Bytes per element.
+        slab_chunks: Blocks per slab.
+        slabs: Number of slabs.
     """
 
     layers: int
@@ -56,15 +57,18 @@ class ArenaLayout:
     def fit(
         cls, geometry: ModelGeometry, dtype: torch.dtype, limit_bytes: int, slab_tokens: int = SLAB_TOKENS
     ) -> ArenaLayout:
-        """The layout with the most chunks within `limit_bytes`, in equal slabs of at most `slab_tokens` slots: fewer
-        chunks than there are slabs stay unused. MemoryLimitError where not even one chunk fits."""
+        """Return the layout with the most blocks within `limit_bytes`, in equal slabs of at most `slab_tokens` slots.
+
+        Equal slabs may leave room for fewer blocks unused than there are slabs. Raises MemoryLimitError if not even
+        one block fits.
+        """
         assert slab_tokens >= CHUNK
         layers = LayerGroups.of(geometry).layers
         chunk_bytes = geometry.kv_bytes(CHUNK, dtype) // geometry.layers * layers
         chunks = limit_bytes // chunk_bytes
         if chunks < 1:
             raise MemoryLimitError(
-                f"a host pool of {format_size(limit_bytes)} ({limit_bytes} bytes) cannot hold one chunk: {CHUNK} "
+                f"a host pool of {format_size(limit_bytes)} ({limit_bytes} bytes) cannot hold one block: {CHUNK} "
                 f"tokens of this model's KV cache take {format_size(chunk_bytes)} ({chunk_bytes} bytes); set "
                 f"host_memory to that or more"
             )
@@ -73,51 +77,53 @@ class ArenaLayout:
 
     @property
     def chunks(self) -> int:
-        """Chunks of the whole arena."""
+        """Blocks of the whole arena."""
         return self.slabs * self.slab_chunks
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row: K or V of one token, layer and head."""
+        """Bytes of a row: K or V of one token, layer and head."""
         return self.head_dim * self.itemsize
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of K and V of one chunk in all its layers."""
+        """Bytes of K and V of a block in all its layers."""
         return 2 * self.layers * self.kv_heads * CHUNK * self.row_bytes
 
     @property
     def plane_rows(self) -> int:
-        """Rows of one plane (K or V of one layer and head in one slab): also the distance from a K row to its V row."""
+        """Rows of a plane (K or V of one layer and head in a slab). Also the distance from a K row to its V row."""
         return self.slab_chunks * CHUNK
 
     @property
     def head_rows(self) -> int:
-        """Rows between the same token of neighbouring heads."""
+        """Distance in rows from one head to the next."""
         return 2 * self.plane_rows
 
     @property
     def layer_rows(self) -> int:
-        """Rows between the same token of neighbouring layers."""
+        """Distance in rows from one layer to the next."""
         return self.kv_heads * self.head_rows
 
     @property
     def slab_rows(self) -> int:
-        """Rows between the same slot of neighbouring slabs: L layers, padded to whole pages."""
+        """Distance in rows from one slab to the next: L layers, padded to whole pages."""
         unit = math.lcm(PAGE, self.row_bytes) // self.row_bytes
         return math.ceil(self.layers * self.layer_rows / unit) * unit
 
     @property
     def rows(self) -> int:
-        """R, rows of the whole arena, padding included."""
+        """R, rows of the whole arena including padding."""
         return self.slabs * self.slab_rows
 
     @property
     def bytes(self) -> int:
-        """Address space of the arena, padding included (less than a page and a row for each slab)."""
+        """Address space of the arena, including padding of less than a page and a row per slab."""
         return self.rows * self.row_bytes
 
     def row(self, place: int, head: int, kv: int, offset: int = 0) -> int:
-        """Row of token slot `offset` of a slab, from the slab's first row; place: the layer's among a chunk's layers;
-        kv is 0 for K and 1 for V."""
+        """Return the row of token slot `offset` relative to the first row of its slab.
+
+        `place` is the index of the layer within a block. `kv` is 0 for K and 1 for V.
+        """
         return place * self.layer_rows + head * self.head_rows + kv * self.plane_rows + offset

@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and what is said where a pool has no more."""
+"""Available host memory, and the error for a full pool."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ from ..utils.units import format_size
 
 _FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _SECOND = ("memory.max", "memory.current", "inactive_file")
-"""Limit, use, and what of memory.stat is page cache that can go, in control groups of either version."""
+"""Files with the limit and the usage, and the field of memory.stat with reclaimable page cache (cgroup v1 and v2)."""
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping: what the machine has left, or what the control group of this process
-    and its parents (a container, a batch job) leave of their limits, whichever is least."""
+    """Return the bytes that can be allocated without swapping.
+
+    This is the minimum of the available system memory and the remaining limits of all control groups of this process
+    (a container or batch job).
+    """
     return int(min([psutil.virtual_memory().available, *_cgroup_headroom(ROOT, MEMBERSHIP)]))
 
 
 def memory_limit(wanted: int | None, at_most: int) -> int:
-    """Bytes that a pool may take: what is wanted, else half of what is available, and no more than `at_most`.
-    MemoryLimitError where more is wanted than there is."""
+    """Return `wanted` or, if None, half of the available memory up to `at_most`, in bytes.
+
+    Raises MemoryLimitError if `wanted` exceeds the available memory.
+    """
     available = available_memory()
     if wanted is None:
         return min(available // 2, at_most)
@@ -38,22 +43,32 @@ def memory_limit(wanted: int | None, at_most: int) -> int:
 
 
 def pool_full(count: int, missing: int, usable: int, room: tuple[int, int], limit: int, *, disk: bool) -> PoolFullError:
-    """Of `count` chunks that are needed `missing` are lacking; `usable` could be had, of a pool of `room` chunks of so
-    many bytes each and a `limit` in bytes, in memory or on a disk."""
+    """Create the error for a full pool.
+
+    Args:
+        count: Blocks needed.
+        missing: Blocks lacking.
+        usable: Blocks that are free or can be evicted.
+        room: Capacity of the pool: number of blocks, and bytes per block.
+        limit: Limit of the pool in bytes.
+        disk: Whether the pool is on a disk.
+    """
     chunks, size = room
     lack = missing * size
     needed, lacking, now, enough = map(format_size, (count * size, lack, limit, limit + lack))
     pool, raised = ("pool on disk", "disk_limit") if disk else ("host pool", "host_memory")
     return PoolFullError(
-        f"the {pool} is full: {count} chunks of {CHUNK} tokens ({needed}) are needed, and of {chunks} only {usable} "
-        f"are free or can be given up by the prefix tree: {missing} too few ({lacking}); raise {raised} from {now} to "
+        f"the {pool} is full: {count} blocks of {CHUNK} tokens ({needed}) are needed, and of {chunks} only {usable} "
+        f"are free or can be evicted from the prefix tree: {missing} too few ({lacking}); raise {raised} from {now} to "
         f"{enough} or more, shorten the prompts, or run fewer sequences at once"
     )
 
 
 def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:
-    """Limit less use of every control group over this process that has a limit (version 2 and 1). Page cache that the
-    kernel would give back first counts as unused."""
+    """Yield the remaining memory of each control group of this process that has a limit (versions 1 and 2).
+
+    Reclaimable page cache counts as unused.
+    """
     for folder, two in groups("memory", root, membership):
         headroom = _headroom(folder, *(_SECOND if two else _FIRST))
         if headroom is not None:
@@ -61,8 +76,10 @@ def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:
 
 
 def _headroom(folder: Path, limit: str, usage: str, cache: str) -> int | None:
-    """Limit less use of one group; None where the group has no limit or cannot be read (a container sees only its own
-    group, at the root)."""
+    """Return the remaining memory of one group, or None if it has no limit or cannot be read.
+
+    A container sees only its own group, at the root.
+    """
     try:
         most = (folder / limit).read_text().strip()
         if most == "max":

@@ -1,4 +1,4 @@
-"""The host pool's facade: block tables of chunks, and the rows behind them."""
+"""The KV cache in host memory: allocates, shares and frees blocks for the block tables of sequences."""
 
 from __future__ import annotations
 
@@ -22,40 +22,45 @@ from .process_lock import ProcessLock
 from .stored_rows import Rows, StoredRows, chunks_for
 from .window_chunks import WindowChunks
 
-MOST_TOKENS = 1 << 24
-"""Token slots that a pool without a limit of its own stops at: 16 Mi, more than a batch of the longest contexts."""
+MOST_TOKENS = 1 << 24  # size of a pool without `limit_bytes`: 16 Mi tokens exceed a batch of the longest contexts
 
+# If all layers use sliding windows, blocks of group 0 store no KV and are mere ids. Ids are added `NAMES` at a time;
+# from `MOST_NAMES` on (4 Mi tokens), the pool evicts blocks from the prefix tree before it adds more.
 NAMES, MOST_NAMES = 1 << 10, 1 << 16
-"""Where every layer slides, chunks of group 0 have no rows: so many names of them are made at once, and from so many on
-(4 Mi tokens) those that only the prefix tree knows are used again first."""
 
 
 class HostPool(StoredRows):
-    """All KV of all sequences in host memory, in chunks of 64 tokens, within a hard limit of bytes.
+    """The KV of all sequences, in blocks of 64 tokens, within a fixed number of bytes.
 
-    A sequence holds a `BlockTable`: `reserve` gives it slots that it alone may write, `write` fills them layer by
-    layer, `commit` declares tokens complete in all layers, `runs` and `row_base` say where they lie. Chunks are shared
-    by counting references; the only shared chunk that a sequence would write into is its partly filled last one, and
-    `reserve` copies that one first. A full chunk is never written again, unless eviction claims it (`claim`).
+    A sequence holds a `BlockTable`. `reserve` allocates slots that only this sequence may write, `write` fills them
+    layer by layer, and `commit` marks tokens as complete in all layers. `runs` and `row_base` return their location.
+    Blocks are reference-counted. A sequence would write into a shared block only if it is its last, partly filled
+    one; `reserve` copies that block first. A full block is never written again unless eviction claims it (`claim`).
 
-    Full chunks that were published stay in the prefix tree when their sequence ends, for the next one with the same
-    beginning; they are the first to go (least recently used, leaf first) when a sequence needs room.
+    Published full blocks stay in the prefix tree after their sequence ends, so that a later sequence with the same
+    prefix can reuse them. If memory is needed, they are evicted first, in least-recently-used order from the leaves.
 
-    Rows of sliding layers lie in chunks of their own (`layer_groups.py`): `slide` gives a sequence those that its
-    windows show, and takes back the others. What a published chunk has of them is kept for others as long as there is
-    room (`window_chunks.py`).
+    Layers with sliding windows store their KV in separate blocks (`layer_groups.py`). `slide` allocates the blocks
+    inside a sequence's windows and frees the others. Window blocks of published blocks are cached while there is room
+    (`window_chunks.py`).
 
-    Order. The pool never sees a stream and never waits: it is called from one thread at a time (who calls holds `lock`
-    where there are several), and its calls take effect in the order they are made. What runs later than the call that
-    started it (a copy to the device, a write-back) belongs to the link, and the link's owner calls `release`,
-    `truncate`, `reserve`, `slide`, `publish` and `claim` only when every read and write of the block table's chunks
-    that these calls may free, copy or exchange has been waited for, or is ordered (by an event on the write-back
-    stream) before the first write of the chunk's next holder. Nothing that is half written is visible: `runs` may show
-    a token as soon as a layer wrote it, but forks and the prefix tree only ever take tokens below `blocks.length`.
+    Concurrency: the pool uses no streams and never waits. Only one thread at a time may call it; several threads must
+    hold `lock`. `release`, `truncate`, `reserve`, `slide`, `publish` and `claim` may free, copy or exchange blocks.
+    Before it calls one of them, the caller must wait for all asynchronous transfers that use these blocks, or order
+    them before the first write of the next holder (with an event on the write-back stream). `runs` may return a token
+    as soon as one layer has written it, but forks and the prefix tree only use tokens below `blocks.length`.
 
-    limit_bytes None takes half of the memory that is available. MemoryLimitError where the limit is above what the
-    machine has, or below one chunk. `kv_cache_dtype`: see `kv_format.py`. With `pin`, slabs are pinned
-    for CUDA when they are first needed. With `disk` rows lie in a file there, and the limit is of those in memory.
+    Args:
+        geometry: Layers, KV heads and head size of the model.
+        dtype: Data type of the model's KV.
+        limit_bytes: Maximum bytes of host memory. None means half of the available memory.
+        kv_cache_dtype: Storage format (`kv_format.py`).
+        pin: Page-lock each slab for CUDA when it is first needed.
+        slab_tokens: Tokens per slab, the unit of allocation.
+        disk: Store the KV in a file there. `limit_bytes` then limits the part in memory.
+
+    Raises:
+        MemoryLimitError: `limit_bytes` exceeds the system memory or is smaller than one block.
     """
 
     def __init__(
@@ -81,11 +86,10 @@ class HostPool(StoredRows):
         super().__init__(arena, LayerGroups.of(geometry), format)
         self.bytes_peak = 0
         self.pins = pin and disk is None
-        """Whether its slabs are page-locked."""
+        """Whether the slabs are page-locked."""
         self._held = ChunkTable(self.layout.slab_chunks, *(() if self.file is None else (self.file.discard,)))
-        """Chunks of the arena."""
+        # Blocks of group 0. They have memory in the arena unless all layers use sliding windows.
         self._chunks = self._held if self.groups.full else ChunkTable(NAMES)
-        """Chunks of group 0: of the arena, or where every layer slides mere names."""
         self._tree = PrefixTree()
         self.lock = ProcessLock()
         self._windows = WindowChunks(self._held, self.groups)
@@ -93,61 +97,63 @@ class HostPool(StoredRows):
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one chunk."""
+        """Bytes of one block."""
         return self.layout.chunk_bytes
 
     @property
     def chunk_count(self) -> int:
-        """Chunks the pool can hold."""
+        """Capacity of the pool in blocks."""
         return self.layout.chunks
 
     @property
     def free_chunks(self) -> int:
-        """Chunks that nobody holds."""
+        """Number of blocks without any reference."""
         return self.chunk_count - self._held.used
 
     @property
     def idle_chunks(self) -> int:
-        """Chunks that only the prefix tree holds: they count as used and are given up when room is needed."""
+        """Number of blocks that only the prefix tree holds. They count as used but can be evicted."""
         return self._tree.idle * self.groups.full + self._windows.idle
 
     @property
     def grows(self) -> bool:
-        """Whether a sequence could begin another 64 tokens."""
+        """Whether there is room for 64 more tokens of one sequence."""
         return self.free_chunks + self.idle_chunks >= self.groups.chunks_at_once
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of all chunks that somebody holds, each once; at most `limit_bytes`."""
+        """Bytes of all referenced blocks, at most `limit_bytes`. Shared blocks count once."""
         return self._held.used * self.chunk_bytes
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all chunks that some block table holds, each once."""
+        """Bytes of all blocks in block tables. Shared blocks count once."""
         return (self._held.used - self.idle_chunks) * self.chunk_bytes
 
     def bytes_of(self, blocks: BlockTable) -> int:
-        """Bytes of the chunks that a block table holds."""
+        """Return the bytes of the blocks in a block table."""
         return (self.groups.full * len(blocks.chunks) + self.groups.sliding * len(blocks.windows)) * self.chunk_bytes
 
     def bytes_for(self, tokens: int) -> int:
-        """Bytes of the most chunks that a sequence of `tokens` tokens holds."""
+        """Return the maximum bytes that a sequence of `tokens` tokens needs."""
         return self.groups.chunks(tokens) * self.chunk_bytes
 
     def prepare(self, tokens: int) -> None:
-        """Makes slabs ready for `tokens` more tokens, as far as there are any: call it when a sequence is admitted, for
-        its prompt and all it may generate, so that nothing is pinned in the middle of decoding. Reserves nothing, and
-        takes nothing from a disk before it is needed."""
+        """Activate slabs for `tokens` more tokens, as far as the pool has any. Reserves no blocks.
+
+        Call it when a sequence is admitted, with its prompt and all tokens it may generate. Decoding then never pauses
+        to pin memory. Does nothing for a pool on disk, which allocates space on demand.
+        """
         if self.file is None:
             self._activate(self.groups.chunks(tokens), run=0)
 
     def check_fits(self, tokens: int) -> None:
-        """Raises PoolFullError where the whole pool could not hold one sequence of `tokens` tokens."""
+        """Raise PoolFullError if a sequence of `tokens` tokens exceeds the capacity of the pool."""
         if (count := self.groups.chunks(tokens)) > self.chunk_count:
             raise self._full(count, count - self.chunk_count)
 
     def check_spare(self, chunks: int) -> None:
-        """Raises PoolFullError where there is no room for `chunks` times 64 more tokens."""
+        """Raise PoolFullError if there is no room for `chunks` times 64 more tokens."""
         self._check_free(chunks * self.groups.chunks_at_once)
 
     def check_grows(self, blocks: BlockTable, tokens: int, spare: int) -> None:
@@ -160,8 +166,11 @@ class HostPool(StoredRows):
             raise self._full(count, missing)
 
     def new_block_table(self, tokens: int, floor: int = 0) -> BlockTable:
-        """A block table of length 0 with slots for `tokens` tokens, in one run if there is one, in layers that see
-        everything; sliding ones will see none before `floor`. PoolFullError where they cannot be had."""
+        """Create a block table of length 0 with slots for `tokens` tokens in full-attention layers.
+
+        The blocks are contiguous if a free run is long enough. Sliding-window layers will not see tokens before
+        `floor`. Raises PoolFullError.
+        """
         count = chunks_for(tokens)
         self._provide(count)
         blocks = BlockTable(self._chunks.best_fit(count), floor=floor)
@@ -169,8 +178,11 @@ class HostPool(StoredRows):
         return blocks
 
     def reserve(self, blocks: BlockTable, tokens: int) -> None:
-        """Slots for `tokens` tokens in total, and nobody else's hold on any chunk from `blocks.length` on: a shared,
-        partly filled last chunk is copied, its filled slots only. PoolFullError leaves the block table as it was."""
+        """Allocate slots for `tokens` tokens in total, and make all blocks from `blocks.length` on exclusive.
+
+        A shared, partly filled last block is copied (its filled slots only). Raises PoolFullError and leaves the block
+        table unchanged if the pool is full.
+        """
         chunks = range(blocks.length // CHUNK, len(blocks.chunks))
         shared = [i for i in chunks if self._chunks.refs(blocks.chunks[i]) > 1]
         count = len(shared) + max(0, chunks_for(tokens) - len(blocks.chunks))
@@ -188,17 +200,26 @@ class HostPool(StoredRows):
         self._record_peak()
 
     def slides(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False) -> bool:
-        """Whether `slide` would change anything: then everything appended must be in the pool first."""
+        """Return whether `slide` would change the table. If so, first write all appended tokens to the pool."""
         return self.groups.sliding > 0 and self._shown(blocks, start, stop, whole) != blocks.windows.keys()
 
     def slide(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False, behind: int = 0) -> None:
-        """Slots in sliding layers for the computation of tokens [start, stop): for those before `start` that their
-        windows show, and of the new ones for those that the windows of later tokens will show. All others are given
-        back. A shared, partly filled chunk is copied, as `reserve` does. PoolFullError leaves the block table as it
-        was; a model without sliding layers needs nothing.
+        """Move the sliding windows of a sequence so that tokens [start, stop) can be computed.
 
-        whole: slots ahead too, for as many tokens as a window ever needs, so that the sequence can slide on in a pool
-        that is full. behind: so many new tokens before these have slots too, if there are free ones."""
+        Keeps blocks of earlier tokens that are inside the windows of [start, stop). Allocates blocks for new tokens
+        that the windows of later tokens include. Frees all other window blocks. A shared, partly filled block is
+        copied, as in `reserve`. Does nothing for a model without sliding-window layers.
+
+        Args:
+            blocks: The block table of the sequence.
+            start: First token to compute.
+            stop: End of the tokens to compute.
+            whole: Also allocate ahead for a complete window, so that the sequence can continue if the pool is full.
+            behind: Number of additional new tokens, before those needed, that get slots if there are free blocks.
+
+        Raises:
+            PoolFullError: The pool is full. The block table is unchanged.
+        """
         if not self.groups.sliding:
             return
         shown, at, filled = self._shown(blocks, start, stop, whole), *divmod(start, CHUNK)
@@ -219,15 +240,17 @@ class HostPool(StoredRows):
         self._record_peak()
 
     def _shown(self, blocks: BlockTable, start: int, stop: int, whole: bool) -> set[int]:
-        """The places that `slide` leaves a block table with."""
+        """Return the indices of the window blocks that a table has after `slide`."""
         before = range(self.groups.first_seen(start, blocks.floor) // CHUNK, chunks_for(start))
         first = self.groups.first_seen(stop, blocks.floor)
         ahead = self.groups.first_seen(stop - 1, blocks.floor) // CHUNK + self.groups.window_chunks if whole else 0
         return {*before, *range(max(start, first) // CHUNK, max(chunks_for(stop), ahead))}
 
     def _give_windows(self, blocks: BlockTable, places: Sequence[int], filled: int) -> None:
-        """Gives a block table window chunks for `places`, side by side for each group; where it has a shared one, the
-        first `filled` slots of that are copied."""
+        """Allocate window blocks for `places`, contiguous within each group.
+
+        If a place has a shared block, its first `filled` slots are copied to the new one.
+        """
         self._activate(len(places) * self.groups.sliding, run=len(places))
         columns = [self._held.best_fit(len(places)) for _ in range(self.groups.sliding)]
         for place, window in zip(places, zip(*columns, strict=True), strict=True):
@@ -238,30 +261,32 @@ class HostPool(StoredRows):
             blocks.windows[place] = window
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """`StoredRows.write`, into chunks that nobody else holds."""
+        """Write KV (`StoredRows.write`) into blocks that no other table holds."""
         places = range(start // CHUNK, chunks_for(start + k.shape[1]))
         held = self.chunks_of(blocks, self.groups.group[layer], places)
-        assert all(self._held.refs(chunk) == 1 for chunk in held), "write to a shared chunk: reserve first"
+        assert all(self._held.refs(chunk) == 1 for chunk in held), "write to a shared block: reserve first"
         super().write(blocks, layer, start, k, v)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """`StoredRows.move`, into a chunk that nobody else holds."""
-        assert self._held.refs(blocks.chunks[target // CHUNK]) == 1, "write to a shared chunk: claim first"
+        """Move KV (`StoredRows.move`) into a block that no other table holds."""
+        assert self._held.refs(blocks.chunks[target // CHUNK]) == 1, "write to a shared block: claim first"
         super().move(blocks, layer, source, target)
 
     def commit(self, blocks: BlockTable, length: int) -> None:
-        """Declares the tokens [block table.length, length) complete in all layers."""
+        """Mark the tokens [blocks.length, length) as complete in all layers."""
         assert blocks.length <= length <= blocks.capacity
         blocks.length = length
 
     def rewind(self, blocks: BlockTable, length: int) -> None:
-        """Declares the tokens [length, block table.length) not complete: drafts that are computed again, or were not
-        wanted. Their slots stay, and are this block table's alone."""
+        """Mark the tokens [length, blocks.length) as incomplete, because drafts were rejected or are recomputed.
+
+        The slots stay allocated and exclusive to this block table.
+        """
         assert length <= blocks.length
         blocks.length = length
 
     def fork(self, blocks: BlockTable) -> BlockTable:
-        """A second block table on the same complete tokens; nothing is copied until one of the two writes."""
+        """Return a second block table with the same complete tokens. Blocks are copied on the next write."""
         shared = blocks.chunks[: chunks_for(blocks.length)]
         self._chunks.incref(shared)
         for window in blocks.windows.values():
@@ -269,23 +294,39 @@ class HostPool(StoredRows):
         return BlockTable(list(shared), blocks.length, dict(blocks.windows), blocks.floor)
 
     def match(self, tokens: Sequence[int], *lineages: str, floor: int = 0) -> BlockTable:
-        """A block table on the longest published prefix of `tokens`, in full chunks, never all of them (one token at
-        least is left to compute): `length` says how many need not be computed. At each chunk the first of `lineages`
-        that is known goes on. Sliding layers must have all that their windows show from `floor` on."""
+        """Return a block table for the longest published prefix of `tokens`, in full blocks.
+
+        At least one token is left to compute. `length` of the result is the number of cached tokens.
+
+        Args:
+            tokens: Token ids of the prompt.
+            *lineages: Accepted KV provenance keys. The first one that matches is used at each block.
+            floor: Sliding-window layers do not see tokens before it. The prefix only counts as cached if their windows
+                are complete from here on.
+        """
         self._unkey_lost()
         chunks = self._tree.match(tokens, *lineages, usable=lambda path: self._windows.usable(path, floor))
         self._chunks.incref(chunks)
         return BlockTable(chunks, len(chunks) * CHUNK, self._windows.take(chunks, floor), floor)
 
     def known_tokens(self, tokens: Sequence[int], *lineages: str) -> int:
-        """Returns how many of the first `tokens` are published, token by token (`PrefixTree.known_tokens`)."""
+        """Return the length of the longest published prefix in tokens (`PrefixTree.known_tokens`)."""
         return self._tree.known_tokens(tokens, *lineages)
 
     def publish(self, blocks: BlockTable, tokens: Sequence[int], lineage: str) -> list[int]:
-        """Enters the full chunks below `blocks.length` in the prefix tree; `tokens` are the sequence's, from its start.
-        Chunks published before keep their lineage. Where another sequence published the same tokens of the same
-        lineage first, the block table exchanges its chunk for that one, so that they are stored once and seen as
-        shared; returns the indices of exchanged chunks (row ids of these have changed)."""
+        """Insert the full blocks below `blocks.length` into the prefix tree.
+
+        If another sequence has published the same tokens with the same provenance, the block table takes over the
+        published block, so that it is stored once.
+
+        Args:
+            blocks: The block table of the sequence.
+            tokens: All tokens of the sequence, from its start.
+            lineage: KV provenance key. Blocks that are already published keep theirs.
+
+        Returns:
+            Indices of the exchanged blocks. Their KV has moved to other slots.
+        """
         lost, full = self._unkey_lost(), blocks.length // CHUNK
         if barred := self._claimed | lost if self.groups.full else self._claimed:
             full = next((i for i in range(full) if blocks.chunks[i] in barred), full)
@@ -296,7 +337,7 @@ class HostPool(StoredRows):
         for i, chunk in instead.items():
             self._drop([blocks.chunks[i]])
             blocks.chunks[i] = chunk
-        if self.groups.sliding:  # what reaches to the newest token without a gap: before one, a place may be partial
+        if self.groups.sliding:  # only blocks without a gap up to the newest token: before a gap, one may be partial
             for i in range(self.window_start(blocks, blocks.length) // CHUNK, full):
                 if blocks.chunks[i] in self._tree and lost.isdisjoint(blocks.windows[i]):
                     self._windows.keep(blocks.chunks[i], blocks.windows[i])
@@ -308,9 +349,13 @@ class HostPool(StoredRows):
         return not len(self._tree)
 
     def claim(self, blocks: BlockTable, index: int) -> bool:
-        """Makes chunk `index` of a block table its own for good, so that single slots of it may be overwritten: False
-        where another sequence holds it. A chunk that is also in the prefix tree leaves it, with everything behind it,
-        and is never published again."""
+        """Make block `index` exclusive to a block table, so that its slots may be overwritten.
+
+        Removes the block and its descendants from the prefix tree. The block is never published again.
+
+        Returns:
+            False if another sequence holds the block.
+        """
         chunk = blocks.chunks[index]
         if chunk in self._tree and self._chunks.refs(chunk) == 2:
             self._forget(self._tree.unkey(chunk))
@@ -320,25 +365,25 @@ class HostPool(StoredRows):
         return True
 
     def truncate(self, blocks: BlockTable, length: int) -> None:
-        """Forgets the tokens from `length` on and gives back the chunks that held only those."""
+        """Drop the tokens from `length` on and free the blocks that held only them."""
         assert 0 <= length <= blocks.length
         self.shrink(blocks, length)
         for place in [place for place in blocks.windows if place >= chunks_for(length)]:
             self._windows.release(blocks.windows.pop(place))
 
     def shrink(self, blocks: BlockTable, length: int) -> None:
-        """Gives back the slots from `length` on of the layers that see everything: their tokens lie elsewhere now."""
+        """Free the full-attention slots from `length` on after their tokens have been moved elsewhere."""
         blocks.length = length
         held = chunks_for(length)
         self._drop(blocks.chunks[held:])
         del blocks.chunks[held:]
 
     def release(self, blocks: BlockTable) -> None:
-        """Gives all chunks back and empties the block table; a second call does nothing."""
+        """Free all blocks and empty the block table. Idempotent."""
         self.truncate(blocks, 0)
 
     def check_integrity(self) -> None:
-        """Asserts that ids, counts and bytes agree."""
+        """Assert that ids, counts and bytes are consistent."""
         if self.file is not None:
             self.file.check_integrity()
         self._chunks.check_integrity()
@@ -350,7 +395,7 @@ class HostPool(StoredRows):
         assert self.bytes_used <= self.bytes_peak <= self.chunk_count * self.chunk_bytes <= self.limit_bytes
 
     def _provide(self, count: int) -> None:
-        """Sees to it that `count` chunks of group 0 are free, in memory that is ready, in one run if there is one."""
+        """Free and activate `count` blocks of group 0, contiguous if possible. Raise PoolFullError."""
         if self.groups.full:
             self._provide_held(count)
             self._activate(count, run=min(count, self.layout.slab_chunks))
@@ -361,8 +406,7 @@ class HostPool(StoredRows):
                 self._chunks.add_slab()
 
     def _provide_held(self, count: int) -> None:
-        """Sees to it that `count` chunks of the arena are free, at the expense of idle ones, or raises PoolFullError
-        and changes nothing."""
+        """Evict idle blocks until `count` blocks are free. Raise PoolFullError, before any change, if impossible."""
         if (lacking := count - self.free_chunks - self.idle_chunks) > 0:
             raise self._full(count, lacking)
         while (missing := count - self.free_chunks) > 0:
@@ -372,12 +416,12 @@ class HostPool(StoredRows):
                 self._windows.evict(missing)
 
     def _forget(self, chunks: Sequence[int]) -> None:
-        """These chunks left the tree: its references on them, and on what was kept of their windows, end."""
+        """Drop the references of the tree on blocks that left it, and on their cached window blocks."""
         self._windows.forget(chunks)
         self._chunks.decref(chunks)
 
     def _unkey_lost(self) -> set[int]:
-        """Chunks whose rows a disk did not take; of them and all behind them nothing is published any more."""
+        """Remove blocks that could not be written to disk, and their descendants, from the tree. Return them."""
         if lost := self.lost:
             self._windows.forget_lost(lost)
         for chunk in lost if self.groups.full else ():
@@ -386,7 +430,7 @@ class HostPool(StoredRows):
         return lost
 
     def _activate(self, count: int, run: int) -> None:
-        """Makes slabs ready until `count` chunks are free in them, `run` of these side by side, or none is left."""
+        """Activate slabs until `count` blocks are free, `run` of them contiguous, or no slab is left."""
         while self._arena.active < self.layout.slabs and (self._held.free < count or self._held.largest_run < run):
             try:
                 self._arena.activate()
@@ -400,7 +444,7 @@ class HostPool(StoredRows):
         return self._chunks.refs(chunk) == 1
 
     def _drop(self, chunks: Sequence[int]) -> None:
-        """A sequence's references on `chunks` end."""
+        """Drop the references of a sequence on `chunks`."""
         self._claimed.difference_update(self._chunks.decref(chunks))
         self._tree.release(filter(self._alone, chunks))
 

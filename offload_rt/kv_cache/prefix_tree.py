@@ -1,4 +1,4 @@
-"""The prefix tree: which full chunk holds the KV of which tokens behind which prefix."""
+"""The prefix tree: maps token prefixes to the full blocks that hold their KV."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ TOKEN_BYTES = 8
 
 
 def root_key(namespace: str) -> bytes:
-    """The parent key of first chunks: a digest of `namespace` (the model and the number format of its KV)."""
+    """Return the parent key of first blocks: a digest of `namespace` (the model and its KV format)."""
     return hashlib.blake2b(namespace.encode(), digest_size=16, person=b"offload-rt root").digest()
 
 
 def chunk_key(parent: bytes, lineage: str, tokens: bytes) -> bytes:
-    """Return the key of a chunk: a digest of 32 bytes, the same in every process. parent: key of the chunk before it,
-    which stands for the namespace and everything before; tokens: up to 64, little-endian int64."""
+    """Return the key of a block: a digest of 32 bytes, the same in every process.
+
+    Args:
+        parent: Key of the previous block. It covers the namespace and all earlier tokens.
+        lineage: KV provenance key.
+        tokens: Up to 64 tokens as little-endian int64.
+    """
     name = lineage.encode()
     digest = hashlib.blake2b(parent, digest_size=32, person=b"offload-rt chunk")
     digest.update(len(name).to_bytes(8, "little") + name + tokens)
@@ -29,49 +34,48 @@ def chunk_key(parent: bytes, lineage: str, tokens: bytes) -> bytes:
 
 
 def pack_tokens(tokens: Sequence[int], stop: int) -> list[bytes]:
-    """Returns tokens [0, stop) chunk by chunk, each chunk as the bytes that keys and comparisons are made from:
-    little-endian int64, 512 bytes of a full chunk; the last chunk may be a part."""
+    """Return tokens [0, stop) as one bytes object per block (little-endian int64). The last block may be partial."""
     data = np.asarray(tokens[:stop], dtype="<i8").tobytes()
     size = CHUNK * TOKEN_BYTES
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
 def _same_tokens(chunk: bytes, other: bytes) -> int:
-    """How many tokens of 8 bytes both begin with; `chunk` is not the shorter one."""
+    """Return the number of leading tokens that both share. `other` must not be longer than `chunk`."""
     return next((i for i in range(0, len(other), 8) if chunk[i : i + 8] != other[i : i + 8]), len(other)) // 8
 
 
 @dataclass(eq=False)
 class _Node:
-    """One chunk in the tree. `used`: when it was last matched, published or let go; `idle`: only the tree holds it;
-    `queued`: it has an entry in the queue of leaves."""
+    """One block in the tree."""
 
     key: bytes
     parent: _Node | None
     lineage: str
     tokens: bytes
     chunk: int
-    used: int
-    idle: bool = False
-    queued: bool = False
+    used: int  # clock of the last match, publication or release
+    idle: bool = False  # only the tree holds the block
+    queued: bool = False  # the eviction queue has an entry for it
     children: dict[bytes, _Node] = field(default_factory=dict)
 
 
 class PrefixTree:
-    """A trie of full chunks, found by key and checked by tokens, parent and lineage: a collision of digests is a miss.
-    Ids only. The tree holds one reference on each of its chunks, taken and given back by its caller: `insert` returns
-    chunks to take one for, `evict` and `unkey` return chunks to give it back for.
+    """A trie of full blocks, by id.
 
-    Whoever holds a chunk of the tree holds all its ancestors: a match takes the whole path, a fork takes all, and
-    `insert` exchanges a sequence's chunk for the tree's own only where no fork keeps the old path. So a chunk that
-    nobody but the tree holds has only such descendants, every idle chunk can be evicted leaf by leaf, and `idle` is
-    exactly what eviction can free.
+    Nodes are found by digest and then compared by tokens, parent and provenance, so a digest collision is a miss. The
+    tree owns one reference on each of its blocks, but the caller does the counting: it takes a reference on the blocks
+    that `insert` returns, and drops it for those that `evict` and `unkey` return.
 
-    Leaves wait in a queue by last use, with at most one entry each. An entry is read as a hint: one that is held again
-    or has children again is dropped (letting go, or losing the last child, enters it anew), and one that was used
-    since goes back in its new place. So finding the oldest idle leaf costs O(log n) on average, with no scan.
+    Invariant: a sequence that holds a block of the tree also holds all its ancestors. A match takes the whole path, a
+    fork takes all blocks, and `insert` exchanges a block only if no fork keeps the old path. Descendants of an idle
+    block are therefore idle, and eviction from the leaves can free exactly `idle` blocks.
 
-    Everything here is mutated by `match`, `insert`, `release`, `evict` and `unkey`, on one thread.
+    Idle leaves wait in a heap by last use, with at most one entry each. `evict` validates entries lazily: it drops
+    those that are no longer idle leaves (they are queued again when they become so) and requeues those used since.
+    Finding the oldest idle leaf thus takes O(log n) on average, without a scan.
+
+    Not thread-safe.
     """
 
     def __init__(self, namespace: str = "") -> None:
@@ -90,9 +94,15 @@ class PrefixTree:
         return chunk in self._of
 
     def match(self, tokens: Sequence[int], *lineages: str, usable: Callable[[Sequence[int]], int] = len) -> list[int]:
-        """Chunks of the longest known prefix of `tokens`, never all of them: at least one token is left to compute.
-        At each chunk the first of `lineages` that is known goes on; `usable` says how many of the chunks found are of
-        use. The caller takes a reference on each."""
+        """Return the blocks of the longest known prefix of `tokens`, leaving at least one token to compute.
+
+        The caller must take a reference on each block.
+
+        Args:
+            tokens: Token ids of the prompt.
+            *lineages: Accepted KV provenance keys. The first one that matches is used at each block.
+            usable: Returns how many of the matched blocks can be used.
+        """
         self._clock += 1
         path: list[_Node] = []
         for data in pack_tokens(tokens, max(0, len(tokens) - 1) // CHUNK * CHUNK):
@@ -110,8 +120,10 @@ class PrefixTree:
         return [node.chunk for node in path]
 
     def known_tokens(self, tokens: Sequence[int], *lineages: str) -> int:
-        """Returns how many of the first `tokens` some path has, token by token: from there on the prompt parts from all
-        that is here, or nothing more is here. What `match` finds of them is whole chunks. Nothing is taken."""
+        """Return the length of the longest known prefix in tokens, including a part of the last block.
+
+        `match` returns only its full blocks. No references are needed.
+        """
         parent, known = None, 0
         for data in pack_tokens(tokens, len(tokens)):
             node = next((n for lineage in lineages if (n := self._find(parent, lineage, data)) is not None), None)
@@ -126,12 +138,17 @@ class PrefixTree:
     def insert(
         self, tokens: Sequence[int], chunks: Sequence[int], lineage: str, alone: Callable[[int], bool]
     ) -> tuple[list[int], dict[int, int]]:
-        """Enters a sequence's full chunks, which hold `tokens`; those that are in the tree already stay as they are.
+        """Insert the full blocks of a sequence, which hold `tokens`.
 
-        Returns the chunks that are new in the tree (take the tree's reference on each), and, by index, the tree's own
-        chunks where it knew the same tokens of the same lineage under another id: the caller holds those instead.
-        It stops at such a chunk where the sequence is not `alone` in holding it: a fork that kept the old one would
-        later hold a chunk of the tree without its ancestors.
+        Args:
+            tokens: Tokens of the sequence, from its start.
+            chunks: The block ids. Blocks that are already in the tree are not changed.
+            lineage: KV provenance key of the new blocks.
+            alone: Returns whether only this sequence holds a block.
+
+        Returns:
+            New blocks, on which the caller takes the tree's reference, and a dict from index to the block that the
+            tree already had for the same tokens and provenance. The caller must use these instead of its own.
         """
         self._clock += 1
         known = next((i for i in range(len(chunks), 0, -1) if chunks[i - 1] in self._of), 0)
@@ -144,11 +161,11 @@ class PrefixTree:
             node = self._find(parent, lineage, data)
             if node is None:
                 if key in self._nodes:
-                    break  # other tokens with the same digest: nothing from here on can be shared
+                    break  # digest collision: no further block can be shared
                 node = self._add(_Node(key, parent, lineage, data, chunks[i], self._clock))
                 fresh.append(chunks[i])
             elif not alone(chunks[i]):
-                break
+                break  # a fork that keeps the old block would later hold a block of the tree without its ancestors
             else:
                 instead[i] = node.chunk
                 self.idle -= node.idle
@@ -158,7 +175,7 @@ class PrefixTree:
         return fresh, instead
 
     def release(self, chunks: Iterable[int]) -> None:
-        """Marks `chunks` idle: only the tree holds them now. Those that it does not know are ignored."""
+        """Mark `chunks` as idle (held only by the tree). Blocks that are not in the tree are ignored."""
         self._clock += 1
         for chunk in chunks:
             node = self._of.get(chunk)
@@ -169,7 +186,7 @@ class PrefixTree:
                 self._queue(node)
 
     def evict(self, count: int) -> list[int]:
-        """Drops `count` idle chunks, least recently used leaves first (fewer where there are fewer). Returns them."""
+        """Remove up to `count` idle blocks, least recently used leaves first. Return their ids."""
         gone: list[int] = []
         while len(gone) < count and self._leaves:
             used, _, node = heapq.heappop(self._leaves)
@@ -183,11 +200,11 @@ class PrefixTree:
         return gone
 
     def unkey(self, chunk: int) -> list[int]:
-        """Drops `chunk` and everything behind it from the tree: its content is about to change. Returns them."""
+        """Remove `chunk` and its descendants, because its content is about to change. Return their ids."""
         return self._remove(self._of[chunk])
 
     def check_integrity(self, refs: Callable[[int], int]) -> None:
-        """Asserts that keys, links, idle marks and queue agree with each other and with the reference counts."""
+        """Assert that keys, links, idle flags, queue and reference counts are consistent."""
         assert len(self._of) == len(self._nodes)
         assert all(node.key == key and self._of[node.chunk] is node for key, node in self._nodes.items())
         assert sum(node.idle for node in self._nodes.values()) == self.idle
@@ -199,13 +216,15 @@ class PrefixTree:
             assert node.parent is parent
             assert node.key == chunk_key(parent.key if parent else self._root, node.lineage, node.tokens)
             assert node.idle == (refs(node.chunk) == 1) and refs(node.chunk) >= 1
-            assert not (node.idle and any(not child.idle for child in node.children.values())), "held below an idle one"
-            assert not (node.idle and not node.children and not node.queued), "an idle leaf that is never evicted"
+            assert not (node.idle and any(not child.idle for child in node.children.values())), (
+                "block in use below an idle block"
+            )
+            assert not (node.idle and not node.children and not node.queued), "idle leaf is not queued for eviction"
             stack += [(node, child) for child in node.children.values()]
         assert seen == len(self._nodes)
 
     def _find(self, parent: _Node | None, lineage: str, data: bytes) -> _Node | None:
-        """The child of `parent` with these tokens and lineage, by digest and then by comparison."""
+        """Return the child of `parent` with these tokens and provenance, or None."""
         node = self._nodes.get(chunk_key(parent.key if parent else self._root, lineage, data))
         if node is None or node.parent is not parent or node.lineage != lineage or node.tokens != data:
             return None
@@ -220,18 +239,18 @@ class PrefixTree:
         return self._tops if parent is None else parent.children
 
     def _queue(self, node: _Node) -> None:
-        """Enters an idle leaf in the queue, once."""
+        """Add a node to the eviction queue if it is an idle leaf without an entry."""
         if node.idle and not node.children and not node.queued:
             node.queued = True
             heapq.heappush(self._leaves, (node.used, node.key, node))
 
     def _remove(self, node: _Node) -> list[int]:
-        """Takes out `node` with its subtree; returns their chunks."""
+        """Remove `node` and its subtree. Return their block ids."""
         del self._children(node.parent)[node.key]
         if node.parent is not None:
             self._queue(node.parent)
         gone = [node]
-        for other in gone:  # grows while it runs: breadth first
+        for other in gone:  # breadth-first: the list grows while it is iterated
             gone += other.children.values()
             self.idle -= other.idle
             del self._nodes[other.key], self._of[other.chunk]

@@ -1,4 +1,4 @@
-"""The lock that threads take turns by, in one process."""
+"""A lock that detects use in a forked process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from ..errors import InputError
 
 
 class ProcessLock:
-    """A re-entrant lock of the process that made it. After `os.fork` the child has the memory and none of the threads
-    (savers, loaders), and shares its parent's hold on stores: entering there raises InputError, before anything is
-    touched."""
+    """A re-entrant lock that raises InputError if a forked child enters it.
+
+    After `os.fork`, the child has none of the threads (savers, loaders) and shares the parent's locks on stores.
+    """
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -21,7 +22,7 @@ class ProcessLock:
         if os.getpid() != self._process:
             raise InputError(
                 f"this runtime was loaded in process {self._process}, and a fork of it cannot use it: load it after "
-                "the fork, or start workers with multiprocessing's method 'spawn'"
+                "the fork, or start workers with multiprocessing's start method 'spawn'"
             )
         self._lock.acquire()
 

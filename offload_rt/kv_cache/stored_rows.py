@@ -1,5 +1,4 @@
-"""Where the rows of block tables lie in the arena, and how they are read and written there. Who may do so, and when, is
-the pool's to say (`pool.py`)."""
+"""Read and write the KV of block tables in the arena. `pool.py` controls allocation and access."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from .layout import ArenaLayout
 
 
 class Span(NamedTuple):
-    """Neighbouring token slots of one slab: `size` of them from slot `offset` on."""
+    """Contiguous token slots of one slab: `size` slots from `offset` on."""
 
     slab: int
     offset: int
@@ -24,62 +23,64 @@ class Span(NamedTuple):
 
 
 class Rows(Protocol):
-    """Where rows lie: in memory (`Arena`) or in a file (`FileArena`)."""
+    """Storage of KV: memory (`Arena`) or a file (`FileArena`)."""
 
     layout: ArenaLayout
     active: int
 
     def activate(self) -> None:
-        """Makes the next slab ready. Raises MemoryLimitError."""
+        """Make the next slab usable. Raise MemoryLimitError or PoolFullError."""
         ...
 
     def view(self, slab: int, place: int, offset: int, size: int) -> KVPart:
-        """K and V `[Hkv, size, width]` of neighbouring slots of a slab in one layer, to be read."""
+        """Return K and V `[Hkv, size, width]` of contiguous slots of a slab in one layer, for reading."""
         ...
 
     def fill(self, slab: int, place: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Rows k, v `[Hkv, n, width]` take neighbouring slots of a slab in one layer."""
+        """Write encoded k, v `[Hkv, n, width]` to contiguous slots of a slab in one layer."""
         ...
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copies the first `tokens` slots of chunk `source` to chunk `target`, all layers."""
+        """Copy the first `tokens` slots of block `source` to block `target` in all layers."""
         ...
 
 
 class StoredRows:
-    """The rows of an arena by block table, layer and token, as `format` stores them. It holds no chunk and knows no
-    holder; mutated by `write`, `fill` and `move`."""
+    """Accesses the KV of an arena by block table, layer and token, in the storage format `format`.
+
+    Does not allocate blocks or count references.
+    """
 
     def __init__(self, arena: Rows, groups: LayerGroups, format: KVFormat) -> None:
         self._arena, self.groups, self.format, self.layout = arena, groups, format, arena.layout
 
     @property
     def rows(self) -> torch.Tensor:
-        """`[R, width]`, the memory by row id (`ArenaLayout`) of a pool that is in memory, as `format` stores it."""
+        """`[R, width]`, the stored vectors by row id (`ArenaLayout`). Only for a pool in memory."""
         assert isinstance(self._arena, Arena)
         return self._arena.rows
 
     @property
     def file(self) -> FileArena | None:
-        """Where the rows of a pool on disk are."""
+        """The file arena of a pool on disk, else None."""
         return self._arena if isinstance(self._arena, FileArena) else None
 
     @property
     def lost(self) -> set[int]:
-        """Chunks with rows that a disk did not take, as far as is known yet."""
+        """Blocks that could not be written to disk, as far as known."""
         return set() if self.file is None else self.file.lost
 
     def readable(self, blocks: BlockTable) -> bool:
-        """Whether all rows of a block table can be read, as far as is known yet."""
+        """Return whether no block of a table is lost, as far as known."""
         lost = self.lost
         return not lost or lost.isdisjoint([*blocks.chunks, *(one for own in blocks.windows.values() for one in own)])
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """K and V of tokens [start, start + n) of one layer, k, v `[Hkv, n, d]` on any device; blocks until copied."""
+        """Write k, v `[Hkv, n, d]` of tokens [start, start + n) of one layer, on any device. Waits for the copy."""
         self.fill(blocks, layer, start, self.format.encode(k), self.format.encode(v))
 
     def fill(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """`write` of rows k, v `[Hkv, n, width]` that are as they are stored."""
+        """Write k, v `[Hkv, n, width]` that are already encoded."""
         done = 0
         for span in self.spans(blocks, self.groups.group[layer], range(start, start + k.shape[1])):
             own = slice(done, done + span.size)
@@ -87,38 +88,41 @@ class StoredRows:
             done += span.size
 
     def fill_span(self, layer: int, span: Span, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Rows k, v `[Hkv, size, width]`, as they are stored, take the slots of a span in one layer."""
+        """Write encoded k, v `[Hkv, size, width]` to the slots of a span in one layer."""
         self._arena.fill(span.slab, self.groups.place[layer], span.offset, k, v)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """The rows of slot `source` also take slot `target`, as they are stored."""
+        """Copy the stored KV of slot `source` to slot `target`."""
         [row] = self.stored(blocks, layer, range(source, source + 1))
         self.fill(blocks, layer, target, row.k, row.v)
 
     def chunks_of(self, blocks: BlockTable, group: int, places: range) -> list[int]:
-        """Ids of the chunks that hold the rows of a group's layers in `places` (64 tokens each), where there are
-        any."""
+        """Return the ids of the blocks of a layer group at the indices `places`. Omits missing window blocks."""
         if group == 0:
             return blocks.chunks[places.start : places.stop]
         return [blocks.windows[place][group - 1] for place in places if place in blocks.windows]
 
     def window_start(self, blocks: BlockTable, stop: int) -> int:
-        """The first token from which on to `stop` sliding layers have slots without a gap."""
+        """Return the start of the gapless range up to `stop` for which sliding-window layers have slots."""
         place = -(-stop // CHUNK)
         while place - 1 in blocks.windows:
             place -= 1
         return min(place * CHUNK, stop)
 
     def kept(self, blocks: BlockTable, layer: int, tokens: range) -> range:
-        """The tokens at the end of `tokens` that a layer has slots for: all, or of a sliding layer those that the
-        windows of later tokens will show."""
+        """Return the end of `tokens` for which a layer has slots.
+
+        For a full-attention layer, these are all tokens. A sliding-window layer keeps those that later windows include.
+        """
         if self.groups.group[layer] == 0:
             return tokens
         return range(max(tokens.start, self.window_start(blocks, tokens.stop)), tokens.stop)
 
     def spans(self, blocks: BlockTable, group: int, tokens: range) -> list[Span]:
-        """Return where the token slots `tokens` lie in a group's layers, in token order, in as few spans as possible.
-        An empty range has no span: it may lie in a block for which a sliding layer has no slots."""
+        """Return the slots of `tokens` in a layer group, in token order, in as few spans as possible.
+
+        An empty range has no span, because a sliding-window layer may have no slots there.
+        """
         assert tokens.step == 1 and tokens.start >= 0
         if not tokens:
             return []
@@ -137,39 +141,44 @@ class StoredRows:
         return spans
 
     def view(self, layer: int, span: Span) -> KVPart:
-        """K and V `[Hkv, size, width]` of one layer and span: views of a pool in memory, else copies."""
+        """Return stored K and V `[Hkv, size, width]` of one layer and span: views if in memory, else copies."""
         return self._arena.view(span.slab, self.groups.place[layer], span.offset, span.size)
 
     def stored(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
-        """K and V of the token slots `tokens` of one layer, as `view` gives them, `[Hkv, n, width]` in token order, one
-        for each contiguous run: in memory each head's `[n, width]` is contiguous. For many layers of a group:
-        `spans` once, then `view`."""
+        """Return the stored K and V `[Hkv, n, width]` of `tokens` in one layer, one part per contiguous run.
+
+        In memory, the `[n, width]` of each head is contiguous. For several layers of a group, call `spans` once and
+        `view` for each layer.
+        """
         return [self.view(layer, span) for span in self.spans(blocks, self.groups.group[layer], tokens)]
 
     def runs(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
-        """`stored` as numbers `[Hkv, n, d]`: the views themselves where the format is exact, else decoded copies."""
+        """Return K and V `[Hkv, n, d]` per contiguous run: views if the format is exact, else decoded copies."""
         parts = self.stored(blocks, layer, tokens)
         if self.format.exact:
             return parts
         return [KVPart(self.format.decode(part.k), self.format.decode(part.v)) for part in parts]
 
     def row_base(self, blocks: BlockTable) -> torch.Tensor:
-        """int64 `[chunks]`: the row id of the first token of each chunk of group 0 at place 0, head 0, K. Token t of a
-        layer that sees everything, head h, is row `row_base[t // 64] + t % 64 + layout.row(groups.place[l], h, kv)`."""
+        """Return the row id of the first token of each block of group 0 (layer index 0, head 0, K), int64 `[chunks]`.
+
+        In full-attention layer l, token t of head h is row
+        `row_base[t // 64] + t % 64 + layout.row(groups.place[l], h, kv)`.
+        """
         chunks = torch.tensor(blocks.chunks, dtype=torch.int64)
         slabs = chunks // self.layout.slab_chunks
         return slabs * self.layout.slab_rows + (chunks - slabs * self.layout.slab_chunks) * CHUNK
 
 
 def chunks_for(tokens: int) -> int:
-    """Chunks that hold `tokens` tokens."""
+    """Return the number of blocks for `tokens` tokens."""
     return -(-tokens // CHUNK)
 
 
 def _run_length(chunks: list[int]) -> int:
-    """How many of `chunks`, from the first on, have successive ids. The whole list is compared first, which is much
-    the commonest case and runs at the speed of C."""
+    """Return the number of leading blocks with consecutive ids."""
     first = chunks[0]
+    # Usually all ids are consecutive, and a list comparison runs in C.
     if chunks == list(range(first, first + len(chunks))):
         return len(chunks)
     return next(i for i, chunk in enumerate(chunks) if chunk != first + i)

@@ -1,5 +1,4 @@
-"""The chunks that hold rows of sliding layers: which are kept, beside the prefix tree's chunks, for the next sequence
-with the same beginning."""
+"""Cache of window blocks (KV of sliding-window layers) that belong to published blocks of the prefix tree."""
 
 from __future__ import annotations
 
@@ -11,14 +10,13 @@ from .layer_groups import LayerGroups
 
 
 class WindowChunks:
-    """Window chunks of published chunks, by the published chunk's id: the rows that sliding layers have of the same 64
-    tokens. Ids only.
+    """Maps each published block to the window blocks with the sliding-window layers' KV of the same 64 tokens.
 
-    A sequence holds them for as long as its windows show them; here they outlive that, with one reference on each, so
-    that another sequence can begin behind any prefix whose last window is complete. Those that nobody else holds are
-    idle: given up oldest first when room is needed, or when the chunk that they belong to leaves the tree.
+    A sequence frees its window blocks when they leave its windows. This cache holds a reference on each, so that
+    another sequence can continue after any prefix whose last window is complete. Window blocks that no sequence holds
+    are idle. They are evicted oldest first if memory is needed, or when their published block leaves the tree.
 
-    Mutated by `keep`, `take`, `release`, `forget` and `evict`, on one thread, like the table whose references it holds.
+    Not thread-safe.
     """
 
     def __init__(self, table: ChunkTable, groups: LayerGroups) -> None:
@@ -29,22 +27,25 @@ class WindowChunks:
 
     @property
     def idle(self) -> int:
-        """Chunks that nobody else holds."""
+        """Number of window blocks that no sequence holds."""
         return len(self._idle) * self._groups.sliding
 
     def keep(self, chunk: int, window: tuple[int, ...]) -> None:
-        """Keeps the window chunks of a published chunk, which their sequence holds; the first ones given stay."""
+        """Cache the window blocks of a published block. Does nothing if the block already has some."""
         if chunk not in self._kept:
             self._table.incref(window)
             self._kept[chunk] = window
             self._of[window[0]] = chunk
 
     def usable(self, chunks: Sequence[int], floor: int) -> int:
-        """How many of `chunks`, a path of the tree from its top, a sequence can begin behind: the most of which all
-        that the windows of the next token show is kept. Tokens before `floor` are never shown."""
+        """Return the length of the longest prefix of `chunks` after which a sequence can continue.
+
+        All window blocks that the next token sees must be cached. `chunks` is a path from the root of the tree. Tokens
+        before `floor` are never visible.
+        """
         if not self._groups.sliding:
             return len(chunks)
-        first = len(chunks)  # the first place of the gapless run that ends at the place looked at
+        first = len(chunks)  # start of the gapless run that ends at the current block
         starts = []
         for i, chunk in enumerate(chunks):
             first = (first if i and chunks[i - 1] in self._kept else i) if chunk in self._kept else i + 1
@@ -54,7 +55,7 @@ class WindowChunks:
         return next(fits, 0)
 
     def take(self, chunks: Sequence[int], floor: int) -> dict[int, tuple[int, ...]]:
-        """The window chunks that a sequence needs to go on behind `chunks`, by place, with a reference on each."""
+        """Return the window blocks needed to continue after `chunks`, by index, with a reference on each."""
         if not self._groups.sliding or not chunks:
             return {}
         first = self._groups.first_seen(len(chunks) * CHUNK, floor) // CHUNK
@@ -65,14 +66,14 @@ class WindowChunks:
         return found
 
     def release(self, window: tuple[int, ...]) -> None:
-        """A sequence's references on the window chunks of one place end."""
+        """Drop the references of a sequence on the window blocks of one place."""
         self._table.decref(window)
         chunk = self._of.get(window[0])
         if chunk is not None and self._table.refs(window[0]) == 1:
             self._idle[chunk] = None
 
     def forget(self, chunks: Iterable[int]) -> None:
-        """These chunks left the tree: what was kept of their windows is given up."""
+        """Drop the cached window blocks of blocks that left the tree."""
         for chunk in chunks:
             if (window := self._kept.pop(chunk, None)) is not None:
                 del self._of[window[0]]
@@ -80,17 +81,17 @@ class WindowChunks:
                 self._table.decref(window)
 
     def forget_lost(self, lost: set[int]) -> None:
-        """Gives up what is kept of windows with one of these chunks, whose rows were never written."""
+        """Drop all entries with a window block that could not be written to disk."""
         self.forget([chunk for chunk, window in self._kept.items() if not lost.isdisjoint(window)])
 
     def evict(self, count: int) -> None:
-        """Gives up idle ones, the oldest first, until `count` chunks are free again or none is left."""
+        """Evict idle window blocks, oldest first, until `count` blocks are free or none is left."""
         while count > 0 and self._idle:
             self.forget([next(iter(self._idle))])
             count -= self._groups.sliding
 
     def check_integrity(self, known: Callable[[int], bool]) -> None:
-        """Asserts that what is kept belongs to chunks that the tree knows, and that idle is what nobody else holds."""
+        """Assert that all entries belong to published blocks and that idle ones have no other holder."""
         assert self._of == {window[0]: chunk for chunk, window in self._kept.items()}
         for chunk, window in self._kept.items():
             refs = {self._table.refs(one) for one in window}

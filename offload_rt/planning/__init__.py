@@ -1,1 +1,1 @@
-"""What a model and a context will need, from shapes alone."""
+"""Memory planning for a model and a context, based on shapes only."""

@@ -1,9 +1,11 @@
-"""What lies on the device under a limit of its bytes (`device_memory`): decided before anything is loaded.
+"""Plan what is kept on the device under a memory limit (`device_memory`), before anything is loaded.
 
-First choice: everything. Then weights give way. Of a mixture, experts: all are in host memory, and each layer has as
-many on the device as fit. Then whole decoder layers, spread evenly so that the link never rests, stay in host memory
-and stream through two buffers. Last, when not even two layers at a time leave room for them, the scoring
-keys: they stay on the host and are scored there (InfiniGen §6.2), which is slower than any link.
+If not everything fits, the plan moves data to host memory in this order:
+
+1. Experts of a mixture of experts. All are in host memory, and each layer caches as many on the device as fit.
+2. Decoder layers. They are streamed through two buffers, and are evenly spaced to keep the transfers busy.
+3. Scoring keys, if not even two layers at a time leave room for them. They are then scored on the host (InfiniGen
+   §6.2), which is slower than any transfer.
 """
 
 from __future__ import annotations
@@ -30,9 +32,14 @@ from .weight_placement import placements
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """`limit` bytes on the device hold `weights` bytes of weights (buffers for the `streamed` layers among them) and
-    what the sequences that run take at most, as `costs` has it. `context` is how many tokens of one sequence the plan
-    was made for."""
+    """Division of the device memory between weights and running sequences.
+
+    Attributes:
+        limit: Bytes of device memory.
+        costs: Upper bounds for the memory of sequences.
+        context: Tokens of the sequence that the plan was made for.
+        streamed: Layers whose weights are streamed from host memory.
+    """
 
     limit: int
     costs: DeviceCosts
@@ -41,22 +48,22 @@ class DevicePlan:
 
     @property
     def weights(self) -> int:
-        """Bytes of weights and their buffers on the device."""
+        """Bytes of weights and streaming buffers on the device."""
         return _weights(self.costs, self.streamed)
 
     @property
     def placement(self) -> Placement:
-        """What of the weights stays in host memory."""
+        """Weights that stay in host memory."""
         return replace(self.costs.shape.placement, layers=self.streamed)
 
     @property
     def streamed_bytes(self) -> int:
-        """What the streamed layers' weights take in host memory, and cross the link for every step of a batch."""
+        """Bytes of the streamed layers in host memory, which are copied to the device in every step of a batch."""
         return sum(self.costs.shape.sizes.layers[layer] for layer in self.streamed)
 
     @property
     def host_bytes(self) -> int:
-        """What the host keeps for the device, besides the pool."""
+        """Bytes in host memory besides the KV cache: weights and scoring keys."""
         weights = self.streamed_bytes + self.costs.shape.host_bytes
         if not self.keys_on_host:
             return weights
@@ -65,35 +72,35 @@ class DevicePlan:
 
     @property
     def keys_on_host(self) -> bool:
-        """Whether scoring keys lie, and score, in host memory."""
+        """Whether scoring keys are kept and evaluated on the host."""
         return self.costs.keys_on_host
 
     @property
     def room(self) -> int:
-        """Bytes for everything that is no weight."""
+        """Bytes on the device for everything except weights."""
         return self.limit - self.weights
 
     def beside(self, other: DevicePlan) -> bool:
-        """Whether it has the same weights and scoring keys on the device."""
+        """Return whether `other` has the same weights and scoring keys on the device."""
         return self.placement == other.placement and self.keys_on_host == other.keys_on_host
 
     def check(self, contexts: Sequence[int]) -> None:
-        """Raises DeviceFullError where sequences with room for so many tokens could take more than the limit."""
+        """Raise DeviceFullError if sequences of `contexts` tokens could exceed the limit."""
         needed = self.costs.total([_slots(context) for context in contexts]) if contexts else 0
         if needed > self.room:
-            who = f"{len(contexts)} sequences" if len(contexts) > 1 else "a sequence"
+            subject = f"{len(contexts)} sequences" if len(contexts) > 1 else "a sequence"
             raise DeviceFullError(
                 f"device_memory={format_size(self.limit)} leaves {format_size(self.room)} beside the weights, and "
-                f"{who} of up to {max(contexts):,} tokens may need {format_size(needed)}: raise device_memory, shorten "
-                f"the prompt, or give a larger max_model_len, for which more layers' weights would stay on the host "
-                f"(this plan is for {self.context:,} tokens)"
+                f"{subject} of up to {max(contexts):,} tokens may need {format_size(needed)}: raise device_memory, "
+                f"shorten the prompt, or give a larger max_model_len, for which more layers' weights would stay on the "
+                f"host (this plan is for {self.context:,} tokens)"
             )
 
 
 def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
-    """The plan that keeps most weights on the device for one sequence of `context` tokens within `limit` bytes.
+    """Return the plan with the most weights on the device for one sequence of `context` tokens.
 
-    Raises MemoryLimitError where none holds, with what is missing and what would fit.
+    Raises MemoryLimitError if no plan fits into `limit` bytes. The message says what is missing and what would fit.
     """
     layers = costs.shape.geometry.layers
     for keys_on_host in (False, True) if costs.demand.key_bytes else (False,):
@@ -107,16 +114,20 @@ def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
 
 
 def prefill_slices(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
-    """How many prompt tokens may be computed together, the best number first: a device wants many, and products of a
-    CPU gain nothing from more than 512."""
+    """Return the possible prefill chunk sizes in tokens, best first.
+
+    GPUs benefit from large chunks. On a CPU, more than 512 tokens give no speedup.
+    """
     if config.prefill_chunk_size is not None:
         return (config.prefill_chunk_size,)
     return (512,) if device.type == "cpu" else (2048, 1024, 512)
 
 
 def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
-    """What sequences take of the device under `config`, in slices of the best size. Raises ConfigError for the policy's
-    options."""
+    """Return the device memory costs of sequences with the best prefill chunk size.
+
+    Raises ConfigError for invalid policy options.
+    """
     demand = memory_demand(config.policy, config.policy_options, shape.geometry, shape.dtype)
     rounded, best = config.kv_cache_dtype != "auto", prefill_slices(config, shape.device)[0]
     graphs = config.replays(shape.device.type)
@@ -124,8 +135,10 @@ def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
 
 
 def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
-    """The plan of a runtime with `config.device_memory`. Raises ConfigError for the policy's options,
-    MemoryLimitError."""
+    """Return the plan for `config.device_memory`.
+
+    Raises ConfigError for invalid policy options, and MemoryLimitError if no plan fits.
+    """
     assert config.device_memory is not None
     geometry = shape.geometry
     pool = config.host_memory or available_memory() // 2
@@ -143,26 +156,26 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     if plan.streamed and not shape.streams:
         raise MemoryLimitError(
             f"device_memory={format_size(plan.limit)} does not hold all weights beside {plan.context:,} tokens, and "
-            f"packed ones ({shape.packing}, {format_size(shape.weight_bytes)}) are not brought over layer by layer: "
+            f"packed weights ({shape.packing}, {format_size(shape.weight_bytes)}) cannot be streamed layer by layer: "
             "raise device_memory, or give a smaller max_model_len"
         )
     return plan
 
 
 def _plans(limit: int, several: Sequence[DeviceCosts], context: int) -> Iterator[DevicePlan]:
-    """The plans of those that have one."""
+    """Yield a plan for each of `several` that fits."""
     for costs in several:
         with suppress(MemoryLimitError):
             yield plan_device(limit, costs, context)
 
 
 def _spread(count: int, layers: int) -> tuple[int, ...]:
-    """`count` of `layers` layers, evenly."""
+    """Return `count` evenly spaced layers."""
     return tuple((2 * i + 1) * layers // (2 * count) for i in range(count))
 
 
 def _slots(context: int) -> int:
-    """The slots of whole chunks that so many tokens take."""
+    """Round tokens up to whole blocks."""
     return -(-context // CHUNK) * CHUNK
 
 
@@ -173,7 +186,7 @@ def _weights(costs: DeviceCosts, streamed: Sequence[int]) -> int:
 
 
 def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
-    """The message of a limit under which nothing holds: `costs` with as little on the device as there can be."""
+    """Return the error message if even `costs`, with the minimum on the device, exceeds the limit."""
     layers = costs.shape.geometry.layers
     least = min(_weights(costs, _spread(count, layers)) for count in {0, layers} if count == 0 or count > BUFFERS)
     rest = costs.total([_slots(context)])
@@ -190,7 +203,7 @@ def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
 
 
 def _longest(room: int, costs: DeviceCosts, context: int) -> int:
-    """The most tokens of one sequence, below `context`, that `room` bytes hold; 0 where none."""
+    """Return the maximum tokens of one sequence, below `context`, that fit into `room` bytes, or 0."""
     low, high = 0, context
     while high - low > 1:
         middle = (low + high) // 2

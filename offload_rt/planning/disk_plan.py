@@ -1,4 +1,4 @@
-"""What a pool on disk takes of the disk and of host memory, from shapes alone."""
+"""Disk space and host memory of a KV cache on disk, computed from shapes only."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from ..models.registry import ModelShape
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """limit: bytes of rows that the disk may take. shares: what is in host memory of them."""
+    """`limit`: maximum bytes of KV on the disk. `shares`: division of the host memory."""
 
     limit: int
     shares: HostShares
 
 
 def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
-    """The plan of a runtime with `config.disk`; None without. Raises MemoryLimitError where a limit is more than there
-    is, or too little."""
+    """Return the plan for `config`, or None without `config.disk`.
+
+    Raises MemoryLimitError if a limit is too large or too small.
+    """
     if config.disk is None:
         return None
     host = config.host_memory or available_memory() // 2

@@ -1,6 +1,8 @@
-"""What a model and a context will need, from shapes alone: nothing is loaded. What is said of the device is an upper
-bound, part by part, that `--device-memory` plans with (`device_plan.py`) and a test holds against an allocator that
-counts."""
+"""Memory requirements of a model and a context, computed from shapes without loading anything.
+
+The device figures are upper bounds for each part. `--device-memory` uses them (`device_plan.py`), and a test compares
+them with a counting allocator.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,22 @@ from ..skewing.calibrate import SLICE, TOKENS
 from ..transfer.working_set import working_set_bytes
 from ..utils.units import format_size
 
-CUDA_WORKSPACE = 64 * 2**20
-"""What torch allocates for cuBLAS on two streams of the largest devices."""
+CUDA_WORKSPACE = 64 * 2**20  # bytes that torch allocates for cuBLAS with two streams on the largest devices
 
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """Upper bounds of what lies on the device besides the weights, in bytes.
+    """Upper bounds of the device memory besides the weights, in bytes.
 
-    `slice` is the number of prompt tokens whose queries, attention and MLP are computed together; `rounded` says that
-    rows are stored in a format that has to be decoded, `keys_on_host` that scoring keys, and scoring, are on the
-    host, `graphs` that steps of rounded batch sizes are captured, one of which keeps the memory of its step."""
+    Attributes:
+        shape: Shapes of the model.
+        demand: Memory demand of the policy.
+        slice: Prompt tokens whose queries, attention and MLP are computed together.
+        rounded: Whether the KV cache uses a format that must be decoded.
+        keys_on_host: Whether scoring keys are kept and evaluated on the host.
+        working_set: Fetched KV entries that each KV head of a selecting layer keeps on the device.
+        graphs: Whether steps with padded batch sizes are captured as CUDA graphs, one of which keeps its memory.
+    """
 
     shape: ModelShape
     demand: MemoryDemand
@@ -39,21 +46,23 @@ class DeviceCosts:
     rounded: bool = False
     keys_on_host: bool = False
     working_set: int = 0
-    """Fetched rows of each KV head and selecting layer that stay."""
     graphs: bool = False
 
     def basis(self) -> int:
-        """What scoring has, whatever the context."""
+        """Return the bytes for scoring that do not depend on the context."""
         return self.demand.guess_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
 
     def fixed(self) -> int:
-        """What there is whatever runs: bases; cos and sin of a slice; on CUDA the workspaces of cuBLAS."""
+        """Return the constant bytes: bases, cos and sin of a slice, and cuBLAS workspaces on CUDA."""
         rotation = 2 * self.slice * self.shape.geometry.head_dim * self.shape.dtype.itemsize
         return self.basis() + rotation + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
 
     def scoring(self, context: int) -> int:
-        """Scoring keys of a sequence, as if it shared none: its pages; or, where they grow, with what they allocate
-        ahead, one layer at a time twice."""
+        """Return the bytes of a sequence's scoring keys, assuming none are shared.
+
+        Keys are allocated in pages or in growing buffers. Growing buffers allocate ahead, and one layer at a time
+        exists twice.
+        """
         if self.keys_on_host:
             return 0
         if page := self.demand.key_page:
@@ -62,20 +71,20 @@ class DeviceCosts:
 
     @property
     def working_set_bytes(self) -> int:
-        """The working sets of a sequence, one in each layer that selects."""
+        """Bytes of the working sets of a sequence, one per selecting layer."""
         geometry = self.shape.geometry
         selecting = geometry.layers - len(self.demand.dense)
         return selecting * working_set_bytes(self.working_set, geometry, self.shape.dtype)
 
     @property
     def resident(self) -> int:
-        """Sinks, recent window and working set of a sequence; of sliding layers their windows."""
+        """Bytes of sinks, recent window, sliding windows and working sets of a sequence."""
         geometry = self.shape.geometry
         tokens = sum(sum(geometry.resident(layer, 0, self.demand.resident)) for layer in range(geometry.layers))
         return tokens * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + self.working_set_bytes
 
     def fetched(self, context: int, layer: int) -> int:
-        """The most tokens that a layer of a sequence fetches; past the last layer none, and what slides is resident."""
+        """Return the maximum tokens that a layer fetches; 0 for sliding-window layers and after the last layer."""
         if layer == self.shape.geometry.layers or self.shape.geometry.windows[layer] is not None:
             return 0
         if layer in self.demand.dense:
@@ -83,21 +92,24 @@ class DeviceCosts:
         return max(1, int(self.demand.share * context), min(context, self.demand.whole))
 
     def link_bytes(self, context: int) -> int:
-        """The most that crosses the link for one step of a sequence: rows as the model has them."""
+        """Return the maximum bytes copied to the device per step of a sequence, in the model's dtype."""
         geometry = self.shape.geometry
         rows = sum(self.fetched(context, layer) for layer in range(geometry.layers))
         return rows * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers
 
     def _padded(self, contexts: Sequence[int]) -> Sequence[int]:
-        """The slots that a batch takes together (`forward/batched.py`): as many for each as for the longest."""
+        """Return the contexts of a batch after padding to the longest (`model_runner/batched.py`)."""
         if self.shape.device.type == "cpu" or self.keys_on_host or not self.demand.key_bytes:
             return contexts
         sequences = padded_batch(len(contexts)) if self.graphs else len(contexts)
         return sequences * [bucket(max(contexts))]
 
     def staging(self, contexts: Sequence[int]) -> int:
-        """Rows of the layer that attends and of the next, of each of a batch; one sequence's joined with the resident
-        ones (and decoded, first), or on CUDA all decoded; with their ids."""
+        """Return the bytes of fetched KV with its ids.
+
+        Includes the KV of the current and the next layer of all sequences, and a copy for one sequence merged with its
+        resident KV. If the KV is encoded, adds the decoded KV of that sequence, or of all sequences on CUDA.
+        """
         contexts = self._padded(contexts)
         geometry = self.shape.geometry
         pair = geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + 8 * 8 * geometry.kv_heads
@@ -112,16 +124,15 @@ class DeviceCosts:
         return worst * pair
 
     def prefill(self, context: int) -> int:
-        """A prompt's hidden states, one layer's K and V as they are made and joined to what was there, and one slice's
-        work."""
+        """Return the bytes of a prefill: hidden states, new and merged K and V of one layer, and work of one slice."""
         geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._compute
         rows = context * (2 * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + geometry.hidden * size + 16)
         heads = geometry.heads * geometry.head_dim
-        # Norms widen, an MLP has its gate, both factors and their product at once; attention over what was there
-        # before and over the slice are two results, merged in the wider dtype.
+        # Norms use a wider dtype. An MLP holds its gate, both factors and their product at once. Attention over the
+        # earlier context and over the slice gives two results, merged in the wider dtype.
         mlp = 4 * geometry.hidden * compute + 4 * self.shape.sizes.widest * size
         attention = 3 * geometry.hidden * compute + heads * (5 * size + 3 * compute)
-        if geometry.sinks or geometry.softcap is not None:  # no kernel of torch's: scores, weights, and a mask of each
+        if geometry.sinks or geometry.softcap is not None:  # no fused torch kernel: scores, weights, and a mask of each
             at_once = min(context, KEYS_AT_ONCE)
             attention += at_once * (geometry.heads * (2 * compute + size) + geometry.group * (8 + 3))
             attention += 2 * heads * compute
@@ -137,21 +148,25 @@ class DeviceCosts:
         return rows + weighed + work + self._logits(1)
 
     def calibration(self) -> int:
-        """What a first start takes, before there is a sequence: a pass over the calibration's text, whose sums in
-        float64 take no more of a slice than attention and MLP do. 0 where nothing is calibrated."""
+        """Return the bytes of the calibration pass on the first start; 0 if nothing is calibrated.
+
+        Its float64 sums need no more memory per slice than attention and MLP.
+        """
         if not self.demand.guess_bytes + self.demand.basis_bytes:
             return 0
         return replace(self, slice=max(self.slice, SLICE)).prefill(TOKENS)
 
     def decode(self, contexts: Sequence[int]) -> int:
-        """A batch's hidden states and logits, and one sequence's scores and attention weights; on CUDA, where they are
-        together, all sequences'."""
+        """Return the bytes of a decode step: hidden states and logits of the batch, scores and attention weights.
+
+        Scores and weights exist for one sequence at a time on a CPU and for all sequences on CUDA.
+        """
         geometry, compute, contexts = self.shape.geometry, self._compute, self._padded(contexts)
         wide = 12 * geometry.hidden + 6 * self.shape.sizes.widest + 12 * geometry.heads * geometry.head_dim
         longest, scored = max(contexts, default=0), 0
         at_once = len(contexts) if self.shape.device.type != "cpu" else 1
         if len(self.demand.dense) < geometry.layers and not self.keys_on_host:
-            # Scores, masks of what passes, the group's best, and a sort of them: values and indices.
+            # Scores, selection masks, the maximum per group, and a sort of it: values and indices.
             scored = longest * (geometry.heads * (3 * compute + 2) + geometry.kv_heads * (3 * compute + 32))
             scored += longest * geometry.kv_heads * geometry.head_dim  # keys under a mask, or unpacked
             scored *= at_once
@@ -162,18 +177,18 @@ class DeviceCosts:
         return len(contexts) * wide * compute + self._logits(len(contexts)) + max(scored, weights)
 
     def total(self, contexts: Sequence[int]) -> int:
-        """All of it for sequences of so many tokens that run together, the longest of them at some time prefilled."""
+        """Return the total bytes for concurrent sequences, including a prefill of the longest one."""
         lasting = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
         step = self.staging(contexts) + self.decode(contexts)
         return lasting + max(self.prefill(max(contexts)), self.calibration(), step) + (step if self.graphs else 0)
 
     @property
     def _compute(self) -> int:
-        """Bytes of a number in the widest dtype that anything is computed in."""
+        """Bytes per number in the widest dtype used in computations."""
         return torch.promote_types(self.shape.dtype, torch.float32).itemsize
 
     def _logits(self, sequences: int) -> int:
-        """Logits of a batch, widened, and one sequence's on their way through the sampler's filters."""
+        """Return the bytes of a batch's logits with wider copies, and of one sequence in the sampler."""
         vocab = self.shape.geometry.vocab
         return vocab * (sequences * (self.shape.dtype.itemsize + 2 * self._compute) + 6 * self._compute + 16)
 
@@ -182,14 +197,18 @@ class DeviceCosts:
 class Requirements:
     """Bytes for one sequence of `context` tokens.
 
-    kv_per_token, kv_host: K and V in the host pool, of one token more (in layers that see everything) and of the whole
-        chunks of the context.
-    weights, scoring, resident, working_set, staging: on the device while decoding: weights, scoring keys and their
-        bases, sinks and recent window, the working set, and the rows that a layer attends to, fetched and joined with
-        the resident ones, while the next layer's arrive.
-    decode: hidden states, scores, attention weights and logits while decoding.
-    prefill: all of that while prefilling, in place of `staging` and `decode`.
-    graphs: what captured steps keep beside the one that runs, each the memory of its step.
+    Attributes:
+        context: Tokens of the sequence.
+        kv_per_token: KV cache per additional token (full-attention layers only).
+        kv_host: KV cache of the context, in whole blocks.
+        weights: Weights on the device.
+        scoring: Scoring keys, their bases and constant buffers on the device.
+        resident: Sinks, recent window and sliding windows on the device.
+        working_set: Working sets on the device.
+        staging: Fetched KV of the current layer, merged with the resident KV, and of the next layer.
+        decode: Hidden states, scores, attention weights and logits while decoding.
+        prefill: Replaces `staging` and `decode` during prefill.
+        graphs: Memory kept by captured CUDA graphs other than the running one.
     """
 
     context: int
@@ -206,14 +225,20 @@ class Requirements:
 
     @property
     def device(self) -> int:
-        """The larger of what prefill and decoding need on the device."""
+        """Device memory: the maximum of prefill and decoding."""
         lasting = self.weights + self.scoring + self.resident + self.working_set + self.graphs
         return lasting + max(self.prefill, self.staging + self.decode)
 
 
 def requirements(costs: DeviceCosts, weights: int, context: int, most_graphs: int = 1) -> Requirements:
-    """What `context` tokens of one sequence need, with so many bytes of `weights` on the device, and where steps are
-    captured so many graphs at most at a time."""
+    """Return the memory requirements of one sequence.
+
+    Args:
+        costs: Upper bounds for the device memory.
+        weights: Bytes of weights on the device.
+        context: Tokens of the sequence.
+        most_graphs: Maximum number of captured CUDA graphs.
+    """
     assert context >= 1
     geometry, dtype = costs.shape.geometry, costs.shape.dtype
     groups, staging, decode = LayerGroups.of(geometry), costs.staging([context]), costs.decode([context])
@@ -234,9 +259,15 @@ def requirements(costs: DeviceCosts, weights: int, context: int, most_graphs: in
 
 @dataclass(frozen=True)
 class Machine:
-    """What is free here, in bytes. `device` is the name of a device with memory of its own; without one, `device_free`
-    is None and everything lies in host memory. `pool_limit` is what the host pool may take of `host_free`; where rows
-    lie on disk, `disk_limit` is what they may take there."""
+    """Free memory of the system in bytes.
+
+    Attributes:
+        host_free: Free host memory.
+        pool_limit: Maximum host memory of the KV cache.
+        device: Name of a device with separate memory, or None if everything is in host memory.
+        device_free: Free memory of that device, or None.
+        disk_limit: Maximum disk space of the KV cache, or None if it is in memory.
+    """
 
     host_free: int
     pool_limit: int
@@ -246,7 +277,7 @@ class Machine:
 
     @classmethod
     def here(cls, host_memory: int | None, device: torch.device, disk_limit: int | None = None) -> Machine:
-        """This machine computing on `device`, with the pool's limit (None: half of what is free, as `LLM` takes it)."""
+        """Query this system. `host_memory` None means half of the free memory, as in `LLM`."""
         free = available_memory()
         limit = free // 2 if host_memory is None else host_memory
         if device.type == "cpu":
@@ -256,8 +287,10 @@ class Machine:
 
 
 def obstacles(needed: Requirements, machine: Machine, on_host: int = 0) -> list[str]:
-    """Why it does not fit, a sentence each; empty where it fits. `on_host`: bytes of weights and scoring keys that the
-    host keeps for the device."""
+    """Return one sentence per reason why the requirements do not fit. Empty if they fit.
+
+    `on_host` is the number of bytes of weights and scoring keys in host memory.
+    """
     found = []
     in_memory = needed.kv_host
     if machine.disk_limit is not None:
@@ -283,6 +316,6 @@ def obstacles(needed: Requirements, machine: Machine, on_host: int = 0) -> list[
     if machine.device_free is not None and needed.device > machine.device_free:
         found.append(
             f"{machine.device}: {format_size(needed.device)} needed, {format_size(machine.device_free)} free; with "
-            f"--device-memory {format_size(machine.device_free).replace(' ', '')} weights that do not fit stream."
+            f"--device-memory {format_size(machine.device_free).replace(' ', '')} weights that do not fit are streamed."
         )
     return found

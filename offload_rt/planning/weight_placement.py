@@ -1,5 +1,4 @@
-"""Which experts, and whether the embedding, stay in host memory: as a configuration says, or what may be tried under a
-limit of the device's bytes."""
+"""Placement of experts and the embedding in host memory, as configured or to meet a device memory limit."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from ..models.registry import ModelShape
 
 
 def asked_placement(config: EngineConfig, shape: ModelShape) -> Placement:
-    """What `config` asks for. Raises ConfigError where the model has no such weights."""
+    """Return the placement requested by `config`. Raise ConfigError if the model has no such weights."""
     sizes, slots = shape.sizes, config.experts_on_device
     if slots is not None and sizes.experts is None:
         packed = f" that can be told apart: its weights are packed ({shape.packing})" if shape.packing else ""
@@ -28,8 +27,10 @@ def asked_placement(config: EngineConfig, shape: ModelShape) -> Placement:
 
 
 def placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
-    """Those to be tried under a limit, the one with most on the device first. Raises ConfigError as
-    `asked_placement`."""
+    """Yield the placements to try under a limit, starting with the most weights on the device.
+
+    Raises ConfigError as `asked_placement` does.
+    """
     asked, experts = asked_placement(config, shape), shape.sizes.experts
     yield asked
     if config.experts_on_device is None and experts is not None:

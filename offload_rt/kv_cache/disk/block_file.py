@@ -1,4 +1,4 @@
-"""An open file that is read and written in whole blocks, past the page cache."""
+"""An open file that is read and written in whole disk blocks, bypassing the page cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from .requests import write
 
 
 class BlockFile:
-    """The open file `handle`, which is closed with the object. `direct`: whether reads and writes pass the page cache
-    by; a file system that cannot do that is told to forget what was read and written. Any thread may read and write."""
+    """The open file `handle`, closed when the object is deleted. Thread-safe.
+
+    `direct` is True if reads and writes bypass the page cache. If the file system does not support that, the kernel is
+    advised to drop the pages.
+    """
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
@@ -23,8 +26,10 @@ class BlockFile:
         self._end = weakref.finalize(self, os.close, handle)
 
     def allocate(self, offset: int, size: int) -> None:
-        """Takes the bytes [offset, offset + size) from the disk, so that no later write there can find it full. Raises
-        OSError, and then the file is as long as it was."""
+        """Allocate the bytes [offset, offset + size), so that later writes there cannot run out of space.
+
+        Raises OSError and restores the length of the file if there is no space.
+        """
         try:
             os.posix_fallocate(self.handle, offset, size)
         except OSError as error:
@@ -35,19 +40,19 @@ class BlockFile:
             os.ftruncate(self.handle, offset + size)
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """Writes whole blocks of `data` (uint8, from `direct_file.aligned`) from `offset` on. Raises OSError."""
+        """Write `data` (whole blocks, uint8, from `direct_file.aligned`) at `offset`. Raise OSError."""
         write(self.handle, offset, [data.numpy().data])
         if not self.direct:
             os.fdatasync(self.handle)
             os.posix_fadvise(self.handle, offset, len(data), os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Gives the handle back; a second call does nothing."""
+        """Close the file. Idempotent."""
         self._end()
 
 
 def _set_direct(handle: int) -> bool:
-    """Makes reads and writes pass the page cache by; False where the file system cannot."""
+    """Enable direct I/O. Return False if the file system does not support it."""
     try:
         fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
         os.pread(handle, 0, 0)

@@ -1,4 +1,4 @@
-"""A file without a name, a process's slow memory: read and written past the page cache, gone with the process."""
+"""An unnamed temporary file with direct I/O, deleted when the process ends."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ from .file_table import FILE_BITS, FileTable
 from .requests import Reader, Requests, reader
 from .row_copy import RowCopies
 
-BLOCK = 4096
-"""Bytes: what is read and written past the page cache begins and ends on multiples of it, in the file and in memory."""
+BLOCK = 4096  # bytes; direct I/O needs this alignment in the file and in memory
 
-
-NAMED = ".offload-rt-"
-"""What a file's name begins with while it has one, where the file system knows none without."""
+NAMED = ".offload-rt-"  # prefix of the temporary name if the file system does not support unnamed files
 
 
 class DirectFile(BlockFile):
-    """A file in `folder` that no other process can open, and that the kernel removes when this process ends, however it
-    ends. `files`: others that are read together with it, whose first is this one. Raises ConfigError where the folder
-    cannot be used.
+    """An unnamed file in `folder` that the kernel deletes when this process ends, even after a crash.
+
+    `files` is the table of files that `read` can access. Its first entry is this file.
+
+    Args:
+        folder: Folder on a disk with enough space.
+        readers: Creates the reader of each thread that reads. None selects the fastest available one.
+
+    Raises:
+        ConfigError: The folder cannot be used.
     """
 
     def __init__(self, folder: Path, readers: Callable[[], Reader] | None = None) -> None:
-        """readers: gives each thread that reads its reader; None: the fastest there is."""
         self.folder = folder
         try:
             handle = nameless_file(folder)
         except OSError as error:
             raise ConfigError(
-                f"cannot keep rows in {str(folder)!r}: {error.strerror or error}; give a folder on a disk with room "
+                f"cannot store KV in {str(folder)!r}: {error.strerror or error}; give a folder on a disk with space "
                 "where you may write"
             ) from error
         super().__init__(handle)
@@ -50,8 +53,10 @@ class DirectFile(BlockFile):
         self.bytes_read = self.bytes_written = 0
 
     def read(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies | None = None) -> None:
-        """Reads whole blocks of `files` into `buffer` (uint8, from `aligned`), and makes `copies` of what came, some of
-        them while others are read. Raises OSError."""
+        """Read whole blocks of `files` into `buffer` (uint8, from `aligned`) and perform `copies` from it.
+
+        Copies may run while other requests are still being read. Raises OSError.
+        """
         if not hasattr(self._own, "reader"):
             self._own.reader = self._readers()
         handles = self.files.handles
@@ -64,19 +69,19 @@ class DirectFile(BlockFile):
                 os.posix_fadvise(int(handles[number]), int(offset), int(size), os.POSIX_FADV_DONTNEED)
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """`BlockFile.write`."""
+        """Write whole blocks (`BlockFile.write`)."""
         super().write(offset, data)
         self.bytes_written += len(data)
 
 
 def aligned(size: int) -> torch.Tensor:
-    """uint8 `[size]` whose memory begins on a block, given back to the system when it is dropped."""
+    """Return block-aligned uint8 memory `[size]`, unmapped when it is deleted."""
     assert size > 0
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8))
 
 
 def nameless_file(folder: Path) -> int:
-    """Open a new file in `folder` that has no name and goes with the process. Raise OSError."""
+    """Open a new unnamed file in `folder` that is deleted when the process ends. Raise OSError."""
     make_private_folder(folder)
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -84,6 +89,6 @@ def nameless_file(folder: Path) -> int:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
     handle, name = tempfile.mkstemp(prefix=NAMED, suffix=".rows", dir=folder)
-    for path in (Path(name), *folder.glob(f"{NAMED}*.rows")):  # and those of processes that were killed here
+    for path in (Path(name), *folder.glob(f"{NAMED}*.rows")):  # also files of killed processes
         path.unlink(missing_ok=True)
     return handle

@@ -1,4 +1,4 @@
-"""A pool on disk from its options: how much of the disk it may take, and what it costs in host memory."""
+"""Options of a KV cache on disk: disk limit, file layout and host memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from .file_layout import FileLayout, fitting
 from .host_shares import HostShares
 from .speed import USUAL, DiskSpeed
 
-TIMES_HOST = 16
-"""Times the host memory that a pool on disk takes at most, unless it is told how much it may."""
+TIMES_HOST = 16  # default limit of the disk space, as a multiple of the host memory
 
 
 @dataclass(frozen=True)
 class DiskTier:
-    """folder: on the disk. limit: most bytes of rows there; None is `TIMES_HOST` times host memory, or half of what is
-    free where that is less. speed: of the disk."""
+    """Options of a KV cache on disk.
+
+    Attributes:
+        folder: Folder on the disk.
+        limit: Maximum bytes on the disk. None means `TIMES_HOST` times the host memory, or half of the free space if
+            that is less.
+        speed: Speed of the disk.
+    """
 
     folder: Path
     limit: int | None = None
@@ -32,8 +37,10 @@ class DiskTier:
 
 
 def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
-    """Bytes of rows that the disk of `folder`, which need not be there yet, may take. Raises MemoryLimitError where
-    `limit` is more than it has left."""
+    """Return the maximum bytes of KV on the disk of `folder`, which need not exist yet.
+
+    Raises MemoryLimitError if `limit` exceeds the free space.
+    """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     found = os.statvfs(there)
     free = found.f_bavail * found.f_frsize
@@ -42,14 +49,16 @@ def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
     if limit > free:
         raise MemoryLimitError(
             f"disk_limit={format_size(limit)} ({limit} bytes) is more than the {format_size(free)} ({free} bytes) that "
-            f"the disk of {str(folder)!r} has left: lower disk_limit, or free room there"
+            f"the disk of {str(folder)!r} has free: lower disk_limit, or free space there"
         )
     return limit
 
 
 def file_layout(limit: int, geometry: ModelGeometry, format: KVFormat, slab_tokens: int = SLAB_TOKENS) -> FileLayout:
-    """Rows of `geometry`, whose head dimension is `format`'s width, in a file of at most `limit` bytes. Raises
-    MemoryLimitError where that is too little for any."""
+    """Return the layout of a file of at most `limit` bytes.
+
+    The head dimension of `geometry` must be the width of `format`. Raises MemoryLimitError if no block fits.
+    """
     rows = fitting(limit, geometry.head_dim * format.storage.itemsize)
     return FileLayout(ArenaLayout.fit(geometry, format.storage, rows, slab_tokens))
 
@@ -57,9 +66,11 @@ def file_layout(limit: int, geometry: ModelGeometry, format: KVFormat, slab_toke
 def open_file_arena(
     disk: DiskTier, geometry: ModelGeometry, format: KVFormat, host_bytes: int, slab_tokens: int
 ) -> FileArena:
-    """Rows on `disk`, with `host_bytes` of memory. Raises ConfigError where the folder cannot be used, MemoryLimitError
-    where a limit is more than there is, or too little."""
+    """Create a file arena on `disk` that uses `host_bytes` of memory.
+
+    Raises ConfigError if the folder cannot be used, and MemoryLimitError if a limit is too large or too small.
+    """
     limit = disk_limit(disk.folder, disk.limit, host_bytes)
     layout = file_layout(limit, geometry, format, slab_tokens)
-    HostShares.of(host_bytes, layout)  # before there is a file
+    HostShares.of(host_bytes, layout)  # check before the file is created
     return FileArena(layout.arena, format.storage, DirectFile(disk.folder), host_bytes, disk.speed)

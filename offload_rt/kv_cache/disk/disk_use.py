@@ -1,4 +1,4 @@
-"""What reading and writing the rows of a pool on disk has cost."""
+"""Counters of disk reads and writes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class DiskUse:
-    """What reading and writing rows has cost so far. `wanted`: rows (K and V of a token, layer and head) that were
-    asked for one by one; `cached`: those of them that were in memory. `requests`: reads of the disk."""
+    """Counters of disk reads and writes.
+
+    Attributes:
+        wanted: KV entries (K and V of a token, layer and head) requested by `gather`.
+        cached: Those found in memory.
+        requests: Read requests to the disk.
+        bytes_read: Bytes read.
+        bytes_written: Bytes written.
+    """
 
     wanted: int = 0
     cached: int = 0
@@ -17,5 +24,5 @@ class DiskUse:
     bytes_written: int = 0
 
     def since(self, before: DiskUse) -> DiskUse:
-        """What has come since `before`."""
+        """Return the difference to the earlier counters `before`."""
         return DiskUse(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))

@@ -1,4 +1,4 @@
-"""Scattered pieces of a file as few requests: what a disk needs to begin a request pays for reading on for a while."""
+"""Merge scattered reads into few requests. Reading through a short gap is cheaper than a new request."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from .row_copy import address
 
 
 class Reads(NamedTuple):
-    """Requests of whole blocks, one behind the other in a buffer, and the pieces that they cover, int64 each, in the
-    order of the file. `pieces` `[n]`: which they are. places `[n]`: where each begins in the buffer. `first`
-    `[requests + 1]`: the first piece of each request, and n."""
+    """Requests of whole blocks into consecutive parts of a buffer, and the pieces they contain, in file order.
+
+    Attributes:
+        requests: The requests.
+        pieces: int64 `[n]`, index of each piece.
+        places: int64 `[n]`, byte of the buffer where each piece begins.
+        first: int64 `[requests + 1]`, first piece of each request, and n.
+    """
 
     requests: Requests
     pieces: Offsets
@@ -26,7 +31,7 @@ class Reads(NamedTuple):
     first: Offsets
 
     def batches(self, room: int) -> Iterator[Reads]:
-        """The same in parts that each fill a buffer of `room` bytes at most; no request is larger."""
+        """Split into batches for a buffer of `room` bytes. No request may be larger."""
         (offset, size, at), done, count = self.requests, 0, len(self.first) - 1
         if count and at[-1] + size[-1] <= room:
             yield self
@@ -41,8 +46,14 @@ class Reads(NamedTuple):
 
 
 def merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
-    """Reads of the pieces of `size` bytes at `offsets` int64 `[n]`, in any order, no two of them the same: those less
-    than `gap` bytes apart share a request, but none is larger than `most` bytes, whole blocks, which a piece is not."""
+    """Merge reads of distinct pieces of a file.
+
+    Args:
+        offsets: int64 `[n]`, start of each piece, in any order.
+        size: Bytes per piece.
+        gap: Pieces at most this many bytes apart share a request.
+        most: Maximum bytes per request, whole blocks and larger than a piece.
+    """
     if (library := _library()) is None:
         return _merged(offsets, size, gap, most)
     n, offsets = len(offsets), np.ascontiguousarray(offsets, np.int64)
@@ -53,7 +64,7 @@ def merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
 
 
 def _merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
-    """`merged` without compiled code."""
+    """Merge reads without compiled code."""
     order = np.argsort(offsets, kind="stable")
     ordered = offsets[order]
     first = ordered // BLOCK * BLOCK

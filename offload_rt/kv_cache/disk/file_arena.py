@@ -1,4 +1,4 @@
-"""The rows of a pool that lies in a file, and what of them is in host memory."""
+"""KV storage in a file, with buffers and a cache in host memory."""
 
 from __future__ import annotations
 
@@ -27,27 +27,35 @@ from .row_copy import RowCopies
 from .speed import USUAL, DiskSpeed
 from .write_behind import Piece, WriteBehind
 
-AT_ONCE = 2
-"""Layers whose rows are read at the same time: a disk is not idle while the rows of one are looked up."""
+AT_ONCE = 2  # layers that are read concurrently: keeps the disk busy while one layer looks up its KV entries
 
 
 class FileArena:
-    """Places of rows, as `Arena`, in a file. Chunks that are being filled are in memory until others need their buffer;
-    whole chunks are written behind. Rows that were gathered stay in memory as long as they are used (`RowCache`).
+    """Stores KV in a file, with the interface of `Arena`.
 
-    A chunk may have a home (`homes.py`), a file of a store in which its rows lie instead of here: layers of it that are
-    filled whole go there, each once. Whatever else is written to such a chunk makes it leave its home first, with what
-    is there, so that a file of a store is never changed. A chunk has rows in one place: in a buffer, at home, or in the
-    pool's own file.
+    Partly filled blocks are buffered in memory until another block needs the buffer. Full blocks are written
+    asynchronously. KV entries read by `gather` are cached in memory (`RowCache`).
 
-    Any thread may call; of a chunk one at a time fills it or gives it a home, `gather` belongs to one thread for each
-    layer, and no row is read while it is written: who calls orders that. Raises DiskError where the disk fails.
+    A block may have a home (`homes.py`): a file of a store that holds its KV instead of the pool's own file. A layer
+    that is written as a whole goes to the home, once. Before any other write, the block leaves its home and its KV is
+    copied to a buffer, so a stored file is never modified. The KV of a block is in exactly one place: a buffer, its
+    home, or the pool's file.
+
+    Thread-safe, under conditions that the caller ensures: only one thread at a time fills a block or gives it a home,
+    only one thread per layer calls `gather`, and no KV is read while it is written. Methods raise DiskError if an
+    input or output operation fails.
+
+    Args:
+        layout: Shape of the arena.
+        dtype: Data type of the stored elements.
+        file: The pool's own file.
+        limit: Bytes of host memory.
+        speed: Speed of the disk.
     """
 
     def __init__(
         self, layout: ArenaLayout, dtype: torch.dtype, file: DirectFile, limit: int, speed: DiskSpeed = USUAL
     ) -> None:
-        """limit: bytes of host memory."""
         assert dtype.itemsize == layout.itemsize
         self.layout, self.dtype, self.places = layout, dtype, FileLayout(layout)
         self.file, self.gap = file, speed.gap
@@ -56,43 +64,41 @@ class FileArena:
         self._cache = RowCache(self.shares.slots, 2 * layout.head_dim, dtype)
         self._writer = WriteBehind(file.folder, self.shares.staged)
         self._homes = Homes(file, self.places)
-        self._blocks = RecycledMemory(least=0)  # of what is read in order; in whole pages, as a disk's blocks need
+        self._blocks = RecycledMemory(least=0)  # for sequential reads; whole pages, because direct I/O needs alignment
+        # Partly filled blocks, uint8 `[layers * Hkv * piece]` each, least recently filled first.
         self._buffers: OrderedDict[int, torch.Tensor] = OrderedDict()
-        """Chunks that are being filled, uint8 `[layers * Hkv * piece]` each, the least recently filled first."""
-        self._written = np.zeros(layout.chunks, bool)
-        """Chunks of which the pool's own file has something."""
+        self._written = np.zeros(layout.chunks, bool)  # blocks with KV in the pool's own file
         self._mutex = threading.RLock()
-        self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
-        """Of those that gather at the same time, one buffer each; others wait."""
+        self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()  # one buffer per concurrent reader; others wait
         for _ in range(AT_ONCE):
             self._staging.put(aligned(self.shares.staged // AT_ONCE // BLOCK * BLOCK))
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of rows in memory: those that stay, and chunks that are being filled."""
+        """Bytes of KV in memory: the cache and the buffers of partly filled blocks."""
         buffers = len(self._buffers) * (self.shares.chunks // self.shares.chunk_buffers)
         return self._cache.used * self.shares.slot_bytes + buffers
 
     def activate(self) -> None:
-        """Takes the next slab's room from the disk. PoolFullError where there is none."""
+        """Allocate disk space for the next slab. Raise PoolFullError if there is none."""
         assert self.active < self.layout.slabs
         try:
             self.file.allocate(self.active * self.places.slab, self.places.slab)
         except OSError as error:
             raise PoolFullError(
-                f"the disk of {str(self.file.folder)!r} gives no {format_size(self.places.slab)} more for rows "
-                f"({error.strerror or error}); {format_size(self.active * self.places.slab)} are in use and what is in "
-                f"them is kept: free room there, lower disk_limit, or shorten the prompts"
+                f"cannot allocate {format_size(self.places.slab)} more for the KV cache on the disk of "
+                f"{str(self.file.folder)!r} ({error.strerror or error}); {format_size(self.active * self.places.slab)} "
+                f"are in use and remain valid: free space there, lower disk_limit, or shorten the prompts"
             ) from error
         self.active += 1
 
     @property
     def lost(self) -> set[int]:
-        """Chunks of which something could not be written; the next holder of one begins anew."""
+        """Blocks with KV that could not be written, until they are discarded."""
         return self._writer.lost
 
     def discard(self, chunks: Sequence[int]) -> None:
-        """What these chunks have is nobody's any more: it need not be written, and never was lost."""
+        """Drop the content of blocks that were freed, including pending writes and write errors."""
         with self._mutex:
             for chunk in chunks:
                 self._buffers.pop(chunk, None)
@@ -104,26 +110,28 @@ class FileArena:
     # --------------------------------------------------------------------------------------------------------- homes
 
     def home(self, chunk: int) -> Home | None:
-        """The home of a chunk, once everything that is on its way there has arrived. Raises DiskError where something
-        of it could not be written."""
+        """Wait for pending writes of a block and return its home. Raise DiskError if a write failed."""
         self._writer.wait([(chunk, place) for place in range(self.layout.layers)])
         with self._mutex:
             return self._homes.get(chunk)
 
     def blank(self, chunk: int) -> bool:
-        """Whether a chunk has no rows yet, and may have a home."""
+        """Return whether a block has no KV yet and can get a home."""
         with self._mutex:
             nowhere = chunk not in self._homes and chunk not in self._buffers and not self._written[chunk]
             return nowhere and self._homes.room()
 
     def buffered(self, chunk: int) -> bool:
-        """Whether all that a chunk has is in memory, and it may have a home."""
+        """Return whether all KV of a block is in its buffer and the block can get a home."""
         with self._mutex:
             return chunk in self._buffers and self._homes.room()
 
     def house(self, chunk: int, home: Home, places: range = range(0)) -> bool:
-        """A `blank` chunk has a home from now on, where rows of the layers at `places` are. False where it is not
-        blank any more."""
+        """Give a `blank` block a home that already holds the layers at `places`.
+
+        Returns:
+            False if the block is not blank any more.
+        """
         with self._mutex:
             if blank := self.blank(chunk):
                 self._forget_all(chunk)
@@ -131,8 +139,11 @@ class FileArena:
             return blank
 
     def bring_home(self, chunk: int, home: Home, layers: int) -> bool:
-        """The rows of a `buffered` chunk, all 64 of its first `layers` layers, go home, where they are from now on.
-        False where they are not in memory any more."""
+        """Give a full, `buffered` block a home and write its first `layers` layers there.
+
+        Returns:
+            False if the block is not in its buffer any more.
+        """
         with self._mutex:
             if buffered := self.buffered(chunk):
                 rows = self._rows(self._buffers.pop(chunk))[:layers]
@@ -145,7 +156,7 @@ class FileArena:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def fill(self, slab: int, place: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Rows k, v `[Hkv, n, width]`, as they are stored, take the slots of a slab from `offset` on, in one layer."""
+        """Write encoded k, v `[Hkv, n, width]` to the slots of a slab from `offset` on, in one layer."""
         done, total = 0, k.shape[1]
         while done < total:
             slot, first = divmod(offset + done, CHUNK)
@@ -165,7 +176,7 @@ class FileArena:
             done += count
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copies the first `tokens` slots of chunk `source` to chunk `target`, all layers."""
+        """Copy the first `tokens` slots of block `source` to block `target` in all layers."""
         with self._mutex:
             held = self._read_chunk(source) if source in self._homes else self._buffered(source)
             rows = self._rows(held)[:, :, :tokens].clone()
@@ -173,8 +184,10 @@ class FileArena:
             self._forget_all(target)
 
     def _taken_whole(self, chunk: int, place: int, most: int) -> int:
-        """How many chunks from `chunk` on, at most `most`, take a layer in one piece: they are not being filled row by
-        row, and if they have a home it has nothing of the layer."""
+        """Return how many of the `most` blocks from `chunk` on can be written as a whole in the layer at `place`.
+
+        They have no buffer, and their home, if any, does not have the layer yet.
+        """
         with self._mutex:
             takes = (chunk + i not in self._buffers and self._homes.takes(chunk + i, place) for i in range(most))
             return next((i for i, whole in enumerate(takes) if not whole), most)
@@ -185,18 +198,18 @@ class FileArena:
                 self._cache.forget(self.places.ids_of(chunk, place))
 
     def _forget_all(self, chunk: int) -> None:
-        """Rows of the chunk that stay are nobody's."""
+        """Remove all KV entries of a block from the cache."""
         pairs = self.places.chunk_pairs
         self._cache.forget(range(chunk * pairs, (chunk + 1) * pairs))
 
     def _write_behind(self, chunks: range, place: int, rows: torch.Tensor) -> None:
-        """Writes rows `[Hkv, chunks * 64, 2, width]` of whole chunks: to their homes, or side by side."""
+        """Write `[Hkv, chunks * 64, 2, width]` of full blocks asynchronously, to homes or to the pool's file."""
         for write, home in ((self._write_homes, True), (self._write_planes, False)):
             for run in ranges_of(chunk for chunk in chunks if (chunk in self._homes) == home):
                 write(run, place, rows[:, (run.start - chunks.start) * CHUNK : (run.stop - chunks.start) * CHUNK])
 
     def _write_planes(self, chunks: range, place: int, rows: torch.Tensor) -> None:
-        """To the pool's own file, a piece of a head at a time."""
+        """Write full blocks to the pool's own file, one head at a time."""
         slab, slot = divmod(chunks.start, self.layout.slab_chunks)
         self._written[chunks.start : chunks.stop] = True
         for head, own in enumerate(rows):
@@ -208,7 +221,7 @@ class FileArena:
             self._writer.add([(chunk, place) for chunk in chunks], [Piece(self.file, where, data)])
 
     def _write_homes(self, chunks: range, place: int, rows: torch.Tensor) -> None:
-        """To the homes of chunks, a layer of each."""
+        """Write one layer of full blocks to their homes."""
         blocks = aligned(len(chunks) * self.places.layer).view(len(chunks), -1)
         self._home_rows(blocks)[:] = rows.unflatten(1, (len(chunks), CHUNK)).transpose(0, 1)
         self.use.bytes_written += blocks.numel()
@@ -218,7 +231,7 @@ class FileArena:
         self._writer.add([(chunk, place) for chunk in chunks], pieces)
 
     def _buffered(self, chunk: int) -> torch.Tensor:
-        """The buffer of a chunk, which is read where it is not there; another leaves where there are too many."""
+        """Return the buffer of a block, read from disk if needed. May write out the oldest buffers."""
         if chunk in self._buffers:
             self._buffers.move_to_end(chunk)
             return self._buffers[chunk]
@@ -240,7 +253,7 @@ class FileArena:
             self._writer.add([(chunk, place)], pieces[place * heads : (place + 1) * heads])
 
     def _read_chunk(self, chunk: int) -> torch.Tensor:
-        """What a chunk has on disk, as a buffer."""
+        """Read a block from disk into a new buffer."""
         offsets = self.places.piece_offsets(chunk)
         data = aligned(len(offsets) * self.places.piece)
         self._writer.wait([(chunk, place) for place in range(self.layout.layers)])
@@ -255,23 +268,23 @@ class FileArena:
         return data
 
     def _home_rows(self, blocks: torch.Tensor) -> torch.Tensor:
-        """`[n, Hkv, 64, 2, width]`, a view, of n layers as they are at homes, uint8 `[n, layer]`."""
+        """Return a view `[n, Hkv, 64, 2, width]` of n layers in the format of homes, uint8 `[n, layer]`."""
         own = blocks[:, : self.layout.kv_heads * CHUNK * self.places.pair_bytes].view(self.dtype)
         return own.view(len(blocks), self.layout.kv_heads, CHUNK, 2, self.layout.head_dim)
 
     def _rows(self, pieces: torch.Tensor) -> torch.Tensor:
-        """`[layers, Hkv, 64, 2, width]` of a chunk's buffer."""
+        """Return a view `[layers, Hkv, 64, 2, width]` of a block's buffer."""
         return self._decoded(pieces).view(self.layout.layers, self.layout.kv_heads, CHUNK, 2, -1)
 
     def _decoded(self, pieces: torch.Tensor) -> torch.Tensor:
-        """`[pieces, 64, 2, width]`, a view, of neighbouring pieces of a chunk each."""
+        """Return a view `[pieces, 64, 2, width]` of contiguous pieces (a layer and head of a block each)."""
         own = pieces.view(-1, self.places.piece)[:, : CHUNK * self.places.pair_bytes].view(self.dtype)
         return own.view(len(own), CHUNK, 2, self.layout.head_dim)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def view(self, slab: int, place: int, offset: int, size: int) -> KVPart:
-        """K and V `[Hkv, size, width]` of neighbouring slots of a slab in one layer, a copy."""
+        """Return a copy of K and V `[Hkv, size, width]` of contiguous slots of a slab in one layer."""
         first, stop = offset // CHUNK, -(-(offset + size) // CHUNK)
         start = slab * self.layout.slab_chunks
         chunks = range(start + first, start + stop)
@@ -290,8 +303,10 @@ class FileArena:
         return KVPart(flat[:, :, 0], flat[:, :, 1])
 
     def _read_layer(self, chunks: range, place: int, planes: range, at_home: dict[int, int]) -> torch.Tensor:
-        """`[Hkv, chunks, 64, 2, width]` of one layer: of the chunks `planes` of these from the pool's own file, a head
-        at a time, of those at `at_home` from there."""
+        """Read one layer of `chunks`, `[Hkv, chunks, 64, 2, width]`.
+
+        `planes` are the indices of blocks to read from the pool's own file, `at_home` those to read from homes.
+        """
         if not at_home:
             return self._read_planes(chunks, place, planes)
         count, heads = len(chunks), self.layout.kv_heads
@@ -305,7 +320,7 @@ class FileArena:
         return stored
 
     def _read_planes(self, chunks: range, place: int, planes: range) -> torch.Tensor:
-        """`_read_layer` of the pool's own file; rows of other chunks than `planes` of these may be anything."""
+        """Read blocks `planes` from the pool's own file. Other blocks of the result are undefined."""
         count, heads, piece = len(chunks), self.layout.kv_heads, self.places.piece
         data = self._blocks.empty((heads * count * piece,), torch.uint8)
         if planes:
@@ -317,8 +332,10 @@ class FileArena:
         return self._decoded(data).view(heads, count, CHUNK, 2, -1)
 
     def _read_homes(self, offsets: Offsets, out: torch.Tensor, into: Offsets) -> None:
-        """Layers at `offsets` int64 `[n]` of homes to `into` int64 `[n * Hkv]` of out `[m, 64 * pair_bytes]`, as many
-        at a time as the staging buffer takes."""
+        """Read layers at `offsets` `[n]` of homes into rows `into` `[n * Hkv]` of out `[m, 64 * pair_bytes]`.
+
+        Works in batches of the size of the staging buffer.
+        """
         layer, heads, staging = self.places.layer, self.layout.kv_heads, self._staging.get()
         try:
             buffer = staging if len(staging) >= layer else aligned(layer)
@@ -333,8 +350,14 @@ class FileArena:
             self._staging.put(staging)
 
     def gather(self, place: int, ids: Offsets, out: torch.Tensor, into: Offsets) -> None:
-        """Rows `ids` int64 `[n]` (`FileLayout.ids`) of one layer, no two of them the same, to the rows `into` int64
-        `[n]` of out `[m, 2 * width]`, in one piece."""
+        """Read KV entries of one layer from the cache, the buffers or the disk.
+
+        Args:
+            place: Index of the layer within a block.
+            ids: int64 `[n]`, distinct entries (`FileLayout.ids`).
+            out: `[m, 2 * width]`, contiguous.
+            into: int64 `[n]`, row of `out` for each entry.
+        """
         with self._homes:
             with self._mutex:
                 self._cache.pass_time(1 / self.layout.layers)
@@ -349,7 +372,7 @@ class FileArena:
                     self._cache.enter(ids, out, into)
 
     def _from_buffers(self, ids: Offsets, into: Offsets, out: torch.Tensor) -> tuple[Offsets, Offsets]:
-        """Takes those of the rows whose chunk is being filled; returns the others, and where they are to go."""
+        """Copy the KV entries of buffered blocks to `out`. Return the remaining `ids` and `into`."""
         chunks = ids // self.places.chunk_pairs
         for chunk in self._buffers.keys() & set(chunks.tolist()):
             here = chunks == chunk
@@ -360,7 +383,7 @@ class FileArena:
         return ids, into
 
     def _read_rows(self, offsets: Offsets, into: Offsets, out: torch.Tensor) -> None:
-        """Rows at `offsets` of the files to the rows `into` of out, as much at a time as the staging buffer takes."""
+        """Read KV entries at `offsets` into rows `into` of `out`, in batches of the staging buffer's size."""
         staging = self._staging.get()
         try:
             room = len(staging)
@@ -375,15 +398,15 @@ class FileArena:
             self.file.read(requests, buffer, copies)
         except OSError as error:
             raise DiskError(
-                f"cannot read rows from {str(self.file.folder)!r}: {error.strerror or error}; the request that needs "
-                "them cannot go on"
+                f"cannot read KV from {str(self.file.folder)!r}: {error.strerror or error}; the request that needs it "
+                "is aborted"
             ) from error
         with self._mutex:
             self.use.requests += len(requests.size)
             self.use.bytes_read += int(requests.size.sum())
 
     def check_integrity(self) -> None:
-        """Asserts that rows that stay are those on disk, or of a chunk's buffer. Waits for what is being written."""
+        """Wait for pending writes, then assert that the cache agrees with the disk and the buffers."""
         self._writer.drain()
         with self._mutex:
             self._cache.check_integrity()
@@ -397,4 +420,6 @@ class FileArena:
                 stored = torch.empty_like(kept)
                 ids, into = self._from_buffers(owners[which], np.arange(len(which)), stored)
                 self._read_rows(self._homes.offsets(ids, self._homes.bases(ids)), into, stored)
-                assert torch.equal(kept.view(torch.uint8), stored.view(torch.uint8)), f"place {place}: another on disk"
+                assert torch.equal(kept.view(torch.uint8), stored.view(torch.uint8)), (
+                    f"place {place}: cache and disk differ"
+                )

@@ -1,17 +1,18 @@
-"""Several open files that are read at once: a place in one of them is a single number."""
+"""A table of open files. A single number, the place, identifies a byte in one of them."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-FILE_BITS = 44
-"""Of a place, the byte of a file; the bits above say which file: up to 16 TiB of each of half a million."""
+FILE_BITS = 44  # low bits of a place: byte within the file (up to 16 TiB); high bits: file number (up to 2**19)
 
 
 class FileTable:
-    """The handles of open files by number. `direct`: whether all of them pass the page cache by. Whoever takes one out
-    sees to it that nothing that still reads has a place in it: the next one that comes has its number."""
+    """Handles of open files by number. `direct` is True if all of them bypass the page cache.
+
+    File numbers are reused. Remove a file only when no pending read has a place in it.
+    """
 
     def __init__(self, first: int, *, direct: bool) -> None:
         self.direct = direct
@@ -20,7 +21,7 @@ class FileTable:
         self._free = list(range(15, 0, -1))
 
     def add(self, handle: int, *, direct: bool) -> int:
-        """Returns the number of a further file."""
+        """Add a file and return its number."""
         self.direct &= direct
         if not self._free:
             count = len(self.handles)
@@ -31,11 +32,11 @@ class FileTable:
         return number
 
     def remove(self, number: int) -> None:
-        """The file is read no more."""
+        """Remove a file from the table."""
         self.handles[number] = -1
         self._free.append(number)
 
 
 def place(number: int, byte: int = 0) -> int:
-    """The place of a file's byte."""
+    """Return the place of a byte in a file."""
     return number << FILE_BITS | byte

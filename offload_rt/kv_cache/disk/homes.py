@@ -1,4 +1,4 @@
-"""Chunks of a pool on disk whose rows lie in files of a store, one each, instead of in the pool's own file."""
+"""Homes: files of a store that hold the KV of single blocks in place of the pool's own file."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ from .file_layout import FileLayout
 from .file_table import place as file_place
 from .requests import Offsets
 
-SPARE_FILES = 512
-"""Open files that are left to the rest of the process."""
+SPARE_FILES = 512  # open files left to the rest of the process
 
 
 def ignore(layer: int, block: memoryview) -> None:
-    """Takes note of nothing."""
+    """Do nothing."""
 
 
 @dataclass(eq=False)
 class Home:
-    """A file in which the rows of one chunk lie, or will: its layers from byte `offset` on, each of them written once
-    and whole (`FileLayout.layer` bytes). written: is told of each layer that the disk took, with its bytes, on the
-    thread that wrote it."""
+    """A file that holds the KV of one block. Each layer is written once, as a whole.
+
+    Attributes:
+        file: The open file.
+        offset: Byte where the first layer begins.
+        layer_bytes: Bytes per layer (`FileLayout.layer`).
+        written: Called after each layer was written, with its index and bytes, on the writer thread.
+    """
 
     file: BlockFile
     offset: int
@@ -38,18 +42,18 @@ class Home:
     written: Callable[[int, memoryview], None] = ignore
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """Writes one layer's block where it belongs. Raises OSError."""
+        """Write the data of one layer at `offset`. Raise OSError."""
         self.file.write(offset, data)
         self.written((offset - self.offset) // self.layer_bytes, data.numpy().data)
 
     def at(self, place: int) -> int:
-        """Where the block of the layer at `place` begins in the file."""
+        """Return the byte where the layer at `place` begins."""
         return self.offset + place * self.layer_bytes
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A home, its file's number among those that are read, and the places of the layers that were given to it."""
+    """A home, the number of its file in the file table, and the layers that were assigned to it."""
 
     home: Home
     number: int
@@ -57,19 +61,19 @@ class _Entry:
 
 
 class Homes:
-    """Which chunks have a home, and where their rows are there.
+    """Maps blocks to their homes and KV entries to positions in them.
 
-    All calls but `offsets` come under the arena's lock. Who reads does so within `with homes:`: a home that its chunk
-    leaves stays open until nothing is read any more that was asked for while it was the chunk's, since who reads has
-    its places, and a file that comes later has its number. What is on its way there holds it too (`WriteBehind`). Files
-    that are open count against the process's limit, which is raised as far as it can be; beyond it chunks have no home.
+    All calls except `offsets` need the arena's lock. Reads must happen inside `with homes:`. A home that its block
+    leaves stays open until such reads have ended, because they use its file number, which a later file may reuse.
+    Pending writes (`WriteBehind`) also keep it open. Open files count against the process limit, which is raised to
+    its maximum. At the limit, further blocks get no home.
     """
 
     def __init__(self, file: DirectFile, layout: FileLayout) -> None:
         self._files, self._layout = file.files, layout
         self._of: dict[int, _Entry] = {}
+        # Position of each block's KV, as a place in the file table; -1 if the block has no home.
         self._base = np.full(layout.arena.chunks, -1, np.int64)
-        """Where the rows of a chunk begin, as a place of the file table; -1 where it has no home."""
         self._left: list[_Entry] = []
         self._reading = 0
         self._mutex = threading.Lock()
@@ -82,18 +86,18 @@ class Homes:
         return len(self._of)
 
     def get(self, chunk: int) -> Home | None:
-        """The home of a chunk."""
+        """Return the home of a block, or None."""
         entry = self._of.get(chunk)
         return None if entry is None else entry.home
 
     def room(self) -> bool:
-        """Whether one more file may be open."""
+        """Return whether one more file can be opened."""
         if self._most is None:
             self._most = most_files() - SPARE_FILES
         return len(self._of) + len(self._left) < self._most
 
     def enter(self, chunk: int, home: Home, places: Sequence[int] = ()) -> None:
-        """Rows of a chunk that has none yet go to `home` from now on; those of the layers at `places` are there."""
+        """Assign `home` to a block without KV. The layers at `places` are already stored there."""
         assert chunk not in self._of and home.layer_bytes == self._layout.layer
         with self._mutex:
             number = self._files.add(home.file.handle, direct=home.file.direct)
@@ -101,7 +105,7 @@ class Homes:
         self._base[chunk] = file_place(number, home.offset)
 
     def leave(self, chunk: int) -> None:
-        """The chunk, if it has one, has no home any more."""
+        """Detach a block from its home, if it has one."""
         if (entry := self._of.pop(chunk, None)) is not None:
             self._base[chunk] = -1
             with self._mutex:
@@ -109,15 +113,15 @@ class Homes:
             self._forget_left()
 
     def takes(self, chunk: int, place: int) -> bool:
-        """Whether a chunk has no home, or one that has nothing of the layer at `place` yet."""
+        """Return whether a block has no home, or one without the layer at `place`."""
         return (entry := self._of.get(chunk)) is None or place not in entry.places
 
     def places(self, chunk: int) -> set[int]:
-        """The places of the layers that its home was given."""
+        """Return the layers that were assigned to the home of a block."""
         return self._of[chunk].places
 
     def give(self, chunk: int, place: int) -> Home:
-        """The home of a chunk, which is now given the layer at `place`."""
+        """Assign the layer at `place` to the home of a block. Return the home."""
         assert self.takes(chunk, place)
         entry = self._of[chunk]
         entry.places.add(place)
@@ -126,12 +130,12 @@ class Homes:
     # ------------------------------------------------------------------------------------------------------- reading
 
     def __enter__(self) -> None:
-        """Begins to read: until the end of it places of homes stay what they are, also of those that are left."""
+        """Begin a read. Positions in homes stay valid until it ends, even if blocks leave them."""
         with self._mutex:
             self._reading += 1
 
     def __exit__(self, *exception: object) -> None:
-        """Ends it."""
+        """End a read."""
         with self._mutex:
             self._reading -= 1
         self._forget_left()
@@ -147,8 +151,7 @@ class Homes:
             self._left.clear()
 
     def layers(self, chunks: range, place: int) -> dict[int, int]:
-        """Which of `chunks` have homes, counted from the first, and where the layer at `place` begins there, as a place
-        of the file table."""
+        """Return the places of the layer at `place` in homes, by index in `chunks`. Omits blocks without a home."""
         if not self._of:
             return {}
         base = self._base[chunks.start : chunks.stop]
@@ -156,12 +159,11 @@ class Homes:
         return dict(zip(there.tolist(), (base[there] + place * self._layout.layer).tolist(), strict=True))
 
     def bases(self, ids: Offsets) -> Offsets | None:
-        """Where the homes of the chunks of rows (`FileLayout.ids`) begin, as places of the file table, -1 where there
-        is none; None where no chunk has one."""
+        """Return the place of the home of each KV entry (`FileLayout.ids`), or -1; None if no block has a home."""
         return self._base[ids // self._layout.chunk_pairs] if self._of else None
 
     def offsets(self, ids: Offsets, bases: Offsets | None) -> Offsets:
-        """Where rows begin, as places of the file table, from what `bases` gave; needs no lock."""
+        """Return the places of KV entries, given the result of `bases`. Needs no lock."""
         found = self._layout.offsets(ids)
         if bases is not None:
             places, rows = np.divmod(ids % self._layout.chunk_pairs, self._layout.arena.kv_heads * CHUNK)
@@ -170,7 +172,7 @@ class Homes:
         return found
 
     def check_integrity(self) -> None:
-        """Asserts that chunks, files and places agree."""
+        """Assert that blocks, files and places are consistent."""
         assert set(np.flatnonzero(self._base >= 0).tolist()) == self._of.keys()
         numbers = [entry.number for entry in (*self._of.values(), *self._left)]
         assert len(set(numbers)) == len(numbers) and 0 not in numbers
@@ -180,7 +182,7 @@ class Homes:
 
 
 def most_files() -> int:
-    """How many files this process may have open, once its limit is raised as far as it may be."""
+    """Raise the limit of open files to its maximum and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a pool on disk keeps in host memory, and how a limit is shared out among that."""
+"""Division of the host memory limit of a KV cache on disk."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from .direct_file import BLOCK
 from .file_layout import FileLayout
 from .row_cache import SLOT_BYTES
 
-LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20
-"""Bytes of what is read or written in one go: from a few requests to more than a disk works on at once."""
+LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20  # bytes of a staging buffer: a few requests to more than a full queue
 
 
 @dataclass(frozen=True)
 class HostShares:
-    """Bytes of host memory, all that rows take there together.
+    """Host memory of a KV cache on disk.
 
-    staged: of each of what is being read, what has been asked for and what is on its way to the disk. chunks: of chunks
-    that are filled token by token, at most `chunk_buffers` of them. slots: rows that stay because they were used, of
-    `slot_bytes` each with what is known of them.
+    Attributes:
+        staged: Bytes of each of three kinds of staging: reads, requested entries and pending writes.
+        chunk_buffers: Maximum number of buffers for partly filled blocks.
+        chunks: Bytes of these buffers.
+        slots: Slots of the cache for KV entries.
+        slot_bytes: Bytes per slot, including metadata.
     """
 
     staged: int
@@ -32,8 +34,10 @@ class HostShares:
 
     @classmethod
     def of(cls, limit: int, layout: FileLayout) -> HostShares:
-        """Shares of `limit` bytes: a thirty-second for each of three kinds of staging, a sixteenth for chunks, the rest
-        for rows that stay. Raises MemoryLimitError where that is too little for any."""
+        """Divide `limit` bytes: 1/32 for each kind of staging, 1/16 for block buffers, the rest for the cache.
+
+        Raises MemoryLimitError if the limit is too small.
+        """
         staged = max(LEAST_STAGED, min(MOST_STAGED, limit // 32 // BLOCK * BLOCK))
         chunk = layout.arena.layers * layout.arena.kv_heads * layout.piece
         buffers = max(1, limit // 16 // chunk)
@@ -42,8 +46,8 @@ class HostShares:
         if slots < 1:
             least = 3 * staged + buffers * chunk + slot
             raise MemoryLimitError(
-                f"host_memory={format_size(limit)} ({limit} bytes) is too little to read and write rows on disk: "
-                f"{format_size(least)} ({least} bytes) are needed, of them {format_size(chunk)} for a chunk of {CHUNK} "
+                f"host_memory={format_size(limit)} ({limit} bytes) is too little for a KV cache on disk: "
+                f"{format_size(least)} ({least} bytes) are needed, of them {format_size(chunk)} for a block of {CHUNK} "
                 "tokens; raise host_memory"
             )
         return cls(staged, buffers, buffers * chunk, slots, slot)

@@ -1,4 +1,4 @@
-"""Many reads of open files at once: through a ring of the kernel where there is one, else by threads."""
+"""Concurrent reads of open files, with io_uring if available, else with threads."""
 
 from __future__ import annotations
 
@@ -19,19 +19,15 @@ from ...utils import native_libraries
 from .file_table import FILE_BITS
 from .row_copy import RowCopies, address, copy_rows
 
-DEPTH = 64
-"""Requests that are with the disk at once."""
-
-THREADS = 16
-"""Where there is no ring."""
+DEPTH = 64  # concurrent requests with io_uring
+THREADS = 16  # concurrent requests without io_uring
 
 Offsets = NDArray[np.int64]
 Handles = NDArray[np.int32]
 
 
 class Requests(NamedTuple):
-    """Reads of files: `size` bytes from `offset` on, a place (`file_table.place`), to byte `at` of a buffer; int64
-    `[n]` each."""
+    """Reads of `size` bytes from the place `offset` (`file_table.place`) to byte `at` of a buffer; int64 `[n]` each."""
 
     offset: Offsets
     size: Offsets
@@ -39,16 +35,19 @@ class Requests(NamedTuple):
 
 
 class Reader(Protocol):
-    """Reads many pieces of files."""
+    """Executes batches of reads."""
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """All of `requests`, of the open `files` (`FileTable.handles`), to `buffer`, and `copies` of what came. Raises
-        OSError for the first that fails, also where a file ends early; then nobody writes to the buffer any more."""
+        """Read `requests` of the open `files` (`FileTable.handles`) into `buffer` and perform `copies` from it.
+
+        Raises OSError for the first failed request, including a read past the end of a file. No request writes to the
+        buffer after that.
+        """
         ...
 
 
 class RingReader:
-    """Through io_uring: one call of the kernel for many requests. Of the thread that opened it."""
+    """Reads with io_uring: one system call for many requests. Only for the thread that opened it."""
 
     def __init__(self, library: ctypes.CDLL, ring: int) -> None:
         self._library, self._ring = library, ring
@@ -56,14 +55,14 @@ class RingReader:
 
     @classmethod
     def open(cls, depth: int = DEPTH) -> RingReader | None:
-        """None where there is no compiler, or the kernel gives no ring."""
+        """Create a reader. Return None without compiled code or if the kernel does not provide a ring."""
         library = _library()
         if library is None or not (ring := library.ring_open(depth)):
             return None
         return cls(library, ring)
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """`Reader.read`: rows are copied while others are read."""
+        """Read requests. Copies overlap with other reads."""
         if not (count := len(requests.size)):
             return
         first, at, into, out = copies or (none := np.zeros(count + 1, np.int64), none, none, torch.empty(0, 0))
@@ -76,14 +75,14 @@ class RingReader:
 
 
 class ThreadReader:
-    """By threads that each wait for one request."""
+    """Reads with a thread pool, one request per thread."""
 
     def __init__(self, threads: int = THREADS) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="offload-rt reader")
         weakref.finalize(self, self._threads.shutdown, wait=False)
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """`Reader.read`: rows are copied when everything has come."""
+        """Read requests. Copies start after all reads."""
         pieces = zip(*(each.tolist() for each in requests), strict=True)
         jobs = [self._threads.submit(_read, files, offset, buffer[at : at + size]) for offset, size, at in pieces]
         failures = [job.exception() for job in jobs]
@@ -95,7 +94,7 @@ class ThreadReader:
 
 
 def reader(depth: int = DEPTH) -> Reader:
-    """The fastest there is here."""
+    """Return the fastest available reader."""
     return RingReader.open(depth) or ThreadReader()
 
 
@@ -110,7 +109,7 @@ def _read(files: Handles, place: int, into: memoryview) -> None:
 
 
 def write(file: int, offset: int, pieces: Sequence[memoryview]) -> None:
-    """Writes `pieces` one behind the other from `offset` on. Raises OSError."""
+    """Write `pieces` consecutively from `offset` on. Raise OSError."""
     for piece in pieces:
         while piece:
             count = os.pwrite(file, piece, offset)

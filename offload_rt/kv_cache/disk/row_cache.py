@@ -1,11 +1,11 @@
-"""Rows of a file that were used lately and often, in memory: slots for any rows of any sequence.
+"""In-memory cache for KV entries on disk, shared by all sequences.
 
-What leaves first is what scores least: a use adds 1, and a step multiplies by `DECAY` (LRFU of Lee et al. 2001, the
-rule of the working set on a device). Instead of all scores falling with a step, what a use adds rises, which orders
-them alike: a look-up costs what it looks up and not what there is.
+Replacement is LRFU (Lee et al. 2001), as in the working set on the device: each use adds 1 to the score of an entry,
+each step multiplies all scores by `DECAY`, and the lowest score is evicted. The implementation increases the weight of
+a use instead of decreasing all scores. The order is the same, and the cost depends only on the entries looked up.
 
-A row may be in any of the `WAYS` slots of its set, which its number says: what is in memory is found by looking there,
-and nothing is kept for rows that are not, of which a disk has any number. Which row leaves is decided among those.
+The cache is set-associative: the id of an entry determines its set of `WAYS` slots. Lookup and eviction only consider
+these slots, and entries that are not cached need no memory.
 """
 
 from __future__ import annotations
@@ -22,25 +22,21 @@ from numpy.typing import NDArray
 from ...utils import native_libraries
 from .row_copy import address, copy_rows
 
-DECAY = 0.9
-"""Of a row's score with each step (`transfer.working_set`, where it was measured)."""
+DECAY = 0.9  # of the scores per step; measured for `transfer.working_set`
 
+# Slots per set. 8 ways have 10 % more misses; 32 ways have 3 % fewer and search twice as many slots (Qwen 2.5 0.5B,
+# 16,000 tokens, 5 % attended, 20 % of the KV in memory).
 WAYS = 16
-"""Slots of a set. With 8 a tenth more rows are missing, with 32 one in thirty fewer (Qwen 2.5 0.5B behind 16,000
-tokens, 5 % attended, a fifth of the rows in memory), and twice as much is looked through."""
 
-SLOT_BYTES = 16
-"""For every slot, besides its row: whose it is, its score and when that was."""
+SLOT_BYTES = 16  # metadata per slot: owner, score, last use
 
+# Weight of a use at which all scores are scaled down. Sums stay far below the maximum of float32; scores that become
+# zero belong to entries last used 400 steps ago.
 MOST_WEIGHT = 1e18
-"""Of a use, before all scores are brought down: sums of it are far below what float32 holds, and what is brought down
-to nothing was used last 400 steps ago."""
 
-MIX = 0x9E3779B97F4A7C15
-"""2**64 over the golden ratio: numbers that follow each other, times this, come evenly to all sets (Knuth, 6.4)."""
+MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads consecutive ids evenly over the sets (Knuth, 6.4)
 
-AT_A_TIME = 4096
-"""Rows that are looked for at once without compiled code: what that takes besides is small."""
+AT_A_TIME = 4096  # ids looked up at once without compiled code; bounds the temporary memory
 
 Ids = NDArray[np.int64]
 
@@ -55,8 +51,10 @@ class _Arrays(ctypes.Structure):
 
 
 class RowCache:
-    """At most `slots` slots, whole sets, for rows of `width` elements with any numbers from 0 on. Every call takes,
-    enters or forgets many rows at once, none of them twice; one thread at a time."""
+    """A set-associative cache of rows (KV entries) of `width` elements with non-negative ids.
+
+    `slots` is rounded down to whole sets. Each call handles a batch of distinct ids. Not thread-safe.
+    """
 
     def __init__(self, slots: int, width: int, storage: torch.dtype) -> None:
         assert slots >= 1
@@ -64,30 +62,29 @@ class RowCache:
         self._sets = slots // self._ways
         self.slots = slots = self._sets * self._ways
         memory = mmap.mmap(-1, max(1, slots * width * storage.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # neighbours in it are anybody's: with small pages each is a miss of its own
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # adjacent slots are unrelated: with small pages, each access is a TLB miss
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.rows = torch.frombuffer(memory, dtype=storage).view(slots, width)
-        """`[slots, width]`; memory is taken as slots are first used, which is soon anywhere."""
-        self._owner = np.zeros(slots, np.int64)
-        """Of a slot, `[sets * ways]` as all of these: its row, and 1; 0."""
+        """`[slots, width]`. The kernel allocates its pages on first use."""
+        self._owner = np.zeros(slots, np.int64)  # `[sets * ways]`, id + 1 of the row in each slot; 0 if empty
         self._score, self._last = np.zeros(slots, np.float32), np.zeros(slots, np.uint32)
         self.used = 0
-        """How many slots have rows."""
+        """Number of occupied slots."""
         self._now, self._weight = 0, 1.0
         pointers = [*(address(each) for each in (self._owner, self._score, self._last)), self.rows.data_ptr()]
         self._arrays = _Arrays(*pointers, width * storage.itemsize, self._sets, self._ways)
 
     @property
     def held(self) -> Ids:
-        """The slots that have rows, rising."""
+        """Occupied slots in ascending order."""
         return np.flatnonzero(self._owner)
 
     def owners(self, slots: Ids) -> Ids:
-        """Which rows these slots have."""
+        """Return the ids of the rows in `slots`."""
         return self._owner[slots] - 1
 
     def pass_time(self, steps: float) -> None:
-        """So many steps have gone by."""
+        """Advance the time by `steps`, which may be a fraction."""
         self._now = (self._now + 1) & 0xFFFFFFFF
         self._weight *= DECAY**-steps
         if self._weight > MOST_WEIGHT:
@@ -95,8 +92,16 @@ class RowCache:
             self._weight = 1.0
 
     def take(self, ids: Ids, out: torch.Tensor, into: Ids) -> tuple[Ids, Ids]:
-        """Those of the rows `ids` int64 `[n]` that are here have been used, and go to the rows `into` int64 `[n]` of
-        out `[m, width]`, in one piece. Returns the others, and where they are to go."""
+        """Copy cached rows to `out` and count the use.
+
+        Args:
+            ids: int64 `[n]`, ids of the rows.
+            out: `[m, width]`, contiguous.
+            into: int64 `[n]`, row of `out` for each id.
+
+        Returns:
+            `ids` and `into` of the rows that are not cached.
+        """
         assert out.is_contiguous() and out.shape[1] == self.rows.shape[1] and len(ids) == len(into)
         if not len(ids):
             return ids, into
@@ -117,8 +122,13 @@ class RowCache:
         return missing[0, :count], missing[1, :count]
 
     def enter(self, ids: Ids, rows: torch.Tensor, at: Ids) -> None:
-        """Rows `at` int64 `[n]` of rows `[m, width]`, in one piece, which were not here: those that find a slot in
-        their set that was not used just now."""
+        """Insert rows that are not cached. A row is skipped if all slots of its set were used in this step.
+
+        Args:
+            ids: int64 `[n]`, ids of the rows.
+            rows: `[m, width]`, contiguous.
+            at: int64 `[n]`, row of `rows` for each id.
+        """
         assert rows.is_contiguous() and rows.shape[1] == self.rows.shape[1] and len(ids) == len(at)
         if not len(ids):
             return
@@ -132,7 +142,7 @@ class RowCache:
         self.used += fresh
 
     def forget(self, ids: range) -> None:
-        """The rows `ids` are others from now on."""
+        """Remove the rows `ids`, because their content has changed."""
         if (library := _library()) is not None:
             self.used -= library.forget(self._arrays, ids.start, ids.stop, ids.step)
             return
@@ -141,13 +151,13 @@ class RowCache:
         self.used -= int((slots >= 0).sum())
 
     def _slots_of(self, ids: Ids) -> Ids:
-        """`[n, ways]`: the slots that rows may be in."""
+        """Return the candidate slots of each id, `[n, ways]`."""
         mixed = ids.astype(np.uint64) * np.uint64(MIX) >> np.uint64(32)
         sets = (mixed * np.uint64(self._sets) >> np.uint64(32)).astype(np.int64)
         return sets[:, None] * self._ways + np.arange(self._ways)
 
     def _find(self, ids: Ids) -> Ids:
-        """The slots of rows, -1 for those that are not here."""
+        """Return the slot of each id, or -1 if it is not cached."""
         found = np.full(len(ids), -1)
         for first in range(0, len(ids), AT_A_TIME):
             own = slice(first, first + AT_A_TIME)
@@ -157,7 +167,7 @@ class RowCache:
         return found
 
     def _enter(self, ids: Ids, rows: torch.Tensor, at: Ids) -> int:
-        """`enter` without compiled code: of each set one row at a time. Returns how many slots were free."""
+        """Insert rows without compiled code, one per set and pass. Return how many slots were empty."""
         fresh = 0
         while len(ids):
             _, turn = np.unique(self._slots_of(ids)[:, 0], return_index=True)
@@ -174,7 +184,7 @@ class RowCache:
         return fresh
 
     def check_integrity(self) -> None:
-        """Asserts that every row is in its set, and once."""
+        """Assert that every row is in its set exactly once."""
         held = self.held
         owners = self.owners(held)
         assert len(held) == self.used == len(np.unique(owners))

@@ -1,4 +1,4 @@
-"""Many rows from anywhere in memory to anywhere, in one pass: by compiled code, else by torch in two."""
+"""Copy scattered rows in memory: in one pass with compiled code, else in two with torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from ...utils import native_libraries
 
 
 class RowCopies(NamedTuple):
-    """Rows that go from a buffer that is read into to `out` `[m, width]`, in one piece: int64 `[n]` each, the byte of
-    the buffer that a row begins `at`, and the row of out, another for each, that it goes `into`. first int64
-    `[requests + 1]`: the first row of each request, and n."""
+    """Copies of rows from a read buffer.
+
+    Attributes:
+        first: int64 `[requests + 1]`, first row of each request, and n.
+        at: int64 `[n]`, byte of the buffer where each row begins.
+        into: int64 `[n]`, distinct destination rows of `out`.
+        out: `[m, width]`, contiguous.
+    """
 
     first: NDArray[np.int64]
     at: NDArray[np.int64]
@@ -26,13 +31,15 @@ class RowCopies(NamedTuple):
 
 
 def address(array: NDArray[Any]) -> int:
-    """Where it begins, of one that is not empty and may be written to: a quarter of what `array.ctypes` takes."""
+    """Return the address of a non-empty, writable array. Four times as fast as `array.ctypes`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 def copy_rows(source: torch.Tensor, at: NDArray[np.int64], out: torch.Tensor, into: NDArray[np.int64]) -> None:
-    """The rows `into` int64 `[n]` of out `[m, width]`, no two of them the same, become those that begin at bytes `at`
-    int64 `[n]` of source. Both lie in one piece, and do not overlap."""
+    """Copy rows that begin at bytes `at` `[n]` of `source` to the distinct rows `into` `[n]` of out `[m, width]`.
+
+    `source` and `out` must be contiguous and must not overlap.
+    """
     assert source.is_contiguous() and out.is_contiguous() and len(at) == len(into)
     size = out.shape[1] * out.itemsize
     if not len(at):
@@ -42,7 +49,7 @@ def copy_rows(source: torch.Tensor, at: NDArray[np.int64], out: torch.Tensor, in
     if (library := _library()) is not None:
         library.copy_rows(len(at), size, source.data_ptr(), address(at), out.data_ptr(), address(into))
         return
-    unit = int(np.gcd.reduce(at, initial=math.gcd(size, source.nbytes)))  # rows begin and end on multiples of it
+    unit = int(np.gcd.reduce(at, initial=math.gcd(size, source.nbytes)))  # all rows begin and end on multiples of it
     parts = torch.from_numpy(at // unit).unsqueeze(1) + torch.arange(size // unit)
     rows = source.view(torch.uint8).view(-1, unit).index_select(0, parts.flatten()).view(len(at), size)
     out.index_copy_(0, torch.from_numpy(into), rows.view(out.dtype))

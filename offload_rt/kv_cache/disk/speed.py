@@ -1,4 +1,4 @@
-"""How fast a disk is: what beginning a request takes, and what a byte takes, past the page cache."""
+"""Measure the speed of a disk with direct I/O: time per request and time per byte."""
 
 from __future__ import annotations
 
@@ -12,34 +12,32 @@ import torch
 from .direct_file import BLOCK, DirectFile, aligned
 from .requests import Requests
 
-SEQUENTIAL = 1 << 20
-"""Bytes of a request of a sequential read."""
+SEQUENTIAL = 1 << 20  # bytes per request of a sequential read
 
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """seek: seconds that a request of one block takes, many being made at once; byte: seconds a byte of large ones."""
+    """`seek`: seconds per request with many concurrent requests. `byte`: seconds per byte of large requests."""
 
     seek: float
     byte: float
 
     @property
     def gap(self) -> int:
-        """Bytes that are read through rather than skipped: what takes as long as a request."""
+        """Bytes that take as long to read as a new request. Shorter gaps are read through."""
         return int(self.seek / self.byte) // BLOCK * BLOCK
 
     def seconds(self, requests: int, size: int) -> float:
-        """What so many requests of `size` bytes together take."""
+        """Return the time of `requests` requests with `size` bytes in total."""
         return requests * self.seek + size * self.byte
 
 
-USUAL = DiskSpeed(seek=10e-6, byte=1 / 2e9)
-"""Of a disk that nobody has measured: 100,000 requests a second, 2 GB a second."""
+USUAL = DiskSpeed(seek=10e-6, byte=1 / 2e9)  # default if not measured: 100,000 requests/s, 2 GB/s
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Reads of `size` bytes each: how many a second."""
+    """Measured rate of reads of `size` bytes each."""
 
     size: int
     random: bool
@@ -47,12 +45,12 @@ class Measured:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes a second."""
+        """Bytes per second."""
         return self.size * self.requests_per_second
 
 
 def fill(file: DirectFile, size: int, seed: int = 0) -> None:
-    """Writes `size` random bytes (whole MiB), so that reads of them cannot be answered without the disk."""
+    """Write `size` random bytes (whole MiB), so that reads cannot be served without the disk."""
     file.allocate(0, size)
     data = aligned(SEQUENTIAL)
     generator = np.random.default_rng(seed)
@@ -62,7 +60,7 @@ def fill(file: DirectFile, size: int, seed: int = 0) -> None:
 
 
 def measure(file: DirectFile, held: int, size: int, *, random: bool, seconds: float = 0.25, seed: int = 1) -> Measured:
-    """Reads pieces of `size` bytes of the file's first `held` for about so long, in order or scattered."""
+    """Read pieces of `size` bytes from the first `held` bytes for about `seconds`, in order or at random."""
     pieces, batch = held // size, max(1, min(512, (32 << 20) // size))
     generator, buffer = np.random.default_rng(seed), aligned(batch * size)
     at = np.arange(batch, dtype=np.int64) * size
@@ -75,7 +73,7 @@ def measure(file: DirectFile, held: int, size: int, *, random: bool, seconds: fl
 
 
 def speed(file: DirectFile, held: int) -> DiskSpeed:
-    """From reads of single blocks, scattered, and of large ones, in order."""
+    """Measure random reads of single disk blocks and sequential reads of large pieces."""
     large = measure(file, held, SEQUENTIAL, random=False)
     small = measure(file, held, BLOCK, random=True)
     byte = 1 / large.bytes_per_second
@@ -83,7 +81,7 @@ def speed(file: DirectFile, held: int) -> DiskSpeed:
 
 
 def measured_speed(folder: Path, size: int = 256 << 20) -> DiskSpeed:
-    """Of the disk that `folder` lies on, from a file of `size` bytes that is gone when this returns."""
+    """Measure the disk of `folder` with a temporary file of `size` bytes."""
     file = DirectFile(folder)
     try:
         fill(file, size)

@@ -1,4 +1,4 @@
-"""Writes to files that go on while others compute, a limited number of bytes behind."""
+"""Asynchronous writes to files with a limit on pending bytes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ...errors import DiskError
 
 
 class Target(Protocol):
-    """What is written to: the pool's file, or a chunk's home."""
+    """Destination of writes: the pool's file or the home of a block."""
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """Writes whole blocks from `offset` on. Raises OSError."""
+        """Write whole disk blocks at `offset`. Raise OSError."""
         ...
 
 
 class Piece(NamedTuple):
-    """Whole blocks (`direct_file.aligned`), and where they go."""
+    """Whole disk blocks (`direct_file.aligned`) and their destination."""
 
     target: Target
     offset: int
@@ -34,23 +34,24 @@ class Piece(NamedTuple):
 
 
 class WriteBehind:
-    """A thread that writes, in order, for the pool with its file in `folder`. Every write belongs to places `(chunk,
-    layer's place)`: whoever reads one waits for it first (`wait`), and learns there that it could not be written. `add`
-    waits where more than `limit` bytes are on their way."""
+    """A thread that writes in order for the pool with its file in `folder`.
+
+    Each write belongs to keys `(block, place of the layer)`. Before reading one, call `wait`, which raises the error
+    of a failed write. `add` waits while more than `limit` bytes would be pending.
+    """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self._folder, self._limit = folder, limit
         self._waiting: Counter[tuple[int, int]] = Counter()
         self._bytes = 0
         self._lost: dict[tuple[int, int], str] = {}
-        self._unwanted: set[tuple[int, int]] = set()
-        """Places whose writes are on their way, and that nobody reads any more."""
+        self._unwanted: set[tuple[int, int]] = set()  # keys with pending writes whose content was discarded
         self._changed = threading.Condition()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-rt row writer")
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def add(self, places: Sequence[tuple[int, int]], pieces: Sequence[Piece]) -> None:
-        """Writes `pieces`, all that `places` have, behind what was added before."""
+        """Queue `pieces`, the complete content of `places`, after all earlier writes."""
         size = sum(len(piece.data) for piece in pieces)
         with self._changed:
             self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._limit)
@@ -60,15 +61,15 @@ class WriteBehind:
         self._thread.submit(self._write, places, pieces, size)
 
     def wait(self, places: Sequence[tuple[int, int]]) -> None:
-        """Returns when `places` are written. Raises DiskError where one of them could not be written."""
+        """Wait until `places` are written. Raise DiskError if a write failed."""
         with self._changed:
             if self._waiting:
                 self._changed.wait_for(lambda: not any(place in self._waiting for place in places))
             if self._lost and (why := next((self._lost[place] for place in places if place in self._lost), None)):
-                raise DiskError(f"cannot write rows to {str(self._folder)!r}: {why}; what was computed is lost")
+                raise DiskError(f"cannot write KV to {str(self._folder)!r}: {why}; what was computed is lost")
 
     def wait_for(self, place: int, chunks: NDArray[np.int64]) -> None:
-        """`wait` of one layer's place in `chunks`, any of them more than once."""
+        """Wait for the layer at `place` in `chunks`, which may contain duplicates."""
         with self._changed:
             quiet = not self._waiting and not self._lost
         if not quiet:
@@ -76,19 +77,19 @@ class WriteBehind:
 
     @property
     def lost(self) -> set[int]:
-        """Chunks of which something could not be written."""
+        """Blocks with a failed write."""
         with self._changed:
             return {chunk for chunk, _ in self._lost}
 
     def forgive(self, chunks: Sequence[int]) -> None:
-        """Forgets what of these chunks could not be written: nobody wants it any more."""
+        """Ignore past and pending write errors of blocks that were freed."""
         gone = set(chunks)
         with self._changed:
             self._lost = {place: why for place, why in self._lost.items() if place[0] not in gone}
             self._unwanted.update(place for place in self._waiting if place[0] in gone)
 
     def drain(self) -> None:
-        """Returns when everything has been written, or could not be."""
+        """Wait for all pending writes, whether they succeed or fail."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting)
 
@@ -105,12 +106,12 @@ class WriteBehind:
             self._changed.notify_all()
 
     def _written(self, pieces: Sequence[Piece]) -> str:
-        """Why they could not be written; empty where they were."""
+        """Write `pieces`. Return the reason of a failure, or an empty string."""
         try:
             for piece in pieces:
                 piece.target.write(piece.offset, piece.data)
         except OSError as error:
             return error.strerror or str(error)
-        except Exception as error:  # whoever reads the rows would wait for them without end
+        except Exception as error:  # otherwise, readers would wait forever
             return f"{type(error).__name__}: {error}"
         return ""

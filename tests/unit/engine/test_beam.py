@@ -144,7 +144,7 @@ def test_a_stream_is_of_one_completion() -> None:
     _, llm = make()
     with pytest.raises(InputError, match="use generate for n"):
         llm.stream([1, 2], SamplingParams(n=2))
-    with pytest.raises(PoolFullError, match=r"299 chunks .* are needed"):
+    with pytest.raises(PoolFullError, match=r"299 blocks .* are needed"):
         llm.generate([[1, 2]], beams(300))
     assert llm.runner.pool.bytes_held == 0
 

@@ -74,7 +74,7 @@ def test_a_pool_too_small_for_all_makes_requests_wait() -> None:
 
 def test_a_prompt_that_never_fits_is_refused_with_the_numbers_and_the_others_go_on() -> None:
     llm = make_llm(chunks=2)
-    with pytest.raises(PoolFullError, match=r"3 chunks .* are needed, and of 2 only 2 are free .* 1 too few"):
+    with pytest.raises(PoolFullError, match=r"3 blocks .* are needed, and of 2 only 2 are free .* 1 too few"):
         llm.generate([tiny_prompt(100)], greedy(50))
     engine = Engine(llm.runner, max_num_seqs=2)
     engine.add(tiny_prompt(100), greedy(50))

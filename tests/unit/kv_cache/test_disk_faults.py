@@ -220,7 +220,7 @@ def test_a_disk_error_ends_what_it_is_of(phase: str, tmp_path: Path, monkeypatch
 
         def fails(*args: object) -> None:
             monkeypatch.undo()
-            raise DiskError("cannot read rows")
+            raise DiskError("cannot read KV")
 
         where, name = {"prefill": (llm.runner, "advance_prefill"), "decode": (llm.runner, "decode"),
                        "verify": (drafting, "verify"), "reload": (llm.runner, "reload")}[phase]  # fmt: skip

@@ -298,7 +298,7 @@ def test_a_home_that_takes_no_rows(at: int, tmp_path: Path, monkeypatch: pytest.
                 real(file, offset, data)
 
             patch.setattr(BlockFile, "write", write)
-            with pytest.raises(DiskError, match="cannot write rows"):
+            with pytest.raises(DiskError, match="cannot write KV"):
                 say(session, TURNS[0])
         [wanted] = memory.generate([[*session.tokens, *TURNS[2]]], GREEDY)
         assert say(session, TURNS[2]) == list(wanted.outputs[0].token_ids)

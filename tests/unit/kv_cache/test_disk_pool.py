@@ -468,7 +468,7 @@ def test_a_read_that_fails_ends_the_request_and_not_the_runtime(
     failing = FailingReader(10)
     monkeypatch.setattr(direct_file, "reader", lambda: failing)
     with make(tmp_path, **POLICIES["infinigen"]) as llm:
-        with pytest.raises(DiskError, match="cannot read rows"):
+        with pytest.raises(DiskError, match="cannot read KV"):
             llm.generate(PROMPTS, GREEDY)
         llm.runner.check_integrity() if failing.at > 0 else None
         failing.at = 1 << 30
@@ -535,7 +535,7 @@ def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path, monkeypatch: py
     with make(tmp_path, policy="full") as llm:
         short = written(llm, [PROMPTS[0][:90]])
         monkeypatch.setattr(os, "posix_fallocate", allocate)
-        with pytest.raises(PoolFullError, match="gives no"):
+        with pytest.raises(PoolFullError, match="cannot allocate"):
             llm.generate([tiny_prompt(900, seed=9)], GREEDY)
         assert written(llm, [PROMPTS[0][:90]]) == short
         llm.runner.check_integrity()
@@ -558,10 +558,10 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
         make(tmp_path, working_set=8)
     with pytest.raises(MemoryLimitError, match="raise host_memory"):
         make(tmp_path, host_memory="100KiB")
-    with pytest.raises(MemoryLimitError, match="has left"):
+    with pytest.raises(MemoryLimitError, match="has free"):
         make(tmp_path, disk_limit="900TiB")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot keep rows"):
+    with pytest.raises(ConfigError, match="cannot store KV"):
         make(tmp_path / "file")
 
 

@@ -182,7 +182,7 @@ def test_a_full_pool_says_what_is_missing() -> None:
 
 
 def test_limits_that_cannot_be() -> None:
-    with pytest.raises(MemoryLimitError, match=r"cannot hold one chunk.*8192 bytes"):
+    with pytest.raises(MemoryLimitError, match=r"cannot hold one block.*8192 bytes"):
         HostPool(geometry(), torch.float32, CHUNK_BYTES - 1)
     with pytest.raises(MemoryLimitError, match=r"more than the .* available here; lower host_memory"):
         HostPool(geometry(), torch.float32, 1 << 60)

@@ -241,7 +241,7 @@ def test_room_is_made_from_the_tree_before_the_pool_is_full() -> None:
     new = pool.new_block_table(3 * CHUNK)
     assert pool.idle_chunks == 3 and pool.free_chunks == 0
     assert pool.match([*text(1, 2, 3, 4), 0], "exact").length == 3 * CHUNK, "the leaf went first"
-    with pytest.raises(MemoryError, match=r"only 0 are free or can be given up"):
+    with pytest.raises(MemoryError, match=r"only 0 are free or can be evicted"):
         pool.reserve(new, 4 * CHUNK)
     pool.check_integrity()
 

@@ -253,7 +253,7 @@ def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
     engine = Engine(llm.runner, max_num_seqs=2)
     engine.add(tiny_prompt(100), greedy(60))
     after = engine.add(tiny_prompt(90), greedy(5))  # has to wait, and is served when the first has failed
-    with pytest.raises(PoolFullError, match=r"1 chunks of 64 tokens .* are needed"):
+    with pytest.raises(PoolFullError, match=r"1 blocks of 64 tokens .* are needed"):
         drain(engine)
     drain(engine)
     assert len(after.completions()[0].token_ids) == 5

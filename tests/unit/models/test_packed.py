@@ -100,7 +100,7 @@ def test_memory_is_planned_with_packed_bytes(packed: Path) -> None:
     if packed.name == "bitsandbytes":
         assert plan_for(replace(config, device_memory=least - 1), shape).streamed
         return
-    with pytest.raises(MemoryLimitError, match=r"packed ones \(.*\) are not brought over layer by layer"):
+    with pytest.raises(MemoryLimitError, match=r"packed weights \(.*\) cannot be streamed layer by layer"):
         LLM(packed, config, device_memory=least - 1, dtype="float32")
 
 
