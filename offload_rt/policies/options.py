@@ -41,8 +41,8 @@ def _check_selects(budget: float, sinks: int, recent: int, context: int) -> None
     check(
         budget * context >= sinks + recent + 1,
         f"budget={budget} of {context:,} tokens is {int(budget * context):,} tokens, which sinks={sinks} and "
-        f"recent={recent} use up, so nothing would be selected; set a budget of at least {sinks + recent + 1:,} tokens, "
-        "or reduce sinks or recent",
+        f"recent={recent} use up, so nothing would be selected; set a budget of at least {sinks + recent + 1:,} "
+        "tokens, or reduce sinks or recent",
     )
 
 
@@ -142,7 +142,7 @@ class InfiniGenOptions(PolicyOptions):
         for name, value, own in (("scorer", self.scorer, "auto"), ("columns", self.columns, "calibration")):
             check(
                 self.tail == "off" or value == own,
-                f"{name}={value!r} needs tail='off' (or preset='rows'): tail={self.tail!r} scores with the keys of the approximate KV",
+                f"{name}={value!r} needs tail='off' (or preset='rows'): tail={self.tail!r} scores with its own keys",
             )
         check(
             self.keys != "int8" or self.columns == "calibration",
