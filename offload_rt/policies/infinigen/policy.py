@@ -299,8 +299,8 @@ class InfiniGen:
 
     def _lineage(self, artifact: SkewArtifact) -> str:
         """Return the KV provenance key: a digest of the options and of the source of the artifact."""
-        # They determine the tokens that sparse layers see, hence the KV of deeper layers. The values of the artifact are
-        # not hashed: processors round them differently, and a session may continue on another machine.
+        # They determine the tokens that sparse layers see, hence the KV of deeper layers. The values of the artifact
+        # are not hashed: processors round them differently, and a session may continue on another machine.
         text = f"{self.options.lineage_text()}\n{artifact.identity}"
         return f"infinigen-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
