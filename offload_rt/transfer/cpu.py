@@ -54,7 +54,7 @@ class _SparseTicket:
 
 
 class _Pages:
-    """Cache of `HostPool.row_base` of open block tables, updated when the blocks of a table change."""
+    """Cache of `HostPool.row_base` of open block tables, updated when their blocks change."""
 
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool

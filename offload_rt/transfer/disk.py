@@ -55,7 +55,7 @@ class DiskState:
         self._staging = RecycledMemory()
 
     def thread(self, layer: int) -> ReadingThread:
-        """Return the thread that reads a layer. Requests of a layer run in order, those of adjacent layers in parallel."""
+        """Return the thread that reads a layer. Requests of a layer run in order, of adjacent layers in parallel."""
         return self._threads[layer % len(self._threads)]
 
     def staging(self, shape: tuple[int, ...]) -> torch.Tensor:

@@ -90,7 +90,7 @@ class Ticket(Protocol):
         ...
 
     def wait(self) -> list[KVPart]:
-        """Return the KV on the device. Later work of the compute stream waits for the copies; on CUDA the host does not.
+        """Return the KV on the device. The compute stream waits for the copies; on CUDA, the host does not.
 
         For `fetch`, the parts are all KV that the layer attends to, each token once: sinks, recent, selected (in any
         order for a dense layer). They include the newest token, so `append` of the layer must come first. For
@@ -191,7 +191,7 @@ class BatchedRows(Protocol):
     """Fetches KV of whole batches, for selections whose counts stay on the device."""
 
     def row_lists(self, batch: int, tokens: int) -> RowLists:
-        """Create lists of `batch` sequences of up to `tokens` tokens each. Bind them with `RowLists.hold` before a step."""
+        """Create lists of `batch` sequences of up to `tokens` tokens, to be bound by `RowLists.hold` before a step."""
         ...
 
 

@@ -1,8 +1,8 @@
 """KV of the sequences of a batch as lists (`kernels.lists`).
 
-For any batch, the fetch of a layer is one gather, and one kernel each keeps and writes back the newest KV. The sequences
-and the positions of their blocks are data in tensors with fixed addresses. Shapes depend only on the number of
-sequences and on their capacity in tokens.
+For any batch, the fetch of a layer is one gather, and one kernel each keeps and writes back the newest KV. Which
+sequences these are, and where their blocks are, is data in tensors with fixed addresses. Shapes depend only on the
+number of sequences and on their capacity in tokens.
 """
 
 from __future__ import annotations
