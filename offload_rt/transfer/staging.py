@@ -1,7 +1,7 @@
 """Buffers used by two streams.
 
-The prefetch stream fills buffers that the compute stream reads, and the write-back stream reads buffers that the compute
-stream fills. Both are kept alive here instead of by the allocator's `record_stream`.
+The prefetch stream fills buffers that the compute stream reads, and the write-back stream reads buffers that the
+compute stream fills. Both are kept alive here instead of by the allocator's `record_stream`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ This is more than any step writes, so compute only waits for old write-backs.
 class Returning:
     """Holds compute stream buffers that the write-back stream reads, until the compute stream waits for the write-back.
 
-    They are then free in the order of the compute stream, as in `Staging`, so the memory held does not depend on how far
-    the host runs ahead. A prefill releases the slices of a layer when the next layer starts, after attention and MLP
+    They are then free in the order of the compute stream, as in `Staging`, so the memory held does not depend on how
+    far the host runs ahead. A prefill releases the slices of a layer when the next layer starts, after attention and MLP
     have overlapped with their write-back.
     """
 

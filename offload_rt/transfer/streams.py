@@ -73,7 +73,7 @@ class DeviceStream:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Make `device` current, for Triton launches and graph captures. Torch operations use the device of their tensors."""
+    """Make `device` current for Triton launches and graph captures; torch operations follow their tensors."""
     if device.type == "cpu":
         return nullcontext()
     chosen: AbstractContextManager[None] = torch.accelerator.device_index(device.index)
