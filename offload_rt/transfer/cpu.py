@@ -69,7 +69,7 @@ class _Pages:
         return base
 
     def rows(self, blocks: BlockTable, layer: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return pool row indices of K, int64 `[Hkv, n]`, of `tokens` `[Hkv, n]` in a layer without a sliding window."""
+        """Return the pool rows of K, int64 `[Hkv, n]`, of `tokens` `[Hkv, n]` in a layer without a sliding window."""
         assert self.pool.groups.group[layer] == 0, "sliding-window layers are dense"
         return key_rows(self.pool.layout, self.of(blocks), self.pool.groups.place[layer], tokens)
 

@@ -59,7 +59,7 @@ This is more than any step writes, so compute only waits for old write-backs.
 
 
 class Returning:
-    """Holds compute stream buffers that the write-back stream reads, until the compute stream waits for the write-back.
+    """Holds buffers that the write-back stream reads, until the compute stream waits for the write-back.
 
     They are then free in the order of the compute stream, as in `Staging`, so the memory held does not depend on how
     far the host runs ahead. A prefill releases the slices of a layer when the next layer starts, after attention and MLP

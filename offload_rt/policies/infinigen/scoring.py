@@ -249,7 +249,7 @@ class QuantisedKeys:
         return _Asked(self, layer, q, tokens)
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
-        """Return integer products of the quantised query and the codes, which read bits * d / 8 bytes per token and head."""
+        """Return products of the quantised query and the codes. They read bits * d / 8 bytes per token and head."""
         packed, within = self._bytes_of(layer, tokens)
         quantiser = self._quantisers[layer]
         skewed = quantiser.basis.skew_query(q)
