@@ -62,8 +62,8 @@ class Returning:
     """Holds buffers that the write-back stream reads, until the compute stream waits for the write-back.
 
     They are then free in the order of the compute stream, as in `Staging`, so the memory held does not depend on how
-    far the host runs ahead. A prefill releases the slices of a layer when the next layer starts, after attention and MLP
-    have overlapped with their write-back.
+    far the host runs ahead. A prefill releases the slices of a layer when the next layer starts, after attention and
+    MLP have overlapped with their write-back.
     """
 
     def __init__(self, write_back: Stream) -> None:
