@@ -1,1 +1,1 @@
-"""Policies: which tokens a layer attends to. One file each; they return ids and never copy rows."""
+"""Token selection policies, one file each. They return token indices and never copy KV."""

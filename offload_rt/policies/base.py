@@ -1,18 +1,19 @@
 """The contract between the decode loop and a policy.
 
-A `Policy` is immutable and shared; a `PolicyState` belongs to one sequence, holds whatever the policy remembers of it
-(scoring keys, accumulated attention, chunk bounds), and forks with it. The loop calls, for each sequence:
+A `Policy` is immutable and shared by all sequences. A `PolicyState` belongs to one sequence, holds the selection data
+of its tokens (scoring keys, accumulated attention, page bounds), and is forked with it. For each sequence, the loop
+calls:
 
     prefill, layer l      state.on_queries(l, q, k, start) for each slice of queries, then state.on_keys(l, k, 0) and
                           state.on_values(l, v, 0)
     decode, layer l       state.on_keys(l, k, N - 1)            one key, before layer l attends
                           state.on_values(l, v, N - 1)          its value
-                          state.select(l, q, visible)           once, at the moment `Policy.source` names
-                          state.repair(l, q, visible, sel)      with layer l's true query, before it attends
-                          state.tail(l, q, visible, sel)        what was not selected, from what the state holds
+                          state.select(l, q, visible)           once, when the query of `Policy.query_source` is known
+                          state.repair(l, q, visible, sel)      with the layer's true query, before it attends
+                          state.tail(l, q, visible, sel)        estimates the attention to tokens not selected
                           state.on_attended(l, ...)             only if `wants_weights`
 
-A layer in `dense_layers` is never asked.
+`select`, `repair`, `tail` and `on_attended` are never called for a layer in `dense_layers`.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from .infinigen.key_lists import Rule
 from .infinigen.scoring_keys import ScoringKeys
 
 QuerySource = Literal["attention_input", "normed_input", "residual", "query"]
-"""What the query given to `select` for layer l is made from: speculated one layer ahead (the first three), or layer
-l's true query ("query"), which leaves no time to prefetch. Layer 0 always gets its true query: it is known from the
-embedding alone."""
+"""The source of the query that `select` gets for layer l. The first three are available one layer ahead and give a
+speculated query. "query" is the true query of layer l, which leaves no time to prefetch. Layer 0 always gets its true
+query, because it depends on the embedding alone."""
 
 KeyReader = Callable[[int, range], torch.Tensor]
-"""(layer, token range) -> that sequence's keys `[Hkv, n, d]`, read from the host pool where they lie. For policies
-that define themselves by the full keys (oracle), and for measurement; reading them is not counted as link traffic."""
+"""(layer, token range) -> keys `[Hkv, n, d]` of the sequence, read from the host pool. For policies that need the full
+keys (oracle) and for measurements. These reads are not counted as transfers."""
 
 
 class PolicyState(Protocol):
-    """What a policy knows of one sequence."""
+    """The selection data of a policy for one sequence."""
 
     @property
     def device_bytes(self) -> int:
@@ -46,76 +47,105 @@ class PolicyState(Protocol):
 
     @property
     def tail_bytes(self) -> int:
-        """Bytes, of `device_bytes`, of the low-bit rows that `tail` estimates from; 0 where it estimates nothing."""
+        """The part of `device_bytes` that is approximate KV, which `tail` reads; 0 if `tail` estimates nothing."""
         ...
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of scoring keys held in host memory, where the device is short."""
+        """Bytes of scoring keys held in host memory instead of on the device."""
         ...
 
     @property
     def scoring_keys(self) -> ScoringKeys | None:
-        """What `KeyLists` of a batch are made of, where the policy has a `rule`."""
+        """The scoring keys from which `KeyLists` of a batch are built, if the policy has a `rule`."""
         ...
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
-        """Prefill: the true queries `[H, m, d]` of tokens [start, start + m), and all keys `[Hkv, n, d]`, n >= start +
-        m, that exist of the layer. Causality is the policy's: query i may see keys up to start + i."""
+        """Observe the queries of a slice of the prompt.
+
+        Args:
+            layer: The layer index.
+            q: True queries `[H, m, d]` of the tokens [start, start + m).
+            k: All keys `[Hkv, n, d]` of the layer so far, n >= start + m. The policy applies the causal mask: query i
+                may see keys up to start + i.
+            start: The first token of `q`.
+        """
         ...
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Keys `[Hkv, m, d]` (post-RoPE) entered the slots [start, start + m) of the layer's cache; `start` is where
-        the last call for this layer ended, or a slot whose token has been moved or evicted."""
+        """Observe keys `[Hkv, m, d]` (after RoPE) written to the slots [start, start + m) of the layer's KV cache.
+
+        `start` is the end of the last call for this layer, or a slot whose token has been moved or evicted.
+        """
         ...
 
     def on_values(self, layer: int, v: torch.Tensor, start: int) -> None:
-        """The values `[Hkv, m, d]` of the keys that `on_keys` was given last for the layer."""
+        """Observe the values `[Hkv, m, d]` that belong to the keys of the last `on_keys` of the layer."""
         ...
 
     def on_moved(self, layer: int, source: int, target: int) -> None:
-        """The token in slot `source` now lies in slot `target`, whose own token is gone; `on_keys` for `source`
-        follows. Only called if the policy is `evictable`."""
+        """Move the data of the token in slot `source` to slot `target`, whose token has been evicted.
+
+        `on_keys` for `source` follows. Only called if the policy is `evictable`.
+        """
         ...
 
     def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
-        """Which of `visible.candidates` layer `layer` fetches, from the (speculated) query `[H, d]`. Only tokens whose
-        keys were given by `on_keys` may be candidates."""
+        """Select the tokens of `visible.candidates` that the layer fetches, by the (speculated) query q `[H, d]`.
+
+        All candidates must have been passed to `on_keys`.
+        """
         ...
 
     def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
-        """Candidates to fetch in addition, now that the true query `[H, d]` is known; disjoint from `selection`."""
+        """Return further candidates to fetch, disjoint from `selection`, by the true query q `[H, d]`; or None."""
         ...
 
     def tail(
         self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """An estimate of the attention of the true query q `[H, d]` over the candidates that are not in `selection`,
-        repairs included: out `[H, d]` and lse `[H]` (natural log; 0 and -inf where there are none), to be joined with
-        the exact rows by log-sum-exp. None where a policy leaves them out."""
+        """Estimate the attention of the true query q `[H, d]` to the candidates that are not selected.
+
+        Args:
+            layer: The layer index.
+            q: The true query `[H, d]`.
+            visible: The tokens that the layer sees.
+            selection: All selected tokens, repairs included.
+
+        Returns:
+            out `[H, d]` and lse `[H]` (natural log; 0 and -inf if every candidate is selected), to be merged with
+            exact attention by log-sum-exp. None if the policy ignores tokens that are not selected.
+        """
         ...
 
     def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
-        """The attention just computed in a selecting layer: token indices `[Hkv, n]` and softmax weights `[Hkv, n]`
-        summed over the G query heads of each KV head, resident and newest tokens included."""
+        """Observe the attention weights that a sparse layer has just computed.
+
+        Args:
+            layer: The layer index.
+            tokens: Attended token indices `[Hkv, n]`, resident and newest tokens included.
+            weights: Softmax weights `[Hkv, n]`, summed over the G query heads of each KV head.
+        """
         ...
 
     def fork(self, keys: KeyReader) -> PolicyState:
-        """An independent copy for a sequence that continues from the same tokens; `keys` reads that one's keys."""
+        """Return an independent copy for a forked sequence, whose keys `keys` reads."""
         ...
 
     def fork_prefix(self, tokens: int) -> PolicyState | None:
-        """A state that knows the first `tokens` tokens and no other, for a sequence that has the same rows of these in
-        its chunks; None where learning them anew is as good, or where what is known depends on more than the rows."""
+        """Return a state of the first `tokens` tokens alone, for a sequence that shares their KV blocks.
+
+        None if computing the state again costs no more, or if it depends on more than the KV of these tokens.
+        """
         ...
 
     def check_integrity(self) -> None:
-        """Asserts that the state is consistent with itself."""
+        """Assert internal consistency."""
         ...
 
 
 class Policy(Protocol):
-    """A way of selecting tokens, with its options fixed."""
+    """A method of selecting tokens, with fixed options."""
 
     @property
     def name(self) -> str:
@@ -124,28 +154,27 @@ class Policy(Protocol):
 
     @property
     def query_source(self) -> QuerySource:
-        """Which query `select` is given."""
+        """The source of the query that `select` gets."""
         ...
 
     @property
     def sinks(self) -> int:
-        """First tokens of the sequence that are always resident."""
+        """Number of first tokens of the sequence that are always resident."""
         ...
 
     @property
     def recent(self) -> int:
-        """Last tokens of the sequence that are always resident, the newest included; at least 1."""
+        """Number of last tokens of the sequence that are always resident, the newest included; at least 1."""
         ...
 
     @property
     def dense_layers(self) -> frozenset[int]:
-        """Layers that attend to everything visible."""
+        """Layers that attend to all visible tokens."""
         ...
 
     @property
     def dense_until(self) -> int:
-        """Contexts of up to so many tokens are attended to as a whole, in every layer; 0 where only `dense_layers`
-        are."""
+        """Longest context, in tokens, up to which every layer is dense; 0 if only `dense_layers` are."""
         ...
 
     @property
@@ -155,29 +184,31 @@ class Policy(Protocol):
 
     @property
     def wants_queries(self) -> bool:
-        """Whether the state has to see every query of the prompt (`on_queries`): then no prefix of it can be reused."""
+        """Whether the state needs every query of the prompt (`on_queries`), so that no cached prefix can be used."""
         ...
 
     @property
     def rule(self) -> Rule | None:
-        """How the sequences of a batch select together, their counts left on the device (`KeyLists`, which then takes
-        the place of `on_keys` and `select` while decoding); None where each has to select for itself."""
+        """The rule by which a batch selects with `KeyLists`, which leave counts on the device.
+
+        `KeyLists` then replace `on_keys` and `select` while decoding. None if each sequence selects by itself.
+        """
         ...
 
     @property
     def evictable(self) -> bool:
-        """Whether tokens of a sequence may be moved and overwritten, as eviction does."""
+        """Whether eviction may move and overwrite tokens of a sequence."""
         ...
 
     @property
     def lineage(self) -> str:
-        """Digest of name and options: KV decoded under one lineage is never reused under another. "exact" for full."""
+        """KV provenance key: a digest of name and options. KV is reused only under the same key; "exact" for full."""
         ...
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """What layer `layer`'s query is projected from, where `query_source` gives `[T, D]` for its attention input."""
+        """Correct the guess `[T, D]` of the layer's attention input, from which its query is projected."""
         ...
 
     def new_state(self, keys: KeyReader) -> PolicyState:
-        """The state of a sequence that has no tokens yet; `keys` reads its keys from the pool."""
+        """Return the state of a sequence without tokens, whose keys `keys` reads from the pool."""
         ...

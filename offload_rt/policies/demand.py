@@ -1,4 +1,4 @@
-"""What a policy takes of the device and of the link, said before a model is loaded."""
+"""Upper bounds of a policy's memory and transfers, known before a model is loaded."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MemoryDemand:
-    """Upper bounds of what one policy keeps and fetches, which `planning/` adds up to a plan.
+    """Upper bounds of the memory and transfers of one policy, input of the memory plan (`planning/`).
 
-    dense: layers that attend to everything, rising.
-    resident: tokens (sinks and recent window) whose rows stay on the device.
-    share: largest share of the context that a selecting layer fetches, in [0, 1].
-    key_bytes: bytes of selection data for one token of one selecting layer.
-    key_page: tokens of a page, where these data lie in pages; 0 where they grow by a sixteenth.
-    basis_bytes: bytes that all sequences share and that lie where the scoring keys do.
-    guess_bytes: bytes that correct a guessed query; on the device wherever the scoring keys lie.
-    weights_at_once: most attention weights of a prompt that the policy computes together; 0 where it computes none.
-    whole: contexts of up to so many tokens are fetched as a whole, whatever the share.
+    Attributes:
+        dense: Layers that attend to all tokens, in ascending order.
+        resident: Number of tokens (sinks and recent window) whose KV stays on the device.
+        share: Largest fraction of the context that a sparse layer fetches, in [0, 1].
+        key_bytes: Bytes of selection data per token and sparse layer.
+        key_page: Tokens of a page if selection data is paged; 0 if it grows by a sixteenth.
+        basis_bytes: Bytes shared by all sequences, in the same memory as the scoring keys.
+        guess_bytes: Bytes of the correction of predicted queries, always on the device.
+        weights_at_once: Largest number of attention weights of a prompt computed at a time; 0 if none are computed.
+        whole: Longest context, in tokens, that is fetched entirely regardless of `share`.
     """
 
     dense: tuple[int, ...]
@@ -31,6 +32,5 @@ class MemoryDemand:
     whole: int = 0
 
     def scoring_bytes(self, layers: int, context: int) -> int:
-        """Bytes of the selection data of `context` tokens in a model of `layers` layers, without what is allocated
-        ahead."""
+        """Return the bytes of selection data of `context` tokens in `layers` layers, spare capacity not included."""
         return int((layers - len(self.dense)) * self.key_bytes * context)

@@ -1,4 +1,4 @@
-"""Policy "full": every layer attends to everything. Exact."""
+"""Policy "full": every layer attends to all tokens, so attention is exact."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .registry import PolicyContext
 
 
 class FullState(PassiveState):
-    """Remembers nothing; no layer ever asks it."""
+    """State of policy "full": empty, because no layer selects."""
 
     def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
-        """Never asked: every layer is dense."""
+        """Never called, because every layer is dense."""
         raise AssertionError(f"layer {layer} of policy 'full' is dense")
 
     def fork(self, keys: KeyReader) -> FullState:
-        """There is nothing to copy."""
+        """Return this state, which is immutable."""
         return self
 
 
 @dataclass(frozen=True)
 class Full:
-    """Every one of `layers` layers is dense; no window, so that nothing is held twice."""
+    """Policy in which all `layers` layers are dense. There is no window, so no KV is stored twice."""
 
     layers: int
     name: str = "full"
@@ -45,23 +45,23 @@ class Full:
 
     @classmethod
     def build(cls, options: FullOptions, context: PolicyContext) -> Self:
-        """The policy for a model of so many layers."""
+        """Build the policy for a model."""
         return cls(context.geometry.layers)
 
     @staticmethod
     def memory_demand(options: FullOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Every layer fetches the whole context; only the newest token is resident."""
+        """Return the demand: every layer fetches the whole context, and only the newest token is resident."""
         return MemoryDemand(dense=tuple(range(geometry.layers)), resident=1, share=0.0)
 
     @property
     def dense_layers(self) -> frozenset[int]:
-        """All of them."""
+        """All layers."""
         return frozenset(range(self.layers))
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Never asked: nothing selects."""
+        """Never called, because no layer selects."""
         return attention_input
 
     def new_state(self, keys: KeyReader) -> FullState:
-        """A state without memory."""
+        """Return an empty state."""
         return FullState()

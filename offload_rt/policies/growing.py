@@ -1,4 +1,4 @@
-"""Tensors that grow along one dimension as tokens arrive, and that forks share until one of them writes."""
+"""Tensors that grow along one dimension as tokens arrive, with copy-on-write forks."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ def _capacity(slots: int, multiple: int) -> int:
 
 
 def most_slots(tokens: int, per_slot: int = 1) -> int:
-    """An upper bound of the tokens that a `GrowingTensor` of `tokens` tokens has room for, where at most `per_slot` of
-    them share a slot."""
+    """Return an upper bound of the capacity, in tokens, of a `GrowingTensor` that holds `tokens` tokens.
+
+    At most `per_slot` tokens share a slot.
+    """
     return tokens + tokens // 16 + _ROUND * per_slot
 
 
 class GrowingTensor:
-    """`data` has room for more than is written; `reserve` makes room and privacy before every write.
+    """A tensor `data` with spare capacity. Call `reserve` before every write.
 
-    Capacity grows by a sixteenth, not by doubling: it is device memory, the more so the longer the context, and a
-    copied slot costs each new token only 16 copied slots. A fork shares the storage, and whichever side writes first
-    copies it.
+    Capacity grows by a sixteenth instead of doubling, to save device memory. Growing therefore copies 16 slots per new
+    slot on average. A fork shares the storage until either side writes.
     """
 
     def __init__(
         self, shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device, multiple: int = _ROUND
     ) -> None:
-        """No slots yet: `shape` with 0 in dimension `dim`. Capacity is a multiple of `multiple`."""
+        """Creates a tensor of `shape` with 0 slots in dimension `dim`. Its capacity is a multiple of `multiple`."""
         self.dim, self._multiple = dim, multiple
         self.data = torch.empty(*shape[:dim], 0, *shape[dim + 1 :], dtype=dtype, device=device)
         self._shared = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated; storage that forks share counts for each of them."""
+        """Bytes allocated. Storage that forks share counts for each of them."""
         return self.data.nbytes
 
     def reserve(self, slots: int) -> torch.Tensor:
-        """`data`, private and with at least `slots` slots; new slots hold anything."""
+        """Return `data`, not shared and with at least `slots` slots. New slots are uninitialised."""
         capacity = self.data.shape[self.dim]
         if slots > capacity:
             shape = list(self.data.shape)
@@ -54,7 +55,7 @@ class GrowingTensor:
         return self.data
 
     def fork(self) -> GrowingTensor:
-        """A second owner of the same contents."""
+        """Return a copy-on-write copy."""
         twin = object.__new__(GrowingTensor)
         twin.dim, twin._multiple, twin.data = self.dim, self._multiple, self.data
         self._shared = twin._shared = True
@@ -62,13 +63,15 @@ class GrowingTensor:
 
 
 class LayerTensors:
-    """What a sequence keeps of its tokens in every layer: a `GrowingTensor` along dimension `dim` for each open layer,
-    with `per_slot` tokens to a slot, and how many tokens it has."""
+    """Per-layer token data of a sequence: a `GrowingTensor` along `dim` for each open layer, and its token count.
+
+    A slot holds `per_slot` tokens.
+    """
 
     def __init__(
         self, dim: int, dtype: torch.dtype, device: torch.device, per_slot: int = 1, multiple: int = _ROUND
     ) -> None:
-        """No layer is open. dim, multiple: as `GrowingTensor` takes them."""
+        """Starts without open layers. `dim` and `multiple` are passed to `GrowingTensor`."""
         self._dim, self._dtype, self._device = dim, dtype, device
         self._per_slot, self._multiple = per_slot, multiple
         self._tensors: dict[int, GrowingTensor] = {}
@@ -76,42 +79,42 @@ class LayerTensors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated; storage that forks share counts for each of them."""
+        """Bytes allocated. Storage that forks share counts for each of them."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     @property
     def layers(self) -> Set[int]:
-        """Layers that are open."""
+        """The open layers."""
         return self._tensors.keys()
 
     def length(self, layer: int) -> int:
-        """Tokens that the layer has; 0 of one that is not open."""
+        """Return the number of tokens of the layer; 0 if it is not open."""
         return self._lengths.get(layer, 0)
 
     def data(self, layer: int) -> torch.Tensor:
-        """All that the layer has room for, only to read."""
+        """Return the tensor of the layer with its spare capacity, for reading only."""
         return self._tensors[layer].data
 
     def open(self, layer: int, *shape: int) -> None:
-        """Opens a layer whose tensor has `shape`, 0 in dimension `dim`; nothing where it is open."""
+        """Open the layer with a tensor of `shape`, 0 in dimension `dim`. Do nothing if it is open."""
         if layer not in self._tensors:
             self._tensors[layer] = GrowingTensor(shape, self._dim, self._dtype, self._device, self._multiple)
             self._lengths[layer] = 0
 
     def reserve(self, layer: int, tokens: int) -> torch.Tensor:
-        """`data`, private and with room for `tokens` tokens, which count as written from now on; no length shrinks."""
+        """Return the tensor for writing, not shared, and raise the length of the layer to at least `tokens`."""
         self._lengths[layer] = max(self._lengths[layer], tokens)
         return self._tensors[layer].reserve(-(-self._lengths[layer] // self._per_slot))
 
     def fork(self) -> LayerTensors:
-        """A second owner of the same contents."""
+        """Return a copy-on-write copy."""
         twin = LayerTensors(self._dim, self._dtype, self._device, self._per_slot, self._multiple)
         twin._tensors = {layer: tensor.fork() for layer, tensor in self._tensors.items()}
         twin._lengths = dict(self._lengths)
         return twin
 
     def check_integrity(self) -> None:
-        """Asserts that every open layer has room for its tokens."""
+        """Assert that every open layer has capacity for its tokens."""
         assert self._tensors.keys() == self._lengths.keys()
         for layer, tensor in self._tensors.items():
             assert self._lengths[layer] <= tensor.data.shape[self._dim] * self._per_slot

@@ -1,5 +1,8 @@
-"""Policy "h2o": heavy hitters by accumulated attention, and recent tokens; what is dropped once is gone for ever (H2O,
-made causal: no token is judged by queries that come after the moment it is dropped)."""
+"""Policy "h2o": recent tokens and heavy hitters, the tokens with the most accumulated attention (H2O).
+
+A dropped token is never selected again. Unlike the publication, the policy is causal: queries after the moment of
+dropping have no influence.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,14 @@ from .passive import PassiveState
 from .registry import PolicyContext
 
 WEIGHED_AT_ONCE = 1 << 22
-"""Attention weights computed at once while a prompt is judged."""
+"""Number of attention weights of a prompt computed at a time."""
 
 
 class H2OState(PassiveState):
-    """Per layer `[Hkv, capacity]` float32: the attention each token has drawn so far, summed over queries and over the
-    KV head's query heads; -inf marks a token that was dropped."""
+    """Accumulated attention of each token, float32 `[Hkv, capacity]` per layer.
+
+    Weights are summed over queries and over the query heads of a KV head. Dropped tokens have -inf.
+    """
 
     def __init__(self, policy: H2O) -> None:
         self._policy = policy
@@ -38,7 +43,7 @@ class H2OState(PassiveState):
         return self._drawn.nbytes
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
-        """Adds the causal attention of queries q `[H, m, d]`, tokens [start, start + m), on keys k `[Hkv, n, d]`."""
+        """Add the causal attention of queries q `[H, m, d]` of tokens [start, start + m) to keys k `[Hkv, n, d]`."""
         if layer in self._policy.dense_layers:
             return
         stop = start + q.shape[1]
@@ -52,7 +57,7 @@ class H2OState(PassiveState):
                 row[:end] += self._causal_weights(layer, part, k[head, :end], begin)
 
     def _causal_weights(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> torch.Tensor:
-        """Attention weights `[n]` on keys k `[n, d]`, summed over queries q `[G, m, d]` of tokens from `start` on."""
+        """Return attention weights `[n]` of keys k `[n, d]`, summed over queries q `[G, m, d]` of tokens >= `start`."""
         geometry = self._policy.geometry
         compute = torch.promote_types(q.dtype, torch.float32)
         scores = capped((q.to(compute) * geometry.scales[layer]) @ k.to(compute).T, geometry.softcap)
@@ -61,12 +66,12 @@ class H2OState(PassiveState):
         return scores.masked_fill_(ago < 0, -math.inf).softmax(-1).sum((0, 1))
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Tokens [start, start + m) exist; what they drew as a prompt is already known."""
+        """Allocate entries for tokens [start, start + m). The attention of a prompt has been added already."""
         if layer not in self._policy.dense_layers:
             self._room(layer, start + k.shape[1])
 
     def _room(self, layer: int, length: int) -> torch.Tensor:
-        """The layer's accumulated attention `[Hkv, length]`, private, new tokens at 0."""
+        """Return the accumulated attention `[Hkv, length]` for writing, with 0 for new tokens."""
         self._drawn.open(layer, self._policy.geometry.kv_heads, 0)
         known = self._drawn.length(layer)
         drawn = self._drawn.reserve(layer, length)
@@ -74,8 +79,7 @@ class H2OState(PassiveState):
         return drawn[:, : max(known, length)]
 
     def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
-        """Half of the budget is the newest tokens, the rest those that drew most attention. Candidates that are
-        neither are dropped."""
+        """Select the newest tokens for half of the budget and heavy hitters for the rest. Drop other candidates."""
         candidates = visible.candidates
         half = floor_share(self._policy.budget / 2, len(visible.all))
         n = budget_tokens(self._policy.budget, visible)
@@ -89,18 +93,18 @@ class H2OState(PassiveState):
         return Selection(tokens + candidates.start)
 
     def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
-        """Adds weights `[Hkv, n]` of tokens `[Hkv, n]`."""
+        """Add the weights `[Hkv, n]` of `tokens` `[Hkv, n]`."""
         drawn = self._room(layer, self._drawn.length(layer))
         drawn.scatter_add_(1, tokens, weights.to(drawn.dtype))
 
     def fork(self, keys: KeyReader) -> H2OState:
-        """Shares the accumulated attention until either side writes."""
+        """Return a copy that shares the accumulated attention until either side writes."""
         twin = H2OState(self._policy)
         twin._drawn = self._drawn.fork()
         return twin
 
     def check_integrity(self) -> None:
-        """Asserts that no token drew less than nothing, unless it was dropped."""
+        """Assert that accumulated attention is not negative, except for dropped tokens."""
         self._drawn.check_integrity()
         for layer in self._drawn.layers:
             known = self._drawn.data(layer)[:, : self._drawn.length(layer)]
@@ -108,7 +112,7 @@ class H2OState(PassiveState):
 
 
 class H2O(BudgetPolicy[BudgetOptions]):
-    """Needs no query, so it selects at the earliest moment; learns from the attention of every step."""
+    """Policy "h2o". It needs no query, so it selects as early as possible, and observes the attention of each step."""
 
     name = "h2o"
     query_source: QuerySource = "attention_input"
@@ -121,16 +125,16 @@ class H2O(BudgetPolicy[BudgetOptions]):
 
     @classmethod
     def build(cls, options: BudgetOptions, context: PolicyContext) -> Self:
-        """The policy for a model. Raises ConfigError where an option does not fit it."""
+        """Build the policy for a model. Raises ConfigError if an option does not fit the model."""
         return cls(options, context.geometry, context.device)
 
     @classmethod
     def memory_demand(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """A float32 of accumulated attention for each token and KV head; a prompt's attention weights are computed."""
+        """Return the demand: a float32 per token and KV head, and the attention weights of a prompt."""
         keys = float(torch.float32.itemsize * geometry.kv_heads)
         window = super().memory_demand(options, geometry, dtype)
         return replace(window, key_bytes=keys, weights_at_once=WEIGHED_AT_ONCE)
 
     def new_state(self, keys: KeyReader) -> H2OState:
-        """A state without tokens; the full keys are never read."""
+        """Return an empty state. `keys` is not used."""
         return H2OState(self)

@@ -1,5 +1,7 @@
-"""The shipped policies' options, registered by name. Nothing here imports torch: the command line makes its flags
-from them."""
+"""Options of the built-in policies, registered by name.
+
+This module does not import torch, because the command line builds its flags from these options.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ Asked = Literal["auto", Source, "query"]
 
 
 def _layers(named: Iterable[int]) -> tuple[int, ...]:
-    """Layers as Python's own numbers. Raises ConfigError for what is no list of whole numbers."""
+    """Convert a list of layer indices to Python integers. Raises ConfigError if it is not one."""
     try:
         if not isinstance(named, (str, bytes)):
             return tuple(index(layer) for layer in named)
     except (TypeError, ValueError, RuntimeError):
         pass
-    raise ConfigError(f"dense_layers={named!r:.80} is {type(named).__name__}; it must be a list of layers")
+    raise ConfigError(f"dense_layers={named!r:.80} is {type(named).__name__}; expected a list of layer indices")
 
 
 def _check_window(sinks: int, recent: int, dense_layers: tuple[int, ...]) -> None:
@@ -36,54 +38,59 @@ def _check_window(sinks: int, recent: int, dense_layers: tuple[int, ...]) -> Non
 
 
 def _check_selects(budget: float, sinks: int, recent: int, context: int) -> None:
-    """Raises ConfigError where sinks and recent window alone are more than a budget's share of `context` tokens."""
     check(
         budget * context >= sinks + recent + 1,
-        f"budget={budget} of {context:,} tokens is {int(budget * context):,}, and sinks={sinks} and recent={recent} "
-        f"are attended in any case: nothing would ever be selected; set a budget of {sinks + recent + 1:,} tokens or "
-        "more, or smaller ones of these",
+        f"budget={budget} of {context:,} tokens is {int(budget * context):,} tokens, which sinks={sinks} and "
+        f"recent={recent} use up, so nothing would be selected; set a budget of at least {sinks + recent + 1:,} "
+        "tokens, or reduce sinks or recent",
     )
 
 
 @register_policy("full", "offload_rt.policies.full:Full")
 @dataclass(frozen=True)
 class FullOptions(PolicyOptions):
-    """Policy "full" attends to everything and has no options."""
+    """Options of policy "full", which attends to all tokens: none."""
 
 
 @register_policy("infinigen", "offload_rt.policies.infinigen.policy:InfiniGen")
 @dataclass(frozen=True)
 class InfiniGenOptions(PolicyOptions):
-    """InfiniGen's token selection (paper §4.3) and what we add to it.
+    """Options of InfiniGen's token selection (paper §4.3) and its extensions.
 
-    alpha: a token is a candidate if its score is within alpha of its head's maximum; None takes the family's value
-        (4 for OPT and GPT-2, 5 for Llama). `inf` makes everything a candidate.
-    partial_ratio: share of the head dimension that scoring keys keep (scorers "partial" and "int8").
-    max_fraction: the count of a layer never exceeds this share of its candidates.
-    source: what predicts layer i's query: layer i-1's attention input (paper), layer i's own norm of layer i-1's
-        input, or of layer i-1's residual after its attention; or nothing does, "query": the layer's own selects, too
-        late to fetch ahead. "auto" is "attention_input" on a device, where layer i's rows then follow layer i-1's on
-        the link without a pause (the residual guesses as well and comes a whole attention later), and "query" on a
-        CPU, where nothing is on its way while layers compute: one product less, and the scores that select weigh the
-        tail too.
-    corrected: whether that guess is corrected channel by channel as calibration found it to be off (the paper: not).
-    scorer: "partial" columns in the model's dtype, the same columns as int8 ("int8"), or all columns as int4 / int2.
-        "auto" are the tail's 4-bit keys where there is a tail, else int8; any other needs tail="off".
-    tail: with "int4" or "int2", low-bit copies of all rows stay on the device, keys in 4 bits and values in so many,
-        and what is not selected is estimated from them: one softmax over exact rows and estimate. "off" leaves it out.
-    columns: kept columns fixed at calibration, or chosen from each prompt (paper).
-    skew: rotation fitted to queries alone (paper) or to queries and keys.
-    max_missed_mass: with a number, layer i's true query scores again and rows are fetched until the estimated
-        attention mass outside the attended set is at most this (mean over query heads); None never repairs.
-    budget: with a number, layers select as many tokens as make this share of the visible context with the resident
-        ones, instead of those above the threshold (to compare policies); `alpha` and `max_fraction` then only cap a
-        repair.
+    Preset "default" has the values below, the best measured on real models: exact attention to 2 % of the tokens,
+    approximate KV on the device for the others (26 % of the size of the 16-bit KV cache), and no dense layer. Preset
+    "rows" has no approximate KV: it attends to the selected tokens alone, 10 % at most, and layer 0 is dense. Preset
+    "paper" is InfiniGen as published: no approximate KV, no window, scorer "partial", source "attention_input", columns
+    by prompt, layer 0 dense.
 
-    Preset "default" are the values below, what measures best on real models: 2 % of the rows exact, the others
-    estimated from low-bit copies on the device (26 % of the 16-bit KV cache), no dense layer. "rows" does without the
-    copies: selected rows alone, 10 % at most, layer 0 dense. "paper" is InfiniGen as published: no tail, no window,
-    partial scorer, attention input, columns by prompt, layer 0 dense.
+    Attributes:
+        alpha: Select a token if its score is within `alpha` of the largest score of its head. None is the default of
+            the model family (4 for OPT and GPT-2, 5 for Llama). `inf` selects by `max_fraction` alone.
+        partial_ratio: Fraction of the head dimension that scoring keys keep (scorers "partial" and "int8").
+        max_fraction: Largest fraction of its candidates that a layer selects.
+        source: Where the query of layer i is predicted from: the attention input of layer i-1 ("attention_input",
+            paper), the input of layer i-1 under the norm of layer i ("normed_input"), or the residual of layer i-1
+            after its attention ("residual"). "query" selects by the true query of layer i, too late to prefetch.
+            "auto" is "attention_input" on a device and "query" on a CPU.
+        corrected: Whether the prediction is corrected by the slope and offset of each channel that calibration
+            measured (not in the paper).
+        scorer: Storage of the scoring keys: some columns in the model's dtype ("partial") or as int8 ("int8"), or all
+            columns as "int4" or "int2". "auto" is the 4-bit keys of the approximate KV if there is one, else "int8".
+            The other values need `tail="off"`.
+        tail: "int4" or "int2" keeps approximate KV of all tokens on the device, with 4-bit keys and values of this
+            width. Attention to tokens that are not selected is estimated from it, in one softmax with the exact
+            tokens. "off" ignores these tokens.
+        columns: Whether the columns of scoring keys are fixed at calibration or chosen from each prompt (paper).
+        skew: Whether the rotation is fitted to queries alone (paper) or to queries and keys.
+        max_missed_mass: Fetch more tokens, scored by the true query, until the estimated attention mass outside the
+            attended tokens is at most this (mean over query heads). None disables repairs.
+        budget: Attend to this fraction of the visible context, resident tokens included, instead of the tokens above
+            the threshold (to compare policies). `alpha` and `max_fraction` then only limit a repair.
     """
+
+    # Why source="auto" differs by device. On a GPU, "attention_input" lets the transfers of layer i follow those of
+    # layer i-1 without a pause; "residual" predicts as well but is known a whole attention later. On a CPU nothing is
+    # prefetched: "query" saves one product, and its scores also weigh the approximate KV.
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
@@ -104,21 +111,23 @@ class InfiniGenOptions(PolicyOptions):
     }
 
     alpha: float | None = option(None, help="threshold below a head's largest score", metavar="A")
-    partial_ratio: float = option(0.3, help="share of the head dimension scored, (0, 1]", metavar="R")
-    max_fraction: float = option(0.02, help="largest share of tokens fetched, (0, 1]", metavar="F")
-    source: Asked = option("auto", help="what a layer's query is guessed from; auto: its own query on a CPU")
-    corrected: bool = option(True, help="correct guesses as calibration found them to be off")
-    scorer: Scorer = option("auto", help="how scoring keys are stored; auto: by the tail, or int8 without one")
-    columns: Columns = option("calibration", help="who chooses the columns that are scored")
-    skew: SkewMethod = option("balanced", help="how the skew is calibrated", flag="--skew-method")
+    partial_ratio: float = option(0.3, help="fraction of the head dimension that is scored, (0, 1]", metavar="R")
+    max_fraction: float = option(0.02, help="largest fraction of tokens fetched, (0, 1]", metavar="F")
+    source: Asked = option("auto", help="where a layer's query is predicted from; auto: its own query on a CPU")
+    corrected: bool = option(True, help="correct predicted queries as calibrated")
+    scorer: Scorer = option("auto", help="storage of scoring keys; auto: approximate KV if kept, else int8")
+    columns: Columns = option("calibration", help="when the scored columns are chosen")
+    skew: SkewMethod = option("balanced", help="method of fitting the skew", flag="--skew-method")
     sinks: int = option(4, help="first tokens that stay on the device", metavar="N")
     recent: int = option(64, help="last tokens that stay on the device", metavar="N")
-    dense_layers: tuple[int, ...] = option((), help="layers that attend to everything; 'none'", metavar="0,1")
+    dense_layers: tuple[int, ...] = option((), help="layers that attend to all tokens; 'none'", metavar="0,1")
     max_missed_mass: float | None = option(
-        None, help="fetch more until the estimated mass left out is at most M", metavar="M"
+        None, help="fetch more tokens until the estimated missed attention mass is at most M", metavar="M"
     )
-    budget: float | None = option(None, help="share of the context attended, (0, 1]", metavar="F")
-    tail: TailBits = option("int4", help="estimate what is not selected from values of so many bits", neutral="off")
+    budget: float | None = option(None, help="fraction of the context attended, (0, 1]", metavar="F")
+    tail: TailBits = option(
+        "int4", help="bits of the values in the approximate KV of tokens not selected", neutral="off"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,7 +146,7 @@ class InfiniGenOptions(PolicyOptions):
             )
         check(
             self.keys != "int8" or self.columns == "calibration",
-            f"scorer='int8' scales its columns by calibration; columns={self.columns!r} needs scorer='partial'",
+            f"columns={self.columns!r} needs scorer='partial': scorer='int8' scales its columns at calibration",
         )
         check_choice("skew", self.skew, get_args(SkewMethod))
         _check_window(self.sinks, self.recent, self.dense_layers)
@@ -148,22 +157,23 @@ class InfiniGenOptions(PolicyOptions):
         check(self.budget is None or 0 < self.budget <= 1, f"budget={self.budget} must be in (0, 1]")
 
     def check_context(self, context: int) -> None:
-        """With a tail a budget below the window still says something: what estimates alone are worth."""
+        """Raise ConfigError if the budget selects nothing of `context` tokens."""
+        # With approximate KV, a budget below the window is allowed: it measures the estimate alone.
         if self.budget is not None and self.tail == "off":
             _check_selects(self.budget, self.sinks, self.recent, context)
 
     @property
     def keys(self) -> Scorer:
-        """How scoring keys are stored where there is no tail."""
+        """Storage of the scoring keys without approximate KV."""
         return "int8" if self.scorer == "auto" else self.scorer
 
     @property
     def whole(self) -> int:
-        """Contexts of up to so many tokens are attended to as a whole, on a device too."""
+        """Longest context, in tokens, up to which every layer is dense on any device."""
         return 0
 
     def lineage_value(self, name: str) -> Any:
-        """Options that are the same as before there was "auto" have the same lineage, with a tail too."""
+        # Values that behave as they did before "auto" existed keep their KV provenance key.
         if name == "source" and self.source == "auto":
             return "residual"
         return self.keys if name == "scorer" else super().lineage_value(name)
@@ -172,14 +182,15 @@ class InfiniGenOptions(PolicyOptions):
 @register_policy("auto", "offload_rt.policies.auto:Auto")
 @dataclass(frozen=True)
 class AutoOptions(InfiniGenOptions):
-    """Policy "auto": "infinigen", with its options, that attends to all of a context while that is cheaper.
+    """Options of policy "auto": "infinigen" that attends to all tokens while that is cheaper.
 
-    dense_until: contexts of up to so many tokens are attended to as a whole; None is what the model's shapes say
-        (`select.auto`): on a CPU, where selecting has a price, and 0 on a device, where each row crosses the link.
+    Attributes:
+        dense_until: Longest context, in tokens, up to which every layer is dense. None computes it from the model's
+            shapes (`policies.auto`) on a CPU and is 0 on a device, where every KV entry has to be transferred.
     """
 
     dense_until: int | None = option(
-        None, help="tokens up to which all are attended to (default: by cost)", metavar="N"
+        None, help="attend to all tokens of contexts up to N tokens (default: by cost)", metavar="N"
     )
 
     def __post_init__(self) -> None:
@@ -188,7 +199,6 @@ class AutoOptions(InfiniGenOptions):
 
     @property
     def whole(self) -> int:
-        """As `dense_until` says."""
         return self.dense_until or 0
 
 
@@ -197,13 +207,15 @@ class AutoOptions(InfiniGenOptions):
 @register_policy("oracle", "offload_rt.policies.oracle:Oracle")
 @dataclass(frozen=True)
 class BudgetOptions(PolicyOptions):
-    """A policy that attends to a fixed share of the visible context, resident tokens included. Sinks and recent window
-    are always attended, even where they alone exceed the budget."""
+    """Options of policies that attend to a fixed fraction of the visible context, resident tokens included.
 
-    budget: float = option(0.1, help="share of the context attended, (0, 1]", metavar="F")
+    Sinks and recent window are always attended, even if they exceed the budget.
+    """
+
+    budget: float = option(0.1, help="fraction of the context attended, (0, 1]", metavar="F")
     sinks: int = option(4, help="first tokens that stay on the device", metavar="N")
     recent: int = option(64, help="last tokens that stay on the device", metavar="N")
-    dense_layers: tuple[int, ...] = option((0,), help="layers that attend to everything; 'none'", metavar="0,1")
+    dense_layers: tuple[int, ...] = option((0,), help="layers that attend to all tokens; 'none'", metavar="0,1")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,16 +224,16 @@ class BudgetOptions(PolicyOptions):
         _check_window(self.sinks, self.recent, self.dense_layers)
 
     def check_context(self, context: int) -> None:
-        """A budget below the window selects nothing."""
+        """Raise ConfigError if the budget selects nothing of `context` tokens."""
         _check_selects(self.budget, self.sinks, self.recent, context)
 
 
 @register_policy("quest", "offload_rt.policies.quest:Quest")
 @dataclass(frozen=True)
 class QuestOptions(BudgetOptions):
-    """Quest's page of tokens that share one pair of bounds (16 in the publication)."""
+    """Options of policy "quest". Pages have 16 tokens in the publication."""
 
-    page: int = option(16, help="tokens that share one pair of bounds", metavar="N")
+    page: int = option(16, help="tokens of a page, which share one pair of bounds", metavar="N")
 
     def __post_init__(self) -> None:
         super().__post_init__()

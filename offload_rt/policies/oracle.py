@@ -1,5 +1,8 @@
-"""Policy "oracle": the tokens that the true query weighs most (the paper's "Optimal"). It reads every key where it
-lies, which is not counted as link traffic: a bound for the others, not a way to run."""
+"""Policy "oracle": the tokens with the largest weights of the true query (the paper's "Optimal").
+
+It reads every key from the host pool, which is not counted as a transfer. It is an upper bound for other policies and
+not meant for production.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,13 @@ from .passive import PassiveState
 
 
 class OracleState(PassiveState):
-    """Remembers nothing but where the keys are."""
+    """State of policy "oracle": a reader of the keys."""
 
     def __init__(self, policy: Oracle, keys: KeyReader) -> None:
         self._policy, self._keys = policy, keys
 
     def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
-        """Each KV head's candidates with the largest softmax of true scores, the largest over its query heads, as many
-        as the budget leaves."""
+        """Select the candidates of each KV head with the largest softmax weight in any of its query heads."""
         geometry, candidates = self._policy.geometry, visible.candidates
         n = budget_tokens(self._policy.budget, visible)
         if n == 0:
@@ -34,17 +36,17 @@ class OracleState(PassiveState):
         return Selection(top_tokens(group_scores(scores, group_lse(scores)), n) + candidates.start)
 
     def fork(self, keys: KeyReader) -> OracleState:
-        """The same, over the fork's keys."""
+        """Return a state that reads the keys of the fork."""
         return OracleState(self._policy, keys)
 
 
 class Oracle(BudgetPolicy[BudgetOptions]):
-    """Selects with the true query."""
+    """Policy "oracle". It selects with the true query."""
 
     name = "oracle"
     evictable = True
     query_source: QuerySource = "query"
 
     def new_state(self, keys: KeyReader) -> OracleState:
-        """A state that reads `keys`."""
+        """Return a state that reads `keys`."""
         return OracleState(self, keys)

@@ -1,4 +1,4 @@
-"""What a policy's state does where the policy has nothing to do: nothing."""
+"""Default methods of a policy state, which do nothing."""
 
 from __future__ import annotations
 
@@ -10,56 +10,52 @@ from .infinigen.scoring_keys import ScoringKeys
 
 
 class PassiveState:
-    """A `PolicyState` without `select` and `fork`, that learns nothing and holds nothing."""
+    """Base of policy states: everything but `select` and `fork`, with methods that do nothing."""
 
     @property
     def device_bytes(self) -> int:
-        """Nothing is held."""
         return 0
 
     @property
     def tail_bytes(self) -> int:
-        """Nothing is estimated."""
         return 0
 
     @property
     def host_bytes(self) -> int:
-        """Nothing is held."""
         return 0
 
     @property
     def scoring_keys(self) -> ScoringKeys | None:
-        """None that lists could be made of."""
         return None
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
-        """Nothing to learn from prompt queries `[H, m, d]`."""
+        """Ignore prompt queries `[H, m, d]`."""
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Nothing to learn from keys `[Hkv, m, d]`."""
+        """Ignore keys `[Hkv, m, d]`."""
 
     def on_values(self, layer: int, v: torch.Tensor, start: int) -> None:
-        """Nothing to learn from values `[Hkv, m, d]`."""
+        """Ignore values `[Hkv, m, d]`."""
 
     def on_moved(self, layer: int, source: int, target: int) -> None:
-        """Nothing is remembered by slot."""
+        """Do nothing: no data is stored by slot."""
 
     def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
-        """Nothing is added."""
+        """Return None: no repair."""
         return None
 
     def tail(
         self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What was not selected is left out."""
+        """Return None: tokens that are not selected are ignored."""
         return None
 
     def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
-        """Nothing to learn from attention weights `[Hkv, n]`."""
+        """Ignore attention weights `[Hkv, n]`."""
 
     def fork_prefix(self, tokens: int) -> PolicyState | None:
-        """Learned anew, if there is anything."""
+        """Return None: the state is computed again."""
         return None
 
     def check_integrity(self) -> None:
-        """There is nothing to check."""
+        """Do nothing: there is no data."""

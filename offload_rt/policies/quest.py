@@ -1,5 +1,7 @@
-"""Policy "quest": pages of neighbouring tokens, ranked by an upper bound of their scores (Quest: query-aware sparsity;
-adapted to a token budget and to grouped queries)."""
+"""Policy "quest": pages of adjacent tokens, ranked by an upper bound of their scores.
+
+From "Quest: Query-Aware Sparsity", adapted to a token budget and to grouped queries.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from .registry import PolicyContext
 
 
 class QuestState(PassiveState):
-    """Least and largest value of each key channel in every page: per layer `[2, Hkv, pages, d]`, model's dtype."""
+    """Minimum and maximum of each key channel per page: `[2, Hkv, pages, d]` per layer, in the model's dtype."""
 
     def __init__(self, policy: Quest) -> None:
         self._policy = policy
@@ -32,7 +34,7 @@ class QuestState(PassiveState):
         return self._bounds.nbytes
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Keys k `[Hkv, m, d]` of tokens [start, start + m) widen their pages' bounds."""
+        """Update the page bounds with keys k `[Hkv, m, d]` of tokens [start, start + m)."""
         if layer in self._policy.dense_layers:
             return
         page, length = self._policy.page, self._bounds.length(layer)
@@ -54,11 +56,11 @@ class QuestState(PassiveState):
             bound[:, first:last].scatter_reduce_(1, index, k.to(bound.dtype), reduce, include_self=True)
 
     def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
-        """Tokens of the best pages, as many as the budget leaves; of the last page the first ones.
+        """Select the tokens of the highest-ranked pages within the budget, and the first tokens of the last such page.
 
-        A query head's bound for a page is the sum over channels of max(q * low, q * high); under grouped queries a
-        page's rank is its largest softmax (over the candidates' pages) in the group. A page that only partly consists
-        of candidates is ranked by all its keys.
+        The bound of a page for a query head is the sum over channels of max(q * low, q * high). The rank of a page is
+        its largest softmax weight (over the pages of the candidates) in the query group. A page with tokens that are
+        not candidates is ranked by all its keys.
         """
         policy, candidates = self._policy, visible.candidates
         n = budget_tokens(policy.budget, visible)
@@ -75,13 +77,13 @@ class QuestState(PassiveState):
         return Selection(top_tokens(values, n) + candidates.start)
 
     def fork(self, keys: KeyReader) -> QuestState:
-        """Shares the bounds until either side writes."""
+        """Return a copy that shares the bounds until either side writes."""
         twin = QuestState(self._policy)
         twin._bounds = self._bounds.fork()
         return twin
 
     def check_integrity(self) -> None:
-        """Asserts that every page with a token has its bounds in order."""
+        """Assert that min <= max in every page with tokens."""
         self._bounds.check_integrity()
         for layer in self._bounds.layers:
             low, high = self._bounds.data(layer)[:, :, : -(-self._bounds.length(layer) // self._policy.page)]
@@ -89,7 +91,7 @@ class QuestState(PassiveState):
 
 
 class Quest(BudgetPolicy[QuestOptions]):
-    """Selects with the true query, as published."""
+    """Policy "quest". It selects with the true query, as published."""
 
     name = "quest"
     query_source: QuerySource = "query"
@@ -102,15 +104,15 @@ class Quest(BudgetPolicy[QuestOptions]):
 
     @classmethod
     def build(cls, options: QuestOptions, context: PolicyContext) -> Self:
-        """The policy for a model. Raises ConfigError where an option does not fit it."""
+        """Build the policy for a model. Raises ConfigError if an option does not fit the model."""
         return cls(options, context.geometry, context.device, context.dtype)
 
     @classmethod
     def memory_demand(cls, options: QuestOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Two bounds in the model's dtype for each key channel of a page."""
+        """Return the demand: two bounds in the model's dtype for each key channel of a page."""
         keys = 2.0 * geometry.head_dim * dtype.itemsize * geometry.kv_heads / options.page
         return replace(super().memory_demand(options, geometry, dtype), key_bytes=keys)
 
     def new_state(self, keys: KeyReader) -> QuestState:
-        """A state without tokens; the full keys are never read."""
+        """Return an empty state. `keys` is not used."""
         return QuestState(self)

@@ -1,12 +1,12 @@
-"""Selection policies by name: what is registered, their options, and how one is made.
+"""Registry of selection policies by name.
 
-A policy registers its options, and names the class that takes them. Options are read long before that class is needed
-(flags, `--help`, checks), and its module imports torch; so the class is named, not imported.
+A policy registers its options and the import path of its class. The options are needed early (flags, `--help`, checks),
+while the module of the class imports torch. It is therefore imported on first use.
 
     @register_policy("every-other", f"{__name__}:EveryOther")
     @dataclass(frozen=True)
     class EveryOtherOptions(BudgetOptions):
-        stride: int = option(2, help="every how many-th token is attended", metavar="N")
+        stride: int = option(2, help="attend to every N-th token", metavar="N")
 """
 
 from __future__ import annotations
@@ -32,24 +32,29 @@ SHIPPED = "offload_rt.policies.options"
 """The module that registers the policies of this package."""
 
 ArtifactLoader = Callable[[SkewMethod], "SkewArtifact"]
-"""Gives the model's skew artifact of a method; called only by a policy that needs one."""
+"""Loads the skew artifact of a method. Called only by policies that need one."""
 
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """Base of a policy's options: a frozen dataclass whose fields are made by `config_fields.option`."""
+    """Base of policy options: frozen dataclasses whose fields are created by `config_fields.option`."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Named values of several options; "default" is taken where none is named."""
+    """Named sets of option values. If no preset is given, "default" is used."""
 
     def __post_init__(self) -> None:
-        """Checks the types of plain fields; classes with checks of their own call it first."""
+        """Checks the types of plain fields. Subclasses with further checks call it first."""
         check_types(self)
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Self:
-        """Options from a mapping as `LLM(policy_options=...)` takes it; its key "preset", where there are presets,
-        names the values that the other keys go on top of. Raises ConfigError."""
+        """Parse the mapping that `LLM(policy_options=...)` takes.
+
+        If the class has presets, the key "preset" selects one, and the other keys override its values.
+
+        Raises:
+            ConfigError: If a key or a value is invalid.
+        """
         given = dict(options)
         if cls.presets:
             return cls.preset(given.pop("preset", "default"), **given)
@@ -57,34 +62,44 @@ class PolicyOptions:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:
-        """The preset `name` with `overrides` on top. Raises ConfigError for an unknown one."""
+        """Return the preset `name` with `overrides`. Raises ConfigError if it does not exist."""
         check_choice("preset", name, cls.presets)
         return from_mapping(cls, {**cls.presets[name], **overrides})
 
     @classmethod
     def given(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What a mapping says of options itself: its preset's values, where it names one, and the others on top."""
+        """Return the explicit options of a mapping: the values of its preset, if any, overridden by its other keys."""
         return {**cls.presets.get(str(options.get("preset")), {}), **options}
 
     def check_context(self, context: int) -> None:
-        """Raises ConfigError where these options would select nothing in any text of at most `context` tokens."""
+        """Raise ConfigError if these options would select nothing in any context of at most `context` tokens."""
 
     def lineage_text(self) -> str:
-        """What the lineage digest of KV decoded under these options is made of, in sessions' files too: the text must
-        never change for options that exist. An option added later has a `neutral` value, with which it is left out."""
+        """Return the text whose digest is the KV provenance key of these options.
+
+        Session files contain the digest, so the text of existing options must never change. Options that are added
+        later have a `neutral` value, for which they are omitted.
+        """
         named = [(each.name, self.lineage_value(each.name), option_of(each).neutral) for each in fields(self)]
         shown = [f"{name}={value!r}" for name, value, neutral in named if value != neutral]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def lineage_value(self, name: str) -> Any:
-        """The option `name` as the lineage's text says it."""
+        """Return the value of option `name` for `lineage_text`."""
         return getattr(self, name)
 
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """What a policy is made for: a model's shapes and dtype, the device that it computes on, where its skew artifacts
-    come from, and whether scoring keys lie, and score, in host memory."""
+    """The model that a policy is built for.
+
+    Attributes:
+        geometry: Shapes of the model.
+        device: The compute device of the model.
+        dtype: The dtype of the model.
+        artifact: Loads skew artifacts of the model.
+        keys_on_host: Whether scoring keys are kept in host memory and scored there.
+    """
 
     geometry: ModelGeometry
     device: torch.device
@@ -94,26 +109,26 @@ class PolicyContext:
 
 
 class PolicyClass(Protocol):
-    """What a registered policy's class has besides the `Policy` it makes."""
+    """Class methods of a registered policy class."""
 
     def build(self, options: Any, context: PolicyContext) -> Policy:
-        """The policy with these options for a model. Raises ConfigError for options that do not fit the model."""
+        """Build the policy for a model. Raises ConfigError if an option does not fit the model."""
         ...
 
     def memory_demand(self, options: Any, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """What the policy will keep and fetch for a model of `geometry` that computes in `dtype`."""
+        """Return upper bounds of memory and transfers for a model of `geometry` and `dtype`."""
         ...
 
 
 @dataclass(frozen=True)
 class _Registered:
-    """The options of a policy, and its class as "module:name"."""
+    """The options class of a policy and the import path "module:name" of its class."""
 
     options: type[PolicyOptions]
     policy: str
 
     def load(self) -> PolicyClass:
-        """The class, imported now."""
+        """Import the class."""
         module, _, name = self.policy.partition(":")
         return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
@@ -143,19 +158,22 @@ def _known() -> Mapping[str, _Registered]:
 
 
 def policy_names() -> tuple[str, ...]:
-    """Names that `LLM(policy=...)` takes, in the order of registration."""
+    """Return the names that `LLM(policy=...)` takes, in order of registration."""
     return tuple(_known())
 
 
 def options_class(name: str) -> type[PolicyOptions]:
-    """The options of the policy `name`. Raises ConfigError, with the nearest name, for an unknown one."""
+    """Return the options class of policy `name`. Raises ConfigError, with the nearest name, if it does not exist."""
     check_choice("policy", name, _known())
     return _registered[name].options
 
 
 def parse_options(name: str, options: Mapping[str, Any]) -> PolicyOptions:
-    """Options of the policy `name`, checked without a model. Raises ConfigError as `make_policy`, but for what only a
-    model tells (layers that it does not have)."""
+    """Parse and check the options of policy `name` without a model.
+
+    Raises:
+        ConfigError: As `make_policy`, except for errors that depend on the model, such as layers that do not exist.
+    """
     chosen = options_class(name)
     if options and not fields(chosen):
         raise ConfigError(f"policy {name!r} has no options, but was given {', '.join(sorted(options))}")
@@ -165,7 +183,7 @@ def parse_options(name: str, options: Mapping[str, Any]) -> PolicyOptions:
 def memory_demand(
     name: str, options: Mapping[str, Any] | PolicyOptions, geometry: ModelGeometry, dtype: torch.dtype
 ) -> MemoryDemand:
-    """What the policy `name` keeps and fetches, from shapes alone. Raises ConfigError as `parse_options`."""
+    """Return the memory demand of policy `name` from shapes alone. Raises ConfigError as `parse_options`."""
     chosen = options if isinstance(options, PolicyOptions) else parse_options(name, options)
     return _registered[name].load().memory_demand(chosen, geometry, dtype)
 
@@ -180,11 +198,20 @@ def make_policy(
     artifact: ArtifactLoader,
     keys_on_host: bool = False,
 ) -> Policy:
-    """The policy `name` with `options` (of "infinigen" also the key "preset": "default", "rows" or "paper", with the
-    other keys on top) for a model of `geometry` and `dtype` whose compute device is `device`. With `keys_on_host` the
-    scoring keys of "infinigen" lie, and score, in host memory (paper §6.2).
+    """Build the policy `name` for a model.
 
-    Raises ConfigError for a name or an option that does not exist (with the nearest that does) or does not fit.
+    Args:
+        name: A registered name.
+        options: Options of the policy. For "infinigen", the key "preset" ("default", "rows" or "paper") selects values
+            that the other keys override.
+        geometry: Shapes of the model.
+        device: The compute device of the model.
+        dtype: The dtype of the model.
+        artifact: Loads skew artifacts of the model.
+        keys_on_host: Whether "infinigen" keeps and scores its scoring keys in host memory (paper §6.2).
+
+    Raises:
+        ConfigError: If a name or an option does not exist (the message has the nearest one) or does not fit the model.
     """
     chosen = parse_options(name, options)
     chosen.check_context(geometry.max_positions)

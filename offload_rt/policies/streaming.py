@@ -1,4 +1,4 @@
-"""Policy "streaming": sinks and a window, whatever the query (StreamingLLM's attention pattern; positions are kept)."""
+"""Policy "streaming": sinks and a window, independent of the query (StreamingLLM's pattern, original positions)."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from .passive import PassiveState
 
 
 class StreamingState(PassiveState):
-    """Remembers nothing."""
+    """State of policy "streaming", which has no data."""
 
     def __init__(self, policy: Streaming) -> None:
         self._policy = policy
 
     def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
-        """The newest candidates: with the resident ones they are the sinks and one window, sized by the budget."""
+        """Select the newest candidates, which extend the recent window to the size that the budget allows."""
         stop = visible.candidates.stop
         newest = torch.arange(stop - budget_tokens(self._policy.budget, visible), stop, device=q.device)
         return Selection(newest.expand(self._policy.geometry.kv_heads, -1).contiguous())
 
     def fork(self, keys: KeyReader) -> StreamingState:
-        """There is nothing to copy."""
+        """Return this state, which is immutable."""
         return self
 
 
 class Streaming(BudgetPolicy[BudgetOptions]):
-    """Needs no query, so it selects at the earliest moment."""
+    """Policy "streaming". It needs no query, so it selects as early as possible."""
 
     name = "streaming"
     query_source: QuerySource = "attention_input"
 
     def new_state(self, keys: KeyReader) -> StreamingState:
-        """A state without memory."""
+        """Return an empty state."""
         return StreamingState(self)

@@ -1,1 +1,1 @@
-"""The link between host memory and the compute device: plans, copies, tickets, counters."""
+"""Transfers between host memory and the compute device."""

@@ -1,9 +1,10 @@
-"""The link of a machine whose compute device is the host itself: rows are attended where they lie.
+"""Transfers if the compute device is the CPU: attention reads KV in the host pool.
 
-Bytes to move per sparse layer and step: none where the processor's own code reads rows where they lie
-(`kernels.causal_cpu`); else Hkv * (resident + n) * d numbers of K into a scratch buffer (`index_select` of whole rows:
-`torch.gather` over the cache is slower), and of V too where query heads share a KV head. A dense layer moves nothing.
-Counted is what would cross a link: the candidates fetched, and every new row written back.
+A dense layer copies nothing. A sparse layer copies nothing either if the CPU kernels read KV in place
+(`kernels.causal_cpu`). Otherwise it gathers Hkv * (resident + n) * d numbers of K into a scratch buffer, and of V too
+if query heads share a KV head. The gather is an `index_select` of whole vectors, which is faster than `torch.gather`.
+
+Byte counts are those of a machine with separate device memory: fetched candidates and all new KV written back.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .plan import attended_tokens, first_askers, key_rows
 
 @dataclass(frozen=True)
 class _DenseTicket:
-    """All rows of `tokens`, as views of the pool."""
+    """All KV of `tokens`, as views of the pool."""
 
     pool: HostPool
     blocks: BlockTable
@@ -38,7 +39,7 @@ class _DenseTicket:
 
 @dataclass(frozen=True)
 class _SparseTicket:
-    """Rows of `tokens` `[Hkv, n]`, gathered when they are needed: the newest is appended after the request."""
+    """KV of `tokens` `[Hkv, n]`, gathered on use, because the newest token is appended after the fetch starts."""
 
     pages: _Pages
     scratch: _Scratch
@@ -53,14 +54,14 @@ class _SparseTicket:
 
 
 class _Pages:
-    """`HostPool.row_base` of each open block table, made again only when the block table's chunks have changed."""
+    """Cache of `HostPool.row_base` of open block tables, updated when their blocks change."""
 
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
         self._known: dict[int, tuple[list[int], torch.Tensor]] = {}
 
     def of(self, blocks: BlockTable) -> torch.Tensor:
-        """int64 `[chunks]`."""
+        """Return the bases, int64 `[blocks]`."""
         chunks, base = self._known.get(id(blocks), ([], None))
         if base is None or chunks != blocks.chunks:
             base = self.pool.row_base(blocks)
@@ -68,22 +69,25 @@ class _Pages:
         return base
 
     def rows(self, blocks: BlockTable, layer: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Row ids of K int64 `[Hkv, n]` of `tokens` int64 `[Hkv, n]`, in a layer that sees everything."""
-        assert self.pool.groups.group[layer] == 0, "what a sliding layer sees is attended to as a whole"
+        """Return the pool rows of K, int64 `[Hkv, n]`, of `tokens` `[Hkv, n]` in a layer without a sliding window."""
+        assert self.pool.groups.group[layer] == 0, "sliding-window layers are dense"
         return key_rows(self.pool.layout, self.of(blocks), self.pool.groups.place[layer], tokens)
 
     def forget(self, blocks: BlockTable) -> None:
-        """The block table is closed; another may get its id."""
+        """Remove a closed block table, whose `id` may be reused."""
         self._known.pop(id(blocks), None)
 
     def check_integrity(self, block_tables: Set[int]) -> None:
-        """Asserts that only these block tables, by `id`, are known."""
+        """Assert that only these block tables (`id`) are cached."""
         assert self._known.keys() <= block_tables
 
 
 class _Scratch:
-    """A buffer for K and one for V, each as large as the largest gather it has seen; each gather overwrites the
-    last. `planes`: the pool's rows `[R, d]`, and those `plane_rows` behind, so that V of a token has K's row id."""
+    """Gather buffers for K and V, each grown to the largest gather so far. Each gather overwrites the last one.
+
+    `planes` are the rows of the pool `[R, d]` and the same rows from `plane_rows` on, so that V of a token has the row
+    index of its K.
+    """
 
     def __init__(self, pool: HostPool) -> None:
         self.planes = pool.rows, pool.rows[pool.layout.plane_rows :]
@@ -94,7 +98,7 @@ class _Scratch:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def gather(self, plane: int, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `[Hkv, n, d]` of K's row ids int64 `[Hkv, n]`; plane 0 for K, 1 for V."""
+        """Gather `[Hkv, n, d]` by the row indices of K, int64 `[Hkv, n]`, from plane 0 (K) or 1 (V)."""
         rows = self.planes[plane]
         needed = ids.numel() * rows.shape[1]
         if self._buffers[plane].numel() < needed:
@@ -105,11 +109,14 @@ class _Scratch:
 
 
 class _ScatteredPart(KVPart):
-    """Selected rows, which stay where they lie until somebody asks for k or v. For query groups of one the weighted sum
-    reads V there, each row once; a gather and a product would read it, write it and read it again."""
+    """Selected KV that is gathered when `k` or `v` is read.
+
+    For query groups of one, `mix` reads V in the pool, each vector once. A gather and a product would read it, write it
+    and read it again.
+    """
 
     def __init__(self, scratch: _Scratch, ids: torch.Tensor) -> None:
-        """ids: int64 `[Hkv, n]` as `key_rows` gives them."""
+        """Creates a part of row indices `ids`, int64 `[Hkv, n]`, as returned by `key_rows`."""
         self._scratch, self._ids = scratch, ids
 
     @property
@@ -120,31 +127,31 @@ class _ScatteredPart(KVPart):
 
     @property
     def scattered(self) -> ScatteredRows:
-        """In the pool."""
+        """The KV by row index in the pool."""
         return ScatteredRows(*self._scratch.planes, self._ids)
 
     @property
     def k(self) -> torch.Tensor:
-        """`[Hkv, n, d]`, gathered anew at every reading."""
+        """K `[Hkv, n, d]`, gathered on each access."""
         return self._scratch.gather(0, self._ids)
 
     @property
     def v(self) -> torch.Tensor:
-        """`[Hkv, n, d]`, gathered anew at every reading."""
+        """V `[Hkv, n, d]`, gathered on each access."""
         return self._scratch.gather(1, self._ids)
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
-        """The values weighted by `weights` `[Hkv, G, n]`: `[Hkv, G, d]`; a bag of an embedding is a weighted sum of
-        rows."""
+        """Return the sum of values weighted by `weights` `[Hkv, G, n]`: `[Hkv, G, d]`."""
         rows, (kv_heads, n) = self._scratch.planes[1], self._ids.shape
         if weights.shape[1] > 1:
             return super().mix(weights)
+        # An embedding bag is a weighted sum of rows.
         bags, each = torch.arange(0, kv_heads * n, n), weights.to(rows.dtype).view(-1)
         return F.embedding_bag(self._ids.view(-1), rows, bags, mode="sum", per_sample_weights=each).unsqueeze(1)
 
 
 class CpuStorage:
-    """`KVStorage` on the host: rows stay where they are written, only the count of resident ones is noted."""
+    """`KVStorage` on the CPU. It writes to the pool and counts resident tokens, which have no copies."""
 
     def __init__(self, pool: HostPool, pages: _Pages, geometry: ModelGeometry) -> None:
         self._pool, self._pages, self._geometry = pool, pages, geometry
@@ -153,16 +160,16 @@ class CpuStorage:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the resident rows of all open sequences, in all layers."""
+        """Bytes of resident KV of all open sequences in all layers."""
         return sum(self._resident.values()) * self._token_bytes
 
     @property
     def opened(self) -> Set[int]:
-        """The open block tables, by `id`."""
+        """The `id` of each open block table."""
         return self._resident.keys()
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
-        """Notes how many tokens are resident, summed over layers."""
+        """Open a sequence."""
         layers = range(self._geometry.layers)
         self._resident[id(blocks)] = sum(sum(self._geometry.resident(layer, sinks, recent)) for layer in layers)
 
@@ -172,24 +179,27 @@ class CpuStorage:
         self._pages.forget(blocks)
 
     def settle(self, blocks: BlockTable) -> None:
-        """Returns at once: `append` blocks until its rows are written."""
+        """Do nothing: `append` writes synchronously."""
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Writes k, v `[Hkv, m, d]` to the pool; returns the bytes that a link would carry."""
+        """Write k, v `[Hkv, m, d]` to the pool. Returns the bytes that a transfer would have."""
         self._pool.write(blocks, layer, start, k, v)
         return k.shape[1] * self._token_bytes
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copies the row in the pool."""
+        """Copy the KV entry in the pool."""
         self._pool.move(blocks, layer, source, target)
 
     def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copies the row in the pool."""
+        """Copy the KV entry in the pool."""
         self._pool.move(blocks, layer, source, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Writes the slices; the rows returned are a view of the pool where its chunks are one run. Of a sliding layer
-        they are joined from what is in the pool and what is new, since not all of that is kept."""
+        """Write the slices and return the KV of the layer, as a view of the pool if its blocks are contiguous.
+
+        In a sliding-window layer, the KV in the pool and the new KV are concatenated, because the pool does not keep
+        all of the new KV.
+        """
         if self._pool.groups.group[layer]:
             return self._prefill_sliding(blocks, layer, start, list(slices))
         stop = start
@@ -200,7 +210,7 @@ class CpuStorage:
         return PrefilledLayer(whole, 0, start * self._token_bytes, (stop - start) * self._token_bytes)
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """Writes the rows; all are views of the pool, those before the new tokens' chunks as `past`."""
+        """Write the KV and return views of the pool. KV before the blocks of the new tokens is `past`."""
         if self._pool.groups.group[layer]:
             return self._prefill_sliding(blocks, layer, start, [new])
         self._pool.write(blocks, layer, start, new.k, new.v)
@@ -222,8 +232,10 @@ class CpuStorage:
 
 
 class CpuRows:
-    """`RowFetch` on the host. Gathers run at `wait`, in the caller's thread; a ticket's and a repair's rows are alive
-    at once and have a scratch buffer each."""
+    """`RowFetch` on the CPU. Gathers run in the caller's thread, on use.
+
+    A fetch and its repair are alive at the same time, so each has a scratch buffer.
+    """
 
     def __init__(self, pool: HostPool, pages: _Pages) -> None:
         self._pool, self._pages = pool, pages
@@ -237,7 +249,7 @@ class CpuRows:
         return self._fetched.nbytes + self._repaired.nbytes
 
     def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
-        """A ticket of views of the pool, or of selected rows that are gathered when it is waited for."""
+        """Return a fetch of views of the pool, or of selected KV that is gathered on use."""
         if selection is None:
             return _DenseTicket(self._pool, blocks, layer, visible.all, len(visible.candidates) * self._token_bytes)
         return self._sparse(blocks, layer, visible, selection)
@@ -245,13 +257,13 @@ class CpuRows:
     def _sparse(
         self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection, savings: Savings | None = None
     ) -> _SparseTicket:
-        """Resident and selected rows."""
-        assert selection.counts is None, "the host knows its own counts"
+        """Return a fetch of resident and selected KV."""
+        assert selection.counts is None, "selections on the CPU have no counts"
         tokens, asked = attended_tokens(visible, selection.tokens), selection.tokens.numel() * self._pair_bytes
         return _SparseTicket(self._pages, self._fetched, blocks, layer, tokens, asked, savings)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
-        """A ticket of views of the pool."""
+        """Return a fetch of views of the pool."""
         return _DenseTicket(self._pool, blocks, layer, tokens, len(tokens) * self._token_bytes)
 
     def fetch_together(
@@ -261,7 +273,7 @@ class CpuRows:
         visible: Sequence[Visible],
         selections: Sequence[Selection],
     ) -> list[Ticket]:
-        """Each sequence gathers its own rows from the pool, only the count is of the union."""
+        """Return a fetch for each sequence. Shared KV is only counted once; each sequence gathers its own."""
         rows = [
             self._pages.rows(blocks, layer, selection.tokens).flatten()
             for blocks, selection in zip(block_tables, selections, strict=True)
@@ -272,7 +284,7 @@ class CpuRows:
         return [self._sparse(blocks, layer, seen, selection, one) for blocks, seen, selection, one in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
-        """A ticket of the extra rows, in a buffer of their own."""
+        """Return a fetch of the extra tokens, with a buffer of its own."""
         crossing = extra.tokens.numel() * self._pair_bytes
         return _SparseTicket(self._pages, self._repaired, blocks, layer, extra.tokens, crossing)
 
@@ -281,7 +293,7 @@ class CpuLink:
     """`Link` for the CPU and an exact KV format."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry) -> None:
-        assert pool.format.exact, "rows that have to be decoded cannot be attended to where they lie"
+        assert pool.format.exact, "encoded KV cannot be read in place"
         self._pages = _Pages(pool)
         self.storage = CpuStorage(pool, self._pages, geometry)
         self.rows = CpuRows(pool, self._pages)
@@ -289,13 +301,13 @@ class CpuLink:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the resident rows of all open sequences, and of the scratch buffers."""
+        """Bytes of resident KV of all open sequences and of the scratch buffers."""
         return self.storage.resident_bytes + self.rows.nbytes
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
-        """0: every row is where it is attended to."""
+        """Return 0: KV is read in place."""
         return 0
 
     def check_integrity(self) -> None:
-        """Asserts that pages are known of open sequences only."""
+        """Assert that row bases are cached for open sequences only."""
         self._pages.check_integrity(self.storage.opened)

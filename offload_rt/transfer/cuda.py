@@ -1,8 +1,8 @@
-"""The link across PCIe: pinned host rows, a prefetch stream, a write-back stream, resident rows on the device.
+"""Transfers over PCIe: pinned host KV, a prefetch stream, a write-back stream, and resident KV on the device.
 
-Bytes per sparse layer and step and sequence: 2 * Hkv * n * d numbers in, 2 * Hkv * d out, where n are the selected rows
-that are neither resident nor in the working set. On CUDA a kernel gathers them that reads the pinned rows across the
-link; which rows these are is never known to the host. (Without Triton, and on a CPU, the host gathers.)
+Per sparse layer, step and sequence, 2 * Hkv * n * d numbers are copied to the device and 2 * Hkv * d to the host, where
+n is the number of selected tokens that are neither resident nor in the working set. On CUDA, a kernel gathers them
+directly from pinned memory, so the host never needs the indices. Without Triton, or on a CPU, the host gathers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from .streams import DeviceStream, Stream
 
 
 class CudaStorage:
-    """`KVStorage` across PCIe: what is resident is kept on the device, everything is written back behind the compute
-    that made it."""
+    """`KVStorage` for a device. It keeps resident KV there and writes all KV back in the write-back stream."""
 
     def __init__(self, state: DeviceState, rows: CudaRows, batches: CudaBatches) -> None:
         self._state, self._rows, self._batches = state, rows, batches
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
-        """Opens a sequence; the resident rows of one that has tokens already are copied or loaded."""
+        """Open a sequence. If it has tokens, their resident KV is copied from `origin` or loaded."""
         state = self._state
         if origin is not None:
             state.add_copy(blocks, origin)
@@ -45,7 +44,7 @@ class CudaStorage:
                     at += run.k.shape[1]
 
     def close(self, blocks: BlockTable) -> None:
-        """Closes a sequence; after it nothing reads or writes the block table's chunks any more."""
+        """Close a sequence. No transfer of its blocks is pending afterwards."""
         self._state.prefetch.mark().synchronize()
         self._state.staging.clear()
         self._state.write_back.mark().synchronize()
@@ -54,11 +53,11 @@ class CudaStorage:
         self._batches.forget(blocks)
 
     def settle(self, blocks: BlockTable) -> None:
-        """Waits for the sequence's last write-back; from any thread."""
+        """Wait for the last write-back of the sequence. Thread-safe."""
         self._state.settle(blocks)
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Keeps the resident ones of k, v `[Hkv, m, d]` and queues the write-back of all that have slots."""
+        """Keep resident tokens of k, v `[Hkv, m, d]` and queue the write-back of all tokens with slots."""
         written = self._append(blocks, layer, start, k, v)
         self._state.returning.release(HELD_BACK)
         return written
@@ -87,9 +86,10 @@ class CudaStorage:
         return len(kept) * state.token_bytes
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copies on the host, since both rows are in the pool, behind the write-back of the row and the reads of the
-        slot it overwrites. Where that slot is a resident one, the device's copy moves too, and the working set forgets
-        what was there."""
+        """Copy the KV entry on the host, after its write-back and after reads of the slot that it overwrites.
+
+        If the target is resident, the copy on the device is updated. The working set drops the overwritten token.
+        """
         state, one = self._state, self._state[blocks]
         state.settle(blocks)
         state.prefetch.mark().synchronize()
@@ -97,8 +97,7 @@ class CudaStorage:
         self._moved(one, layer, source, target)
 
     def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Writes the resident row to where it moves, behind the reads of the row that was there; the host waits for
-        nothing."""
+        """Write the resident KV entry to its target after reads of the overwritten slot. The host does not wait."""
         state, one = self._state, self._state[blocks]
         lists = self._batches.lists_of([blocks])
         k, v = one.residency.row(layer, source)
@@ -107,7 +106,7 @@ class CudaStorage:
         self._moved(one, layer, source, target)
 
     def _moved(self, one: OpenSequence, layer: int, source: int, target: int) -> None:
-        """The row in slot `source` is in slot `target` too: what the device has of either follows."""
+        """Update the resident KV and the working set after slot `source` was copied to `target`."""
         state = self._state
         one.residency.move(layer, source, target)
         if one.working is not None:
@@ -115,12 +114,11 @@ class CudaStorage:
                 one.working.forget(layer, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Appends the slices, and loads the rows before `start` in front of them. What the layer before wrote back has
-        been read by then."""
+        """Append the slices and load the KV before `start`. Releases the slices of the previous layer."""
         state = self._state
         state.returning.release()
         first = state.pool.groups.first_seen(start, blocks.floor) if state.pool.groups.group[layer] else 0
-        # Before the slices: what was written back before them is all that it waits for.
+        # Load before the slices, so that it only waits for earlier write-backs.
         loaded = self._rows.stage_range(blocks, layer, range(first, start)) if first < start else None
         fresh, stop, written = [], start, 0
         for part in slices:
@@ -136,20 +134,23 @@ class CudaStorage:
         return PrefilledLayer(KVPart(k, v), first, (start - first) * state.token_bytes, written)
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """As `prefill_layer`."""
+        """Append the tokens, as `prefill_layer`."""
         return self.prefill_layer(blocks, layer, start, [new])
 
 
 class CudaLink:
-    """`Link` for a device with memory of its own, and for any KV format: rows cross as they are stored and are decoded
-    on the device. (On a CPU, with `InlineStream`, it serves the formats that cannot be attended to in place, and
-    working sets, which save bytes there only as they are counted.)
+    """`Link` for a device with separate memory and any KV format.
 
-    Order. Rows enter the pool only in the write-back stream, behind the compute that made them, and leave it only in
-    the prefetch stream, behind the last write-back of their sequence; a chunk changes hands only after `close`, which
-    waits for both streams. Working sets, rows and tables, belong to the prefetch stream alone. Staged rows and what is
-    written back are memory of the compute stream (`staging.py`); counts that are made in the prefetch stream are handed
-    over through the caching allocator's `record_stream`.
+    KV is transferred in the storage format and decoded on the device. On a CPU, with `InlineStream`, this class is used
+    for KV formats that cannot be read in place, and for working sets, which only change the byte counts there.
+
+    Order of operations:
+        * KV is written to the pool only in the write-back stream, after the compute work that produced it.
+        * KV is read from the pool only in the prefetch stream, after the last write-back of its sequence.
+        * A block is reused only after `close`, which waits for both streams.
+        * Working sets (KV and tables) are used in the prefetch stream alone.
+        * Staged KV and KV to be written back are memory of the compute stream (`staging.py`). Counts computed in the
+          prefetch stream are passed on with `record_stream` of the caching allocator.
     """
 
     def __init__(
@@ -161,9 +162,17 @@ class CudaLink:
         working_set: int = 0,
         in_place: bool = True,
     ) -> None:
-        """streams: prefetch and write-back, made on `device` where None. working_set: rows per KV head that stay on the
-        device in each layer that selects; 0 is none. in_place: whether kernels may read and write the pool; else the
-        host copies rows together, and waits for the device to learn which."""
+        """Creates the link.
+
+        Args:
+            pool: The host pool.
+            geometry: Shapes of the model.
+            device: The compute device.
+            streams: Prefetch and write-back stream; None creates them on `device`.
+            working_set: Capacity of working sets, in entries per KV head and sparse layer; 0 disables them.
+            in_place: Whether kernels access the pool directly. Otherwise the host gathers KV, and waits for the device
+                to learn which.
+        """
         prefetch, write_back = streams or (DeviceStream(device), DeviceStream(device))
         self._state = DeviceState(pool, geometry, device, prefetch, write_back, working_set, in_place)
         self.batched = CudaBatches(self._state)
@@ -172,15 +181,15 @@ class CudaLink:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of resident rows and working sets of all open sequences; staged rows belong to the allocator's peak."""
+        """Bytes of resident KV and working sets of all open sequences. Staging buffers are not included."""
         return sum(one.residency.nbytes + one.working_set_bytes for one in self._state)
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
-        """Bytes of the working set of an open sequence, its tables included."""
+        """Return the bytes of the working set of an open sequence, tables included."""
         return self._state[blocks].working_set_bytes
 
     def check_integrity(self) -> None:
-        """Asserts that every row of a working set is the pool's. Waits for both streams."""
+        """Assert that KV in working sets equals that of the pool. Waits for both streams."""
         self._state.prefetch.mark().synchronize()
         for one in self._state:
             self._state.settle(one.blocks)
@@ -188,7 +197,7 @@ class CudaLink:
                 one.working.check_integrity(self._stored_rows(one.blocks))
 
     def _stored_rows(self, blocks: BlockTable) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """Reads rows `[2, Hkv, n, width]` of tokens `[Hkv, n]` from the pool."""
+        """Return a function that reads KV `[2, Hkv, n, width]` of tokens `[Hkv, n]` from the pool."""
         pool = self._state.pool
         base = pool.row_base(blocks)
         return lambda layer, tokens: pool.rows[row_ids(pool.layout, base, pool.groups.place[layer], tokens.cpu())]

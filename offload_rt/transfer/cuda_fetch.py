@@ -1,5 +1,4 @@
-"""Fetches across PCIe: rows of the pool on their way to the device, as tickets of single sequences and as lists of
-whole batches."""
+"""Host-to-device transfers of KV, for single sequences and for whole batches."""
 
 from __future__ import annotations
 
@@ -22,9 +21,11 @@ from .streams import Event
 
 @dataclass(frozen=True)
 class _Ticket:
-    """Fetched rows `staged` `[2, Hkv, n, width]`, in the pool's format, valid on the device behind `mark` and held by
-    `staging` as number `held`, and the resident rows that go before them (read at `wait`: the newest is stored after
-    the request)."""
+    """A pending fetch of KV `staged` `[2, Hkv, n, width]` in the storage format, valid after `mark`.
+
+    `staging` holds it as number `held`. Resident KV comes before it and is read by `wait`, because the newest token is
+    stored after the fetch starts.
+    """
 
     format: KVFormat
     staging: Staging
@@ -52,7 +53,7 @@ class _Ticket:
 
 @dataclass(frozen=True)
 class _Fetched:
-    """Rows of one sequence on their way: what its ticket is made of."""
+    """Pending KV of one sequence, from which a `_Ticket` is made."""
 
     held: int
     staged: torch.Tensor
@@ -62,18 +63,18 @@ class _Fetched:
 
 
 class CudaBatches:
-    """`BatchedRows` across PCIe. It also keeps the lists that fetches of single sequences are made with."""
+    """`BatchedRows` for a device. It also caches the lists that fetches of single sequences use."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
         self._lists: dict[tuple[int, ...], RowLists] = {}
 
     def row_lists(self, batch: int, tokens: int) -> RowLists:
-        """New lists, on the link's streams."""
+        """Create lists."""
         return RowLists(self._state, batch, tokens)
 
     def lists_of(self, block_tables: Sequence[BlockTable]) -> RowLists:
-        """Lists that hold these sequences, kept until one of them closes or outgrows them."""
+        """Return lists bound to these sequences, cached until one of them closes or outgrows the lists."""
         key, room = tuple(id(blocks) for blocks in block_tables), max(blocks.capacity for blocks in block_tables)
         if key not in self._lists or self._lists[key].tokens < room:
             self._lists[key] = self.row_lists(len(block_tables), room + room // 8)
@@ -81,24 +82,24 @@ class CudaBatches:
         return self._lists[key]
 
     def forget(self, blocks: BlockTable) -> None:
-        """Drops the kept lists that hold a sequence: it is closing."""
+        """Drop the cached lists of a sequence that closes."""
         self._lists = {held: lists for held, lists in self._lists.items() if id(blocks) not in held}
 
 
 class CudaRows:
-    """`RowFetch` across PCIe."""
+    """`RowFetch` for a device."""
 
     def __init__(self, state: DeviceState, batches: CudaBatches) -> None:
         self._state, self._batches = state, batches
 
     def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
-        """A ticket of the selected rows, or of all candidates."""
+        """Start fetching the selected candidates, or all of them."""
         if selection is not None:
             return self.fetch_together([blocks], layer, [visible], [selection])[0]
         return self._ticket(self.stage_range(blocks, layer, visible.candidates), blocks, layer, visible)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
-        """A ticket of all rows of `tokens`."""
+        """Start fetching all KV of `tokens`."""
         return self._ticket(self.stage_range(blocks, layer, tokens))
 
     def fetch_together(
@@ -108,19 +109,19 @@ class CudaRows:
         visible: Sequence[Visible],
         selections: Sequence[Selection],
     ) -> list[Ticket]:
-        """A ticket for each sequence; a row that a sequence before asks for too is copied on the device."""
+        """Start a fetch for each sequence. KV that several sequences select is transferred once."""
         each = zip(self._fetch_rows(block_tables, layer, selections), block_tables, visible, strict=True)
         return [self._ticket(rows, blocks, layer, seen) for rows, blocks, seen in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
-        """A ticket of the extra rows alone."""
+        """Start fetching the extra tokens."""
         [fetched] = self._fetch_rows([blocks], layer, [extra])
         return self._ticket(fetched)
 
     def _ticket(
         self, fetched: _Fetched, blocks: BlockTable | None = None, layer: int = 0, visible: Visible | None = None
     ) -> _Ticket:
-        """The ticket of fetched rows; with a block table they come behind its resident ones."""
+        """Create the ticket of fetched KV. With a block table, its resident KV comes first."""
         staged, residency = fetched.staged, None if blocks is None else self._state[blocks].residency
         size = staged.shape[1] * staged.shape[2] * self._state.pair_bytes
         state, savings = self._state, fetched.savings
@@ -130,7 +131,7 @@ class CudaRows:
         )  # fmt: skip
 
     def stage_range(self, blocks: BlockTable, layer: int, tokens: range) -> _Fetched:
-        """Starts moving all rows of `tokens`, as they are stored."""
+        """Start copying all KV of `tokens` in the storage format."""
         shape = (2, self._state.geometry.kv_heads, len(tokens), self._state.format.width)
         staged = torch.empty(shape, dtype=self._state.format.storage, device=self._state.device)
         held = self._state.staging.hold(staged)
@@ -148,8 +149,7 @@ class CudaRows:
     def _fetch_rows(
         self, block_tables: Sequence[BlockTable], layer: int, selections: Sequence[Selection]
     ) -> list[_Fetched]:
-        """The selected rows of each block table, as stored: those of its working set from there, of those that several
-        block tables have in common all but the first one's from the first one's, the others from the pool."""
+        """Start fetching the selected KV of each block table in the storage format (`RowLists.fetch`)."""
         tokens, counts = self._listed(selections)
         arriving = self._batches.lists_of(block_tables).fetch(layer, tokens, counts, overlapping=len(block_tables) > 1)
         with self._state.prefetch.behind_compute():
@@ -162,9 +162,9 @@ class CudaRows:
         return fetched
 
     def _listed(self, selections: Sequence[Selection]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """tokens `[P, n]` for the largest n, and counts `[P]` where not all are meant."""
+        """Return tokens `[P, n]`, padded to the largest n, and counts `[P]` if there is padding."""
         counts = [one.counts for one in selections if one.counts is not None]
-        assert len(counts) in (0, len(selections)), "the device knows all counts of a batch or none"
+        assert len(counts) in (0, len(selections)), "either all selections of a batch have counts or none"
         if not counts and len({one.count for one in selections}) == 1:
             return torch.cat([one.tokens.to(self._state.device) for one in selections]), None
         if not counts:
@@ -175,7 +175,7 @@ class CudaRows:
         return torch.cat(padded), torch.cat([each.to(self._state.device) for each in counts])
 
     def _savings(self, tally: torch.Tensor | None, b: int, selection: Selection) -> Savings | None:
-        """What of sequence b's selection does not cross; in the prefetch stream. The ticket holds the counts."""
+        """Compute the savings of sequence b in the prefetch stream."""
         asked = selection.tokens.numel()
         if selection.counts is not None:
             selected = selection.counts.to(self._state.device).sum()
@@ -189,6 +189,6 @@ class CudaRows:
 
 
 def copy_heads(into: torch.Tensor, rows: torch.Tensor) -> None:
-    """`[Hkv, m, d]` head by head: each head is contiguous on both sides, so that each copy is asynchronous."""
+    """Copy `[Hkv, m, d]` head by head. A head is contiguous on both sides, so the copy is asynchronous."""
     for target, source in zip(into, rows, strict=True):
         target.copy_(source, non_blocking=True)

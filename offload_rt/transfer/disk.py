@@ -1,10 +1,9 @@
-"""The link to a pool on disk: rows are read while the layer before computes, and those that were used stay in memory.
+"""Transfers of a pool on disk: KV is read while the previous layer computes, and recently used KV stays in memory.
 
-It is the same idea as across PCIe, one tier lower: sinks and recent tokens are resident on the device, what a layer
-selects is asked for as soon as it is guessed, new rows are written behind. Two threads read, rows of a layer in the
-order of what is asked for, those of the next one at the same time; which rows are in host memory, and which of a disk's
-blocks are read for the others, is the pool's to know (`pool.file_arena`). A layer that attends to everything reads it
-in order, block by block, one block ahead.
+Sinks and recent tokens are resident on the device, as with a pool in memory. The tokens that a layer selects are read
+as soon as they are predicted, and new KV is written behind. Two threads read: requests of a layer run in order, and
+those of the next layer run at the same time. The pool decides which KV is in host memory and which disk blocks are read
+for the rest (`kv_cache.disk.file_arena`). A dense layer reads all KV in order, one block ahead.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .residency import Residency
 
 @dataclass
 class _Open:
-    """What there is of an open sequence: its resident rows, and its chunks as the reading thread takes them."""
+    """An open sequence: its resident KV, and its block ids as an array for the reading threads."""
 
     blocks: BlockTable
     residency: Residency
@@ -36,7 +35,7 @@ class _Open:
     _chunks: np.ndarray[tuple[int], np.dtype[np.int64]] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def current(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Its chunks, as they are now."""
+        """Return the current block ids."""
         if self._listed != self.blocks.chunks:
             self._listed = list(self.blocks.chunks)
             self._chunks = np.array(self._listed, np.int64)
@@ -44,10 +43,10 @@ class _Open:
 
 
 class DiskState:
-    """The open sequences of a link, by block table, and the threads that read for them."""
+    """Open sequences by block table, and the threads that read for them."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry, device: torch.device) -> None:
-        assert pool.file is not None, "a pool in memory has other links"
+        assert pool.file is not None, "the pool is not on disk"
         self.pool, self.geometry, self.device, self.file = pool, geometry, device, pool.file
         self._threads = [ReadingThread() for _ in range(AT_ONCE)]
         self.pair_bytes = 2 * pool.layout.row_bytes
@@ -56,23 +55,23 @@ class DiskState:
         self._staging = RecycledMemory()
 
     def thread(self, layer: int) -> ReadingThread:
-        """The one that reads a layer: what is asked for of it comes in order, of another at the same time."""
+        """Return the thread that reads a layer. Requests of a layer run in order, of adjacent layers in parallel."""
         return self._threads[layer % len(self._threads)]
 
     def staging(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Where rows that are read go, as they are stored; what is in it may be anything."""
+        """Return an uninitialised host buffer for KV in the storage format."""
         if self.device.type == "cuda":
             return torch.empty(shape, dtype=self.pool.format.storage, pin_memory=True)
         return self._staging.empty(shape, self.pool.format.storage)
 
     def close(self, blocks: BlockTable) -> None:
-        """Forgets a sequence."""
+        """Remove a sequence."""
         self.open.pop(id(blocks), None)
         if not self.open:
             self._staging.clear()
 
     def wait(self) -> None:
-        """Returns when nothing is read any more."""
+        """Wait until all reads have finished."""
         for thread in self._threads:
             thread.wait()
 
@@ -81,12 +80,12 @@ class DiskState:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block of a run: two blocks are in memory at once."""
+        """Tokens that a `BlockRun` reads at a time. Two such blocks are in memory at once."""
         fits = self.file.shares.staged // 2 // self.token_bytes
         return max(CHUNK, fits // CHUNK * CHUNK)
 
     def rows(self, blocks: BlockTable, layer: int, tokens: range) -> KVPart:
-        """K and V `[Hkv, n, d]` of `tokens` of a layer, on the device."""
+        """Return K and V `[Hkv, n, d]` of `tokens` of a layer on the device."""
         parts = [self._on_device(part) for part in self.pool.stored(blocks, layer, tokens)]
         if len(parts) == 1:
             return parts[0]
@@ -97,8 +96,8 @@ class DiskState:
         return KVPart(decode(part.k.to(self.device)), decode(part.v.to(self.device)))
 
     def run(self, blocks: BlockTable, layer: int, tokens: range) -> BlockRun:
-        """All rows of `tokens`, block by block; the first ones are being read when this returns. A block lies in one
-        piece in the pool: nothing is put together from several, which would leave memory with the allocator."""
+        """Start reading all KV of `tokens`, block by block."""
+        # A block never spans two extents of the pool: concatenating pieces would leave memory with the allocator.
         size, at = self.block_tokens, tokens.start
         edges = {tokens.start, *range(tokens.start // size * size + size, tokens.stop, size), tokens.stop}
         for span in self.pool.spans(blocks, self.pool.groups.group[layer], tokens):
@@ -109,14 +108,13 @@ class DiskState:
 
 
 class DiskStorage:
-    """`KVStorage` on disk: what is resident is kept on the device, everything is in the pool when `append` returns (in
-    memory of the pool, or on its way to the disk)."""
+    """`KVStorage` on disk. `append` hands all KV to the pool, which holds it in memory until it is written."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
-        """Opens a sequence; the resident rows of one that has tokens already are copied or read."""
+        """Open a sequence. If it has tokens, their resident KV is copied from `origin` or read."""
         state = self._state
         if origin is not None:
             state.open[id(blocks)] = _Open(blocks, state[origin].residency.clone())
@@ -132,15 +130,15 @@ class DiskStorage:
         state.open[id(blocks)] = _Open(blocks, residency)
 
     def close(self, blocks: BlockTable) -> None:
-        """Closes a sequence, or one that could not be opened; after it nothing reads the block table's chunks."""
+        """Close a sequence, also after a failed `open`. No read of its blocks is pending afterwards."""
         self._state.wait()
         self._state.close(blocks)
 
     def settle(self, blocks: BlockTable) -> None:
-        """Returns at once: whoever reads what was appended finds it."""
+        """Do nothing: appended KV can be read from the pool at once."""
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Keeps the resident ones of k, v `[Hkv, m, d]` and hands to the pool all that have slots."""
+        """Keep resident tokens of k, v `[Hkv, m, d]` on the device and write all tokens with slots to the pool."""
         state = self._state
         state[blocks].residency.store(layer, start, k, v)
         kept = state.pool.kept(blocks, layer, range(start, start + k.shape[1]))
@@ -149,19 +147,21 @@ class DiskStorage:
         return len(kept) * state.token_bytes
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copies the row in the pool, behind what is being read; where the target is a resident slot, on the device
-        too."""
+        """Copy the KV entry in the pool after pending reads, and on the device if the target is resident."""
         self._state.wait()
         self._state.pool.move(blocks, layer, source, target)
         self._state[blocks].residency.move(layer, source, target)
 
     def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """As `move`: the pool has every row, resident or not."""
+        """Do the same as `move`, because the pool has all KV, resident or not."""
         self.move(blocks, layer, source, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Appends the slices. The rows before `start` are the `past`, read block by block beside the computation; of a
-        sliding layer, which shows few, they go in front."""
+        """Append the slices and return the KV of the layer.
+
+        KV before `start` is `past`, read block by block during the computation. In a sliding-window layer, which sees
+        little of it, it is part of `kv`.
+        """
         state, slides = self._state, self._state.pool.groups.group[layer] != 0
         first = state.pool.groups.first_seen(start, blocks.floor) if slides else start
         past = state.run(blocks, layer, range(start)).parts if start and not slides else []
@@ -176,13 +176,15 @@ class DiskStorage:
         return PrefilledLayer(KVPart(k, v), first, loaded * state.token_bytes, written, past)
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """As `prefill_layer`."""
+        """Append the tokens, as `prefill_layer`."""
         return self.prefill_layer(blocks, layer, start, [new])
 
 
 def whole_chunks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
-    """K and V of tokens from `start` on, `[Hkv, m, d]` each, in parts that end where a chunk does, all but the last: a
-    chunk that is filled whole goes to the disk at once, and one that is filled in parts waits in memory."""
+    """Split K and V `[Hkv, m, d]` of tokens from `start` on into parts that end at block boundaries, except the last.
+
+    A block that is filled at once is written to disk at once. A block that is filled in parts is held in memory.
+    """
     rest: KVPart | None = None
     for part in parts:
         if rest is not None:
@@ -199,8 +201,10 @@ def whole_chunks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
 
 @dataclass(frozen=True)
 class _RunTicket:
-    """All rows of a range, block by block, behind the resident ones (read at `wait`: the newest is stored after the
-    request)."""
+    """A pending read of all KV of a range, block by block, after the resident KV.
+
+    Resident KV is read by `wait`, because the newest token is stored after the fetch starts.
+    """
 
     run: BlockRun
     bytes: int
@@ -218,7 +222,7 @@ class _RunTicket:
 
 @dataclass(frozen=True)
 class _RowsTicket:
-    """Selected rows on their way into `staged` `[Hkv, m + n, 2, width]`, behind room for m resident ones."""
+    """A pending read of selected KV into `staged` `[Hkv, m + n, 2, width]`, after space for m resident tokens."""
 
     state: DiskState
     reading: Future[None]
@@ -232,7 +236,7 @@ class _RowsTicket:
     def wait(self) -> list[KVPart]:
         own, format = [], self.state.pool.format
         if self.residency is not None and self.visible is not None:
-            if format.exact:  # while the others are still being read
+            if format.exact:  # while the selected KV is still being read
                 self.residency.copy_to(self.layer, self.visible, self.staged.permute(2, 0, 1, 3))
             else:
                 own = self.residency.part(self.layer, self.visible)
@@ -242,13 +246,13 @@ class _RowsTicket:
 
 
 class DiskRows:
-    """`RowFetch` from disk. Rows that several sequences select are read once if they stay in memory, else for each."""
+    """`RowFetch` from disk. KV that several sequences select is read once if it stays in memory, else for each."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
 
     def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
-        """A ticket of the selected rows, or of all candidates."""
+        """Start reading the selected candidates, or all of them."""
         if selection is not None:
             return self._rows(blocks, layer, selection, visible)
         run = self._state.run(blocks, layer, visible.candidates)
@@ -256,7 +260,7 @@ class DiskRows:
         return _RunTicket(run, size, self._state[blocks].residency, layer, visible)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
-        """A ticket of all rows of `tokens`."""
+        """Start reading all KV of `tokens`."""
         return _RunTicket(self._state.run(blocks, layer, tokens), len(tokens) * self._state.token_bytes)
 
     def fetch_together(
@@ -266,16 +270,16 @@ class DiskRows:
         visible: Sequence[Visible],
         selections: Sequence[Selection],
     ) -> list[Ticket]:
-        """A ticket for each sequence."""
+        """Start a read for each sequence."""
         each = zip(block_tables, visible, selections, strict=True)
         return [self._rows(blocks, layer, selection, seen) for blocks, seen, selection in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
-        """A ticket of the extra rows alone."""
+        """Start reading the extra tokens."""
         return self._rows(blocks, layer, extra)
 
     def _rows(self, blocks: BlockTable, layer: int, selection: Selection, visible: Visible | None = None) -> Ticket:
-        """Starts reading what was selected; with `visible`, behind room for the resident rows."""
+        """Start reading the selected KV. With `visible`, leave space for the resident KV before it."""
         state, one = self._state, self._state[blocks]
         tokens = selection.known().tokens.cpu()
         room = visible.resident if visible is not None and state.pool.format.exact else 0
@@ -295,8 +299,7 @@ def _gather(
     room: int,
     staged: torch.Tensor,
 ) -> None:
-    """Rows of tokens int64 `[Hkv, n]` of a sequence with these chunks into staged `[Hkv, room + n, 2, width]`, behind
-    the first `room` of each head."""
+    """Read KV of tokens int64 `[Hkv, n]` into staged `[Hkv, room + n, 2, width]`, after the first `room` entries."""
     kv_heads, count = tokens.shape
     if not count:
         return
@@ -307,7 +310,7 @@ def _gather(
 
 
 class DiskLink:
-    """`Link` to a pool on disk, for any device and KV format."""
+    """`Link` for a pool on disk, any device and any KV format."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry, device: torch.device) -> None:
         self._state = DiskState(pool, geometry, device)
@@ -316,13 +319,13 @@ class DiskLink:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the resident rows of all open sequences."""
+        """Bytes of resident KV of all open sequences."""
         return sum(one.residency.nbytes for one in self._state.open.values())
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
-        """0: rows that stay are the pool's, in host memory."""
+        """Return 0: recently used KV is cached by the pool in host memory."""
         return 0
 
     def check_integrity(self) -> None:
-        """Waits for what is being read: nobody else looks at the pool then."""
+        """Wait for pending reads, so that the pool can be checked."""
         self._state.wait()

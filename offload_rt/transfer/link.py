@@ -1,10 +1,10 @@
-"""The contract of the link, which moves rows between the host pool and the compute device and says how many bytes.
+"""Interface of KV transfers between the host pool and the compute device.
 
-It has three parts, and whoever uses it is typed on the part that it needs: `KVStorage` takes new rows in, `RowFetch`
-brings rows of single sequences, `BatchedRows` those of whole batches, where counts stay on the device.
+It has three parts, and callers are typed on the part that they need. `KVStorage` stores new KV, `RowFetch` fetches KV
+of single sequences, and `BatchedRows` fetches KV of whole batches, for which counts stay on the device.
 
-What is counted is what must cross on a machine whose device memory is its own: on the CPU, where rows are attended in
-place, the same numbers appear as on CUDA.
+Byte counts are those of a machine with separate device memory. On a CPU, where KV is read in place, they are the same
+as on CUDA.
 """
 
 from __future__ import annotations
@@ -21,10 +21,17 @@ from .row_lists import RowLists
 
 @dataclass(frozen=True)
 class PrefilledLayer:
-    """K and V of tokens [first, stop) of one layer, contiguous, valid until the next layer is taken: all, or of a
-    sliding layer those that the new tokens' windows show; and what crossed the link for them: rows before `start` that
-    had to be loaded, new rows written back. past: the tokens before `first` that the layer sees besides, as parts in
-    token order, to be gone through once; where rows lie on disk, or are read in place and are several runs."""
+    """KV of one layer during prefill, valid until the next layer is prefilled.
+
+    Attributes:
+        kv: Contiguous K and V of the tokens [first, stop): all tokens or, in a sliding-window layer, those in the
+            windows of the new tokens.
+        first: The first token of `kv`.
+        bytes_to_device: Bytes of KV before the new tokens that were copied to the device.
+        bytes_to_host: Bytes of new KV written back.
+        past: KV of earlier visible tokens, as parts in token order, to be iterated over once. Used if KV is on disk, or
+            if it is read in place and not contiguous.
+    """
 
     kv: KVPart
     first: int
@@ -33,12 +40,12 @@ class PrefilledLayer:
     past: Sequence[KVPart] = ()
 
     def joined(self) -> PrefilledLayer:
-        """The same with `past` in front of the other rows, in one piece."""
+        """Return the layer with `past` and `kv` concatenated."""
         return replace(self, kv=join([*self.past, self.kv]), first=0, past=()) if self.past else self
 
 
 def join(parts: Sequence[KVPart]) -> KVPart:
-    """The rows of all parts in order, of one part the part itself."""
+    """Concatenate parts along the tokens. A single part is returned as it is."""
     if len(parts) == 1:
         return parts[0]
     return KVPart(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
@@ -46,10 +53,17 @@ def join(parts: Sequence[KVPart]) -> KVPart:
 
 @dataclass(frozen=True)
 class Savings:
-    """Which of the `asked` rows of a ticket (K and V of one token and KV head) need not cross the link, counted on the
-    device (int64 without axes). `selected`: rows that were really selected, of the `asked` there is room for. `rows`:
-    all that do not cross, those that were not selected included. `hits`: those of them that the working set has; the
-    others are fetched for another sequence already."""
+    """KV entries of a pending fetch that need no transfer. An entry is K and V of one token and KV head.
+
+    The counts are on the device (int64 scalars).
+
+    Attributes:
+        asked: Number of entries for which the fetch has room.
+        selected: Number of entries that are selected.
+        rows: Number of entries without a transfer, including those that are not selected.
+        hits: Number of entries found in the working set. The rest of `rows` are fetched for another sequence already,
+            or not selected.
+    """
 
     asked: int
     selected: torch.Tensor
@@ -58,85 +72,101 @@ class Savings:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that is on the device."""
+        """The counts on the device."""
         return self.selected, self.rows, self.hits
 
 
 class Ticket(Protocol):
-    """Rows on their way to the device."""
+    """A pending fetch of KV."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of the rows that were asked for and are not resident: they cross the link, but for `savings`."""
+        """Bytes of the requested KV that is not resident. All of it except `savings` is transferred."""
         ...
 
     @property
     def savings(self) -> Savings | None:
-        """What of it does not cross, valid like the rows after `wait`; None where nothing can be saved."""
+        """The KV entries that need no transfer, valid after `wait`; None if there cannot be any."""
         ...
 
     def wait(self) -> list[KVPart]:
-        """The rows, on the device. Of `fetch`: everything the layer attends to for this sequence, each token once, in
-        the order sinks, recent, selected (dense: in any order), the newest token included, so `append` of the layer
-        must come first. Of `fetch_more`: its rows only. Orders the compute stream behind the copies and never blocks
-        the host on CUDA. The parts of a selection are valid until the next `wait` of a ticket from the same method,
-        those of everything (`fetch` without a selection, `fetch_range`) for as long as they are held."""
+        """Return the KV on the device. The compute stream waits for the copies; on CUDA, the host does not.
+
+        For `fetch`, the parts are all KV that the layer attends to, each token once: sinks, recent, selected (in any
+        order for a dense layer). They include the newest token, so `append` of the layer must come first. For
+        `fetch_more`, they are the additional tokens only.
+
+        Parts of a selection are valid until the next `wait` of a fetch from the same method. Parts without a selection
+        (`fetch_range`, or `fetch` of all candidates) are valid while they are referenced.
+        """
         ...
 
 
 class KVStorage(Protocol):
-    """Takes new rows of open sequences: some stay resident on the device, all are written to the pool."""
+    """Stores new KV of open sequences. Some stays resident on the device, and all of it is written to the pool."""
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
-        """A sequence starts; `sinks` and `recent` of its tokens stay resident. `origin`: an open block table with the
-        same tokens, sinks and window; what of these is on the device is copied there."""
+        """Open a sequence, of which `sinks` first and `recent` last tokens stay resident.
+
+        `origin` is an open block table with the same tokens, sinks and window. Its data on the device is copied.
+        """
         ...
 
     def close(self, blocks: BlockTable) -> None:
-        """A sequence ends; its resident rows are dropped."""
+        """Close a sequence and drop its resident KV."""
         ...
 
     def settle(self, blocks: BlockTable) -> None:
-        """Waits until everything appended is in the pool: before its chunks are shared with another sequence."""
+        """Wait until all appended KV is in the pool. Call it before sharing blocks with another sequence."""
         ...
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """New rows k, v `[Hkv, m, d]` in the slots [start, start + m): the resident ones stay, all that the layer has
-        slots for are written back to the pool asynchronously. Returns the bytes written back."""
+        """Store new k, v `[Hkv, m, d]` of the slots [start, start + m).
+
+        Resident tokens stay on the device. All tokens for which the layer has slots are written back asynchronously.
+
+        Returns:
+            The bytes written back.
+        """
         ...
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Between steps: the row in slot `source` replaces the one in slot `target` of the pool, by when this
-        returns."""
+        """Copy the KV entry in slot `source` of the pool to slot `target`, between steps. Returns when it is done."""
         ...
 
     def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Within a step: the row in slot `source`, resident until now, replaces the one in slot `target` of the pool,
-        in the order of the layer's fetches and appends: it leaves the window, and the next `append` takes its place."""
+        """Copy the resident KV entry in slot `source` to slot `target` of the pool, within a step.
+
+        The copy is ordered with the fetches and appends of the layer. The entry leaves the window, and the next
+        `append` overwrites it.
+        """
         ...
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Takes K and V of tokens [start, ...) slice by slice, in token order, writes each back as it comes (of a
-        sliding layer what there are slots for), keeps those that will be resident, and returns the rows of the layer,
-        on the device."""
+        """Store K and V of tokens [start, ...), given as slices in token order, and return the KV of the layer.
+
+        Each slice is written back when it arrives (in a sliding-window layer, tokens with slots only). Tokens that will
+        be resident stay on the device.
+        """
         ...
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """As `prefill_layer` for a few tokens: where rows before them are read in place, those that are not one run
-        with them are the `past`."""
+        """Store a few tokens, as `prefill_layer`. KV that is read in place and not contiguous with them is `past`."""
         ...
 
 
 class RowFetch(Protocol):
-    """Brings rows of open sequences to the device, a ticket for each sequence."""
+    """Fetches KV of open sequences to the device, one pending fetch per sequence."""
 
     def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
-        """Starts moving the selected candidates (None: all of them). Resident rows cost nothing. Of a selection with
-        counts the rows are a part of their own, with the same counts."""
+        """Start fetching the selected candidates (None: all). Resident tokens are not transferred.
+
+        The KV of a selection with counts is a separate part with the same counts.
+        """
         ...
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
-        """Starts moving all rows of `tokens`, resident or not, for all sequences that hold the same chunks."""
+        """Start fetching all KV of `tokens`, resident or not, for all sequences that share these blocks."""
         ...
 
     def fetch_together(
@@ -146,51 +176,52 @@ class RowFetch(Protocol):
         visible: Sequence[Visible],
         selections: Sequence[Selection],
     ) -> list[Ticket]:
-        """Like `fetch` of each, but rows of shared chunks that several selected cross once: in all but the first one's
-        ticket they are savings. Each ticket still gives its own sequence's rows and no others."""
+        """Start a fetch for each sequence, transferring KV that several sequences select from shared blocks once.
+
+        In all but the first fetch, such KV is part of `savings`. Each fetch still returns the KV of its own sequence.
+        """
         ...
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
-        """Starts moving rows that a repair asks for, in addition to a ticket's."""
+        """Start fetching the tokens of a repair, in addition to those of an earlier fetch."""
         ...
 
 
 class BatchedRows(Protocol):
-    """Brings rows of whole batches, for selections whose counts stay on the device."""
+    """Fetches KV of whole batches, for selections whose counts stay on the device."""
 
     def row_lists(self, batch: int, tokens: int) -> RowLists:
-        """Lists of `batch` sequences of up to `tokens` tokens each; before a step `RowLists.hold` says which."""
+        """Create lists of `batch` sequences of up to `tokens` tokens, to be bound by `RowLists.hold` before a step."""
         ...
 
 
 class Link(Protocol):
-    """Moves rows for any number of sequences. Not thread-safe: one engine, one link."""
+    """Transfers KV of any number of sequences. Not thread-safe: each engine has its own."""
 
     @property
     def storage(self) -> KVStorage:
-        """Takes new rows in."""
+        """Stores new KV."""
         ...
 
     @property
     def rows(self) -> RowFetch:
-        """Brings rows of single sequences."""
+        """Fetches KV of single sequences."""
         ...
 
     @property
     def batched(self) -> BatchedRows | None:
-        """Brings rows of whole batches; None where rows are attended to where they lie."""
+        """Fetches KV of whole batches; None if batches are not supported."""
         ...
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of resident rows, working sets and staging buffers that a device of its own holds for all open
-        sequences."""
+        """Bytes of resident KV, working sets and staging buffers of all open sequences on the device."""
         ...
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
-        """Bytes of the working set of a sequence, its tables included."""
+        """Return the bytes of the working set of a sequence, tables included."""
         ...
 
     def check_integrity(self) -> None:
-        """Asserts that what is on the device for open sequences is what the pool has. Waits for everything."""
+        """Assert that data on the device equals that in the pool. Waits for all transfers."""
         ...

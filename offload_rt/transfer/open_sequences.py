@@ -1,5 +1,4 @@
-"""What the device has of each open sequence, and the two streams that rows move in: what the parts of the CUDA link
-share."""
+"""State shared by the parts of `CudaLink`: device data of open sequences, and the two streams of transfers."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from .working_set import WorkingSet
 
 @dataclass
 class OpenSequence:
-    """What the device has of one sequence. `written` is behind its last write-back."""
+    """Device data of one sequence. `written` is an event after its last write-back."""
 
     blocks: BlockTable
     residency: Residency
@@ -27,13 +26,12 @@ class OpenSequence:
 
     @property
     def working_set_bytes(self) -> int:
-        """Bytes of its working set, tables included."""
+        """Bytes of the working set, tables included."""
         return 0 if self.working is None else self.working.nbytes
 
 
 class DeviceState:
-    """The open sequences of a link, by block table, the pool that their rows are in, and the streams between
-    the two."""
+    """Open sequences by block table, the pool with their KV, and the transfer streams."""
 
     def __init__(
         self,
@@ -60,17 +58,17 @@ class DeviceState:
         return iter(self._open.values())
 
     def find(self, blocks: BlockTable) -> OpenSequence | None:
-        """The sequence, if it is open; from any thread."""
+        """Return the sequence, or None if it is not open. Thread-safe."""
         return self._open.get(id(blocks))
 
     def add(self, blocks: BlockTable, sinks: int, recent: int) -> OpenSequence:
-        """Opens a sequence of which nothing is on the device yet."""
+        """Open a sequence without data on the device."""
         residency = Residency(self.geometry, self.format.dtype, self.device, sinks, recent)
         self._open[id(blocks)] = OpenSequence(blocks, residency, self._new_working_set())
         return self._open[id(blocks)]
 
     def add_copy(self, blocks: BlockTable, origin: BlockTable) -> None:
-        """Opens a sequence with copies of what the device has of the open block table `origin`."""
+        """Open a sequence with copies of the device data of the open block table `origin`."""
         like = self[origin]
         with self.prefetch.behind_compute():
             copied = None if like.working is None else like.working.clone()
@@ -81,8 +79,8 @@ class DeviceState:
         self._open.pop(id(blocks), None)
 
     def settle(self, blocks: BlockTable) -> None:
-        """Blocks the host until the sequence's last write-back is in the pool; from any thread: a block table that is
-        being closed or opened anew has nothing on its way."""
+        """Block the host until the last write-back of the sequence is in the pool. Thread-safe."""
+        # A block table that is being closed or opened has no pending write-back.
         one = self.find(blocks)
         if one is not None and (written := one.written) is not None:
             written.synchronize()

@@ -1,4 +1,4 @@
-"""From token indices to rows of the host pool: pure arithmetic on ids."""
+"""Computes rows of the host pool from token indices."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ assert CHUNK == 1 << CHUNK_BITS
 
 
 def attended_tokens(visible: Visible, selected: torch.Tensor) -> torch.Tensor:
-    """Resident and selected token indices together: int64 `[Hkv, resident + n]` from selected `[Hkv, n]`."""
+    """Return resident and selected token indices, int64 `[Hkv, resident + n]`, from selected `[Hkv, n]`."""
     resident = _resident_tokens(visible.sinks, visible.recent)
     return torch.cat((to_device(resident, selected.device).expand(selected.shape[0], -1), selected), dim=1)
 
 
 @lru_cache(maxsize=16)
 def _resident_tokens(sinks: range, recent: range) -> torch.Tensor:
-    """int64 `[resident]`: the same for every layer of a step."""
+    """Return resident token indices, int64 `[resident]`, which are the same for every layer of a step."""
     return torch.tensor([*sinks, *recent], dtype=torch.int64)
 
 
 def first_askers(ids: torch.Tensor) -> torch.Tensor:
-    """Who asks for a row that somebody before asked for already: int64 `[M]` from row ids int64 `[M]` (negative: no
-    row), the place of the first that has the same id; negative where that is the place itself, or no row is meant.
-    Static shapes, nothing asked of the host."""
+    """Find duplicate row indices, with static shapes and without synchronising with the host.
+
+    Args:
+        ids: Row indices, int64 `[M]`. Negative ones are ignored.
+
+    Returns:
+        int64 `[M]`: for a duplicate, the position of the first occurrence; -1 for first occurrences and ignored ids.
+    """
     ordered, order = ids.sort(stable=True)
     again = torch.zeros_like(ordered, dtype=torch.bool)
     again[1:] = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
@@ -38,14 +43,19 @@ def first_askers(ids: torch.Tensor) -> torch.Tensor:
 
 
 def key_rows(layout: ArenaLayout, base: torch.Tensor, place: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Rows of the flat arena `[R, d]` that hold K of `tokens`; V of each lies `layout.plane_rows` behind.
+    """Return the rows of the flat pool `[R, d]` with K of `tokens`. V is `layout.plane_rows` rows after K.
 
-    place: the layer's, among the layers of a chunk.
-    base: int64 `[chunks]`, the arena row of each chunk's first token (place 0, head 0, K), on the device of `tokens`.
-    tokens: int64 `[Hkv, n]` token indices. Returns int64 `[Hkv, n]`.
+    Args:
+        layout: The layout of the pool.
+        base: The pool row of the first token of each block (place 0, head 0, K), int64 `[blocks]`, on the device of
+            `tokens`.
+        place: The position of the layer among the layers of a block.
+        tokens: Token indices, int64 `[Hkv, n]`.
 
-    A token's row is the token and what its chunk is off by: this runs for every layer and step.
+    Returns:
+        Row indices of K, int64 `[Hkv, n]`.
     """
+    # row = token + offset of its block: this runs for every layer and step, so it has to be cheap.
     first, (kv_heads, n) = layout.row(place, 0, 0), tokens.shape
     heads = torch.arange(first, first + kv_heads * layout.head_rows, layout.head_rows, device=tokens.device)
     off = base - torch.arange(0, len(base) * CHUNK, CHUNK, device=base.device)
@@ -54,6 +64,6 @@ def key_rows(layout: ArenaLayout, base: torch.Tensor, place: int, tokens: torch.
 
 
 def row_ids(layout: ArenaLayout, base: torch.Tensor, place: int, tokens: torch.Tensor) -> torch.Tensor:
-    """`key_rows` and the rows of V: int64 `[2, Hkv, n]`."""
+    """Return the rows of K and V, int64 `[2, Hkv, n]`. See `key_rows`."""
     keys = key_rows(layout, base, place, tokens)
     return torch.stack((keys, keys + layout.plane_rows))

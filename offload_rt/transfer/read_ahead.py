@@ -1,4 +1,4 @@
-"""Reading beside the computation: a thread that takes what is asked for in order, and long runs block by block."""
+"""Reading in parallel with computation: a thread for requests in order, and block-wise reads of long ranges."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ P = ParamSpec("P")
 
 
 class ReadingThread:
-    """Runs one thing after the other, in the order in which they were asked for."""
+    """A thread that runs functions in the order of their requests."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-rt read ahead")
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def start(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> Future[T]:
-        """Queues `work`; its result, or what it raised, is the future's."""
+        """Queue `work`. The future has its result or exception."""
 
         def run() -> T:
-            with torch.inference_mode():  # the mode is a thread's own, and what is filled here was made in it
+            with (
+                torch.inference_mode()
+            ):  # inference mode is per thread, and the buffers filled here are inference tensors
                 return work(*args, **named)
 
         return self._thread.submit(run)
 
     def wait(self) -> None:
-        """Returns when nothing is queued any more."""
+        """Wait until all queued work has finished."""
         self._thread.submit(lambda: None).result()
 
 
 class BlockRun:
-    """Neighbouring blocks of rows, read in order, `ahead` of them before they are asked for: in memory are those, and
-    the one that was asked for last."""
+    """Adjacent blocks of KV, read in order, `ahead` of them in advance. These and the current block are in memory."""
 
     def __init__(
         self, thread: ReadingThread, read: Callable[[range], KVPart], blocks: Sequence[range], ahead: int = 2
     ) -> None:
-        """read: gives the rows of the tokens of a block."""
+        """Starts reading the first blocks. `read` returns the KV of the tokens of a block."""
         self._thread, self._read, self._blocks, self._ahead = thread, read, blocks, ahead
         self._reading: dict[int, Future[KVPart]] = {}
         self._current: tuple[int, KVPart] | None = None
@@ -51,11 +52,11 @@ class BlockRun:
 
     @property
     def parts(self) -> list[KVPart]:
-        """The blocks as parts that are read when they are looked at, to be gone through in order."""
+        """The blocks as lazy parts, to be iterated over in order."""
         return [_LazyPart(self, i) for i in range(len(self._blocks))]
 
     def take(self, i: int) -> KVPart:
-        """Block `i`; the one that was taken before may be gone."""
+        """Return block `i`. The block returned before may be freed."""
         if self._current is None or self._current[0] != i:
             self._current = None
             self._reading = {j: job for j, job in self._reading.items() if j >= i}
@@ -64,14 +65,14 @@ class BlockRun:
         return self._current[1]
 
     def _begin(self, first: int) -> None:
-        """Starts reading the blocks from `first` on that are wanted now."""
+        """Start reading block `first` and the blocks ahead of it."""
         for i in range(first, min(first + 1 + self._ahead, len(self._blocks))):
             if i not in self._reading:
                 self._reading[i] = self._thread.start(self._read, self._blocks[i])
 
 
 class _LazyPart(KVPart):
-    """A block of a run, read when it is looked at."""
+    """A block of a run, read on access."""
 
     def __init__(self, run: BlockRun, number: int) -> None:
         self._run, self._number = run, number

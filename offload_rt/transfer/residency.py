@@ -1,4 +1,4 @@
-"""The rows that stay on the device: sinks, and a ring of the most recent tokens; of a sliding layer its window."""
+"""Resident KV on the device: sinks and a ring buffer of recent tokens, or the window of a sliding-window layer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from ..core import KVPart, ModelGeometry, Visible
 
 
 class Residency:
-    """Resident rows of one sequence in all layers, on `device`.
+    """Resident KV of one sequence in all layers, `[2, Hkv, s + w, d]` per layer.
 
-    Of each layer `[2, Hkv, s + w, d]`. A sink t has place t; every other token t has place s + (t - s) mod w, so that a
-    new row overwrites the one that leaves the window, and what there is always fills the first places. `store` and
-    `part` are called on the compute stream; a row that is overwritten has been written back before it could become a
-    candidate (the link orders that).
+    A sink t has position t, and any other token t has position s + (t - s) mod w. A new token therefore overwrites the
+    one that leaves the window, and resident KV always fills the first positions. `store` and `part` run in the compute
+    stream. Overwritten KV has been written back before its token can become a candidate.
     """
 
     def __init__(
@@ -24,7 +23,7 @@ class Residency:
         self._rows = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
     def clone(self) -> Residency:
-        """An independent copy."""
+        """Return an independent copy."""
         twin = object.__new__(Residency)
         twin._rows, twin._sizes = [rows.clone() for rows in self._rows], self._sizes
         return twin
@@ -35,15 +34,15 @@ class Residency:
         return sum(rows.nbytes for rows in self._rows)
 
     def sizes(self, layer: int) -> tuple[int, int]:
-        """Sinks and recent tokens that a layer has room for."""
+        """Return the number of sinks and of recent tokens of a layer."""
         return self._sizes[layer]
 
     def lists(self, layer: int) -> torch.Tensor:
-        """The rows of a layer `[2 * Hkv, s + w, d]`, K of all heads, then V (`kernels.lists.keep_rows`)."""
+        """Return the KV of a layer `[2 * Hkv, s + w, d]`: K of all heads, then V (`kernels.lists.keep_rows`)."""
         return self._rows[layer].flatten(0, 1)
 
     def store(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keeps what is resident of tokens [start, start + m), k and v `[Hkv, m, d]`."""
+        """Store k and v `[Hkv, m, d]` of the resident tokens in [start, start + m)."""
         rows, (sinks, recent), stop = self._rows[layer], self._sizes[layer], start + k.shape[1]
         if start < sinks:
             head = min(sinks, stop)
@@ -52,7 +51,7 @@ class Residency:
         first = max(start, stop - recent, sinks)
         if first < stop:
             at = place(first, sinks, recent)
-            if at + stop - first <= sinks + recent:  # as one new token is
+            if at + stop - first <= sinks + recent:  # always true for one new token
                 rows[0, :, at : at + stop - first] = k[:, first - start :]
                 rows[1, :, at : at + stop - first] = v[:, first - start :]
                 return
@@ -61,22 +60,22 @@ class Residency:
             rows[1].index_copy_(1, places, v[:, first - start :])
 
     def row(self, layer: int, slot: int) -> torch.Tensor:
-        """A copy of the resident row of the token in `slot`, `[2, Hkv, d]`."""
+        """Return a copy of the KV of the resident token in `slot`, `[2, Hkv, d]`."""
         return self._rows[layer][:, :, place(slot, *self._sizes[layer])].contiguous()
 
     def move(self, layer: int, source: int, target: int) -> None:
-        """The recent row in slot `source` also takes slot `target`, if that is a sink's."""
+        """Copy the KV of the recent token in slot `source` to slot `target` if that is a sink."""
         rows, (sinks, recent) = self._rows[layer], self._sizes[layer]
         if target < sinks:
             rows[:, :, target] = rows[:, :, place(source, sinks, recent)]
 
     def part(self, layer: int, visible: Visible) -> list[KVPart]:
-        """The resident rows of `visible` in token order, as views."""
+        """Return the resident KV of `visible` in token order, as views."""
         pieces = [self._rows[layer][:, :, run.start : run.stop] for run in self._runs(layer, visible) if run]
         return [KVPart(piece[0], piece[1]) for piece in pieces]
 
     def copy_to(self, layer: int, visible: Visible, rows: torch.Tensor) -> None:
-        """The resident rows of `visible` in token order become the first of rows `[2, Hkv, n, d]`, K and V."""
+        """Copy the resident KV of `visible` in token order to the start of `rows` `[2, Hkv, n, d]`."""
         own, at = self._rows[layer], 0
         for run in self._runs(layer, visible):
             if size := len(run):
@@ -84,7 +83,7 @@ class Residency:
                 at += size
 
     def _runs(self, layer: int, visible: Visible) -> list[range]:
-        """Neighbouring places of the resident tokens of `visible`, in token order."""
+        """Return contiguous positions of the resident tokens of `visible`, in token order."""
         (sinks, size), recent = self._sizes[layer], visible.recent
         first = max(recent.start, sinks)
         rounds = -(-(first - sinks) // size)
@@ -96,12 +95,14 @@ class Residency:
 
 
 def place(token: int, sinks: int, recent: int) -> int:
-    """Where the row of a resident token is."""
+    """Return the position of a resident token."""
     return token if token < sinks else sinks + (token - sinks) % recent
 
 
 def places(visible: Visible, sinks: int, recent: int) -> range:
-    """Where the resident rows of `visible` are, in the order of places; a sliding window that hides more than sinks is
-    no shorter than `recent`."""
+    """Return the positions of the resident tokens of `visible` in ascending order.
+
+    If a sliding window hides more than the sinks, it must have `recent` tokens.
+    """
     assert visible.all.start <= sinks or len(visible.recent) == recent
     return range(min(visible.all.start, sinks), min(visible.recent.stop, sinks + recent))

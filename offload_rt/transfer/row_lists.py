@@ -1,8 +1,8 @@
-"""The rows of a batch's sequences as lists (`kernels.lists`): whatever the batch, a layer's fetch is one gather, and
-its newest rows are kept and written back by one launch each.
+"""KV of the sequences of a batch as lists (`kernels.lists`).
 
-Which sequences these are, and where their chunks lie, is data in tensors of fixed addresses; shapes depend on the
-number of sequences and on how many tokens there is room for.
+For any batch, the fetch of a layer is one gather, and one kernel each keeps and writes back the newest KV. Which
+sequences these are, and where their blocks are, is data in tensors with fixed addresses. Shapes depend only on the
+number of sequences and on their capacity in tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,19 @@ from .working_set import LookUp
 
 @dataclass(frozen=True)
 class Arriving:
-    """Rows on their way: `staged` `[2, P, n, width]`, as the pool stores them, of which `counts` (int32 `[P]`; None:
-    all) are meant, valid on the device behind `mark` and held by `staging` as number `held`. `tally` int64 `[B, 2]`,
-    valid as they are, says how many rows, K and V of a KV head together, crossed for each sequence, and how many its
-    working set had (what is left came with another sequence's); None where all that is meant crosses."""
+    """A pending fetch of a batch.
+
+    Attributes:
+        pool: The pool of the KV.
+        staging: Holds the buffers of the fetch.
+        held: The number of the fetch in `staging`.
+        mark: The event after which `staged` and `tally` are valid.
+        staged: KV `[2, P, n, width]` in the storage format.
+        counts: Valid entries of each list, int32 `[P]`; None if all are valid.
+        tally: Per sequence, int64 `[B, 2]`, the number of KV entries (K and V of one KV head) that were transferred,
+            and the number found in its working set. The rest came with another sequence. None if all valid entries
+            were transferred.
+    """
 
     pool: HostPool
     staging: Staging
@@ -42,16 +51,18 @@ class Arriving:
     tally: torch.Tensor | None
 
     def wait(self) -> torch.Tensor:
-        """K and V `[2, P, n, d]`; the compute stream is ordered behind the copies, the host does not wait."""
+        """Return K and V `[2, P, n, d]`. The compute stream waits for the copies, the host does not."""
         counted = () if self.tally is None else (self.tally,)
         self.staging.arrive(self.held, self.mark, *counted)
         return self.pool.format.decode(self.staged)
 
 
 class RowLists:
-    """Lists of `batch` sequences with room for `tokens` tokens each. `hold` says which sequences; it and `append`
-    belong to the compute stream, fetches to the prefetch stream, and every fetch has been waited for before the next
-    `hold`."""
+    """Lists of `batch` sequences with capacity for `tokens` tokens each.
+
+    `hold` binds the lists to sequences. `hold` and `append` run in the compute stream, fetches in the prefetch stream.
+    Every fetch must have been waited for before the next `hold`.
+    """
 
     def __init__(self, state: DeviceState, batch: int, tokens: int) -> None:
         layout, device = state.pool.layout, state.device
@@ -66,7 +77,7 @@ class RowLists:
         self.token_bytes = layout.kv_heads * self.pair_bytes
         self._prefetch, self._write_back = state.prefetch, state.write_back
         self._moves: Any = dispatch if state.in_place else lists
-        """What reads and writes the pool."""
+        """The kernels that read and write the pool."""
         self._bases = torch.zeros(batch, -(-tokens // CHUNK), dtype=torch.int64, device=device)
         places = state.pool.groups.place
         self._tables = torch.zeros(len(places), batch, FIELDS, dtype=torch.int64, device=device)
@@ -74,7 +85,7 @@ class RowLists:
             [[layout.row(place, head, kv) for head in range(layout.kv_heads)] for kv in (0, 1)] for place in places
         ]
         self._planes = to_device(torch.tensor(firsts), device)
-        """int64 `[L, 2, Hkv]`: the row of a slab's first token; of layers that see everything."""
+        """int64 `[L, 2, Hkv]`: pool row of the first token of a slab, for layers without a sliding window."""
         self._chunks: list[list[int]] = []
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []
@@ -82,12 +93,11 @@ class RowLists:
 
     @property
     def tokens(self) -> int:
-        """Room of a sequence."""
+        """Capacity of a sequence in tokens."""
         return self._bases.shape[1] * CHUNK
 
     def hold(self, block_tables: Sequence[BlockTable]) -> None:
-        """Before a step: the lists are of these open sequences, as they are now; what has changed since the last call
-        goes to the device."""
+        """Bind the lists to open sequences before a step. Copies changes since the last call to the device."""
         assert len(block_tables) == self._batch
         sequences = [self._state[blocks] for blocks in block_tables]
         chunks = [one.blocks.chunks for one in sequences]
@@ -106,27 +116,26 @@ class RowLists:
             self._open = sequences
 
     def release(self) -> None:
-        """Lets go of the sequences, until the next `hold`."""
+        """Release the sequences until the next `hold`."""
         self._open, self._resident = [], []
 
     @property
     def working(self) -> bool:
-        """Whether there are working sets, whose addresses are in launches."""
+        """Whether there are working sets, whose addresses are kernel arguments."""
         return any(one.working is not None for one in self._open)
 
     @property
     def in_place(self) -> bool:
-        """Whether kernels read and write the pool, so that the host waits for nothing."""
+        """Whether kernels access the pool directly, so that the host never waits."""
         return self._state.in_place
 
     def join(self) -> None:
-        """The compute stream goes on behind everything written back so far."""
+        """Make the compute stream wait for all write-backs so far."""
         self._write_back.hold_compute(self._write_back.mark())
         self._state.returning.clear()
 
     def written(self, behind: bool) -> None:
-        """What this step's sequences have written back counts as written: all of it, or `behind` the compute stream
-        as it is now."""
+        """Set the write-back event of the sequences: none, or with `behind` one after the current compute work."""
         mark = None
         if behind:
             with self._write_back.behind_compute():
@@ -135,8 +144,7 @@ class RowLists:
             one.written = mark
 
     def forget(self) -> None:
-        """After a capture that broke off: waits until the device is idle. Marks made meanwhile mean nothing, and what
-        the other streams were to read or write is nobody's."""
+        """Clean up after a failed graph capture: wait until the device is idle, drop events and held buffers."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self._state.staging.clear()
@@ -145,12 +153,14 @@ class RowLists:
             one.written = None
 
     def resident(self, layer: int) -> PointerTable:
-        """The resident rows of a layer, `[2 * Hkv, s + w, d]` of each sequence."""
+        """Return the resident KV of a layer, `[2 * Hkv, s + w, d]` per sequence."""
         return self._resident[layer]
 
     def newest(self, slot: int, sinks: int, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For `append`, of a batch of one whose newest token is in `slot`: its place among the resident rows and its
-        row, int64 `[1]` each. They are made once for all layers of a step."""
+        """Return the arguments of `append` for a batch of one: position in the resident KV and pool row, int64 `[1]`.
+
+        The newest token is in `slot`. The tensors are created once for all layers of a step.
+        """
         key = slot, sinks, recent
         if self._newest is None or self._newest[0] != key:
             at = torch.tensor([place(slot, sinks, recent)])
@@ -158,25 +168,34 @@ class RowLists:
         return self._newest[1:]
 
     def row(self, slot: int) -> torch.Tensor:
-        """Of a batch of one, `rows_of` a slot that the host knows: int64 `[1]`."""
+        """Return `rows_of` for a batch of one whose slot is known on the host: int64 `[1]`."""
         at = self._pool.row_base(self._open[0].blocks)[slot // CHUNK] + slot % CHUNK
         return to_device(at.view(1), self.device)
 
     def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Row ids int64 `[B]` of the tokens in slots int64 `[B]`, to which `append` adds those of layer and head; a
-        negative slot has none, which is a negative one too."""
+        """Return pool rows int64 `[B]` of slots int64 `[B]`, without the offsets of layer and head.
+
+        Negative slots have no row and stay negative.
+        """
         chunks = (slots >> CHUNK_BITS).clamp_(min=0).unsqueeze(1)
         rows = self._bases.gather(1, chunks).squeeze(1) + (slots & (CHUNK - 1))
         return torch.where(slots < 0, slots, rows)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
-        """The newest rows k, v `[P, d]` become resident at `places` int64 `[B]` (`residency.place`) and are written
-        back to `rows` (`rows_of`); what has negative ones is nobody's."""
+        """Store the newest k, v `[P, d]` on the device and write them back to the pool.
+
+        Args:
+            layer: The layer index.
+            k: Keys `[P, d]`.
+            v: Values `[P, d]`.
+            places: Positions in the resident KV, int64 `[B]` (`residency.place`). Negative ones are ignored.
+            rows: Pool rows, int64 `[B]` (`rows_of`). Negative ones are ignored.
+        """
         dispatch.keep_rows(k, v, self._resident[layer], places)
         self.write_back(layer, k, v, rows)
 
     def write_back(self, layer: int, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
-        """Rows k, v `[P, d]`, made on the compute stream, go to `rows` int64 `[B]` of the pool."""
+        """Write k, v `[P, d]` of the compute stream to the pool rows `rows`, int64 `[B]`."""
         with self._write_back.behind_compute():
             stored_k, stored_v = self._pool.format.encode(k), self._pool.format.encode(v)
             self._moves.write_rows(self._pool.rows, stored_k, stored_v, rows, self._planes[layer])
@@ -187,13 +206,13 @@ class RowLists:
             one.written = mark
 
     def fetch(self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, *, overlapping: bool) -> Arriving:
-        """Starts moving the first `counts[p]` (None: all) of tokens int64 `[P, n]`: what is in a sequence's working set
-        comes from there, of what several of them have in common (`overlapping`) all but the first one's from the first
-        one's, the others from the pool.
+        """Start fetching the first `counts[p]` (None: all) of tokens int64 `[P, n]`.
 
-        What is read and what is staged belongs to the compute stream (`Staging`); all else is made, used and freed in
-        the prefetch stream.
+        KV in the working set of a sequence is copied from there. With `overlapping`, KV that several sequences select
+        from shared blocks is fetched once and copied on the device. The rest is read from the pool.
         """
+        # Inputs and staged KV are memory of the compute stream (`Staging`). Everything else is allocated, used and
+        # freed in the prefetch stream.
         staged = self._pool.rows.new_empty(2, *tokens.shape, self._pool.rows.shape[1], device=tokens.device)
         staging = self._state.staging
         held = staging.hold(staged, tokens, self._bases, self._planes, *(() if counts is None else (counts,)))
@@ -219,13 +238,13 @@ class RowLists:
         return slice(b * self.heads, (b + 1) * self.heads)
 
     def _ids(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Row ids int64 `[2, P, n]` of K and V."""
+        """Return the pool rows of K and V, int64 `[2, P, n]`."""
         at = tokens.view(self._batch, -1)
         rows = self._bases.gather(1, at >> CHUNK_BITS).add_(at & (CHUNK - 1)).view(self._batch, self.heads, -1)
         return (rows + self._planes[layer].unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
 
     def _look_up(self, layer: int, tokens: torch.Tensor, meant: torch.Tensor | None) -> list[LookUp]:
-        """What each working set says; nothing without them."""
+        """Look up the tokens in the working sets, if there are any."""
         found = []
         for b, one in enumerate(self._open):
             if one.working is not None and tokens.numel():
@@ -236,8 +255,10 @@ class RowLists:
     def _gather_listed(
         self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, staged: torch.Tensor, *, overlapping: bool
     ) -> tuple[list[LookUp], torch.Tensor | None]:
-        """Rows by their ids from the pool, but not those that a working set has, and those that somebody before asked
-        for from there. Returns what the working sets say, and who asked before (`first_askers`)."""
+        """Gather KV from the pool, except KV in working sets. Copy duplicates on the device.
+
+        Returns the look-ups of the working sets, and the first occurrence of each duplicate (`first_askers`).
+        """
         ids, meant = self._ids(layer, tokens), None
         if counts is not None:
             meant = torch.arange(tokens.shape[1], device=tokens.device) < counts.unsqueeze(1)
@@ -257,7 +278,7 @@ class RowLists:
     def _tally(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, found: list[LookUp], again: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """`Arriving.tally`: rows that crossed for each sequence and rows that its working set had, int64 `[B, 2]`."""
+        """Return `Arriving.tally`, int64 `[B, 2]`."""
         if not found and again is None:
             return None
         if counts is None:

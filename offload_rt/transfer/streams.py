@@ -1,4 +1,4 @@
-"""Lanes: ordered queues of device work beside the compute stream."""
+"""Streams: ordered queues of device work that run in parallel with the compute stream."""
 
 from __future__ import annotations
 
@@ -10,38 +10,40 @@ import torch
 
 
 class Event(Protocol):
-    """A point in a stream's order."""
+    """A point in the order of a stream."""
 
     def synchronize(self) -> None:
-        """Blocks the host until the point is reached."""
+        """Block the host until the point is reached."""
         ...
 
 
 class Stream(Protocol):
-    """Work queued in a stream runs in order, beside other streams."""
+    """A queue of device work that runs in order, in parallel with other streams."""
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """Work queued in this context runs in this stream, after everything queued on the compute stream so far."""
+        """Queue the work of this context in this stream, after all work of the compute stream so far."""
         ...
 
     def mark(self) -> Event:
-        """The point behind everything queued in this stream so far."""
+        """Return an event after all work queued in this stream so far."""
         ...
 
     def wait_for(self, mark: Event) -> None:
-        """Later work of this stream starts after `mark`."""
+        """Make later work of this stream wait for `mark`."""
         ...
 
     def hold_compute(self, mark: Event, *tensors: torch.Tensor) -> None:
-        """Later work of the compute stream starts after `mark`; `tensors`, allocated in this stream, are used there."""
+        """Make later compute work wait for `mark`. It uses `tensors`, which were allocated in this stream."""
         ...
 
 
 class DeviceStream:
-    """A stream of an accelerator, of whichever kind torch has: CUDA, ROCm (which torch calls cuda) or XPU. Cross-stream
-    use of a tensor is told to the caching allocator, so that its memory is not given out again while the other stream
-    still works on it."""
+    """A stream of an accelerator that torch supports: CUDA, ROCm (which torch calls cuda) or XPU.
+
+    The caching allocator is told of tensors used across streams, so that it does not reuse their memory while the other
+    stream still works on it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -49,21 +51,21 @@ class DeviceStream:
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """Queues the work of this context in the stream, behind the compute stream."""
+        """Queue the work of this context in the stream, after the work of the compute stream."""
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             yield
 
     def mark(self) -> torch.Event:
-        """Records an event in the stream."""
+        """Record an event in the stream."""
         return self._stream.record_event()
 
     def wait_for(self, mark: Any) -> None:
-        """Makes the stream wait for an event."""
+        """Make the stream wait for an event."""
         self._stream.wait_event(mark)
 
     def hold_compute(self, mark: Any, *tensors: torch.Tensor) -> None:
-        """Makes the compute stream wait for an event, and tells the allocator that it uses `tensors`."""
+        """Make the compute stream wait for an event, and tell the allocator that it uses `tensors`."""
         compute = torch.accelerator.current_stream(self._device)
         compute.wait_event(mark)
         for tensor in tensors:
@@ -71,8 +73,7 @@ class DeviceStream:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """What Triton launches and a graph captures in this context is on `device`, whichever is the process's current one
-    (torch's own operations look at their tensors)."""
+    """Make `device` current for Triton launches and graph captures; torch operations follow their tensors."""
     if device.type == "cpu":
         return nullcontext()
     chosen: AbstractContextManager[None] = torch.accelerator.device_index(device.index)
@@ -85,21 +86,20 @@ class _Reached:
 
 
 class InlineStream:
-    """A device without streams: work runs when it is queued. With it the CUDA link's bookkeeping runs, and is tested,
-    on a CPU."""
+    """A stream that runs work synchronously, so that `CudaLink` can be used and tested on a CPU."""
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """Runs the work of this context at once."""
+        """Run the work of this context at once."""
         with nullcontext():
             yield
 
     def mark(self) -> Event:
-        """A point that is reached already."""
+        """Return an event that is reached already."""
         return _Reached()
 
     def wait_for(self, mark: Event) -> None:
-        """Does nothing: every mark is reached."""
+        """Do nothing, because every event is reached."""
 
     def hold_compute(self, mark: Event, *tensors: torch.Tensor) -> None:
-        """Does nothing: every mark is reached."""
+        """Do nothing, because every event is reached."""

@@ -1,1 +1,1 @@
-"""The policy "infinigen": speculate the next query, score all tokens with compressed keys, fetch the best."""
+"""Policy "infinigen": predict the next query, score all tokens with compressed keys, fetch the best."""

@@ -1,5 +1,4 @@
-"""What queries and keys are multiplied with before scoring keys are compared (InfiniGen eq. 2), and which columns of it
-a sequence keeps."""
+"""Bases of skewed queries and keys (InfiniGen eq. 2), and the choice of the columns that scoring keys keep."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from ...kernels.selection import floor_share, skew
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """What one layer's queries and keys are multiplied with before they are compared: query and key `[Hkv, d, r]`,
-    and the model's own `scale` of q·k."""
+    """Matrices that skew the queries and keys of a layer, `[Hkv, d, r]` each, and the model's `scale` of q·k."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -27,25 +25,24 @@ class Basis:
         return self.query.nbytes + (0 if self.key is self.query else self.key.nbytes)
 
     def columns(self, kept: torch.Tensor) -> Basis:
-        """The columns `kept` (int64 `[Hkv, r]`) of each KV head."""
+        """Return the basis of the columns `kept` (int64 `[Hkv, r]`) of each KV head."""
         index = kept.unsqueeze(1).expand(-1, self.query.shape[1], -1)
         return Basis(self.query.gather(2, index), self.key.gather(2, index), self.scale)
 
     def skew_query(self, q: torch.Tensor) -> torch.Tensor:
-        """q `[H, d]` as `[Hkv, G, r]`: skewed and scaled."""
+        """Skew and scale q `[H, d]` to `[Hkv, G, r]`."""
         return skew(q.view(self.query.shape[0], -1, self.query.shape[1]), self.query).mul_(self.scale)
 
     @classmethod
     def stacked(cls, bases: Sequence[Basis]) -> Basis:
-        """One basis for the lists of several sequences: the one they share, else `[P, d, r]`, each list its own."""
+        """Combine the bases of several sequences: the shared one, or `[P, d, r]` with one basis per list."""
         first = bases[0]
         if all(basis is first for basis in bases):
             return first
         return cls(torch.cat([b.query for b in bases]), torch.cat([b.key for b in bases]), first.scale)
 
     def skew_queries(self, q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """q `[H, B, d]` of a batch as `[P, G, r]`, contiguous: skewed and scaled, with a basis that they share or one
-        that is `stacked`."""
+        """Skew and scale q `[H, B, d]` of a batch to contiguous `[P, G, r]`, by a shared or `stacked` basis."""
         (bases, d, r), batch = self.query.shape, q.shape[1]
         grouped = q.reshape(kv_heads, -1, batch, d).permute(2, 0, 1, 3)
         if bases > kv_heads:
@@ -55,54 +52,57 @@ class Basis:
 
 
 class Columns(Protocol):
-    """Which basis a sequence's partial keys of each layer are in."""
+    """Chooses the basis of the partial keys of a sequence in each layer."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of matrices that belong to this sequence alone."""
+        """Bytes of the matrices of this sequence."""
         ...
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Queries `[H, m, d]` of the prompt went by."""
+        """Observe queries `[H, m, d]` of the prompt."""
         ...
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """The basis for keys k `[Hkv, m, d]` that enter now; the same ever after its first call for a layer."""
+        """Return the basis for new keys k `[Hkv, m, d]`. It is fixed by the first call for a layer."""
         ...
 
     def fork(self) -> Columns:
-        """An independent copy."""
+        """Return an independent copy."""
         ...
 
 
 class CalibratedColumns:
-    """Columns fixed at calibration: the same for every sequence, so prefixes may be shared."""
+    """Columns fixed at calibration. They are the same for every sequence, so prefixes can be shared."""
 
     nbytes = 0
-    """The bases belong to the policy, not to a sequence."""
+    """0, because the bases belong to the policy."""
 
     def __init__(self, bases: dict[int, Basis]) -> None:
-        """bases: of every sparse layer, cut to the kept columns."""
+        """Creates the columns from the basis of each sparse layer, reduced to the kept columns."""
         self._bases = bases
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Nothing left to choose."""
+        """Do nothing: the columns are fixed."""
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """As calibrated."""
+        """Return the calibrated basis."""
         return self._bases[layer]
 
     def fork(self) -> CalibratedColumns:
-        """Immutable, so the same."""
+        """Return this object, which is immutable."""
         return self
 
 
 class PromptColumns:
-    """The paper's rule (§4.3): of each layer and KV head the columns with the largest sum of |Q~| + |K~| over the
-    prompt, Q~ of all the group's query heads. Chosen at the layer's first keys, then fixed for the sequence."""
+    """The rule of the paper (§4.3): the columns with the largest sum of |Q~| + |K~| over the prompt.
+
+    Columns are chosen per layer and KV head, with Q~ of all query heads of the group, when the layer gets its first
+    keys. They are then fixed for the sequence.
+    """
 
     def __init__(self, bases: dict[int, Basis], kept: int) -> None:
-        """bases: of every sparse layer, with all d columns; `kept` of them are chosen."""
+        """Creates the columns from the full basis of each sparse layer. `kept` columns are chosen."""
         self._bases = bases
         self._kept = kept
         self._sums: dict[int, torch.Tensor] = {}
@@ -110,18 +110,18 @@ class PromptColumns:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the chosen columns' matrices, this sequence's own."""
+        """Bytes of the matrices of the chosen columns."""
         return sum(basis.nbytes for basis in self._chosen.values())
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Adds |Q~| per column; a later prompt of the same sequence changes nothing."""
+        """Add |Q~| per column. Later prompts of the sequence have no effect."""
         if layer not in self._chosen:
             basis = self._bases[layer].query
             grouped = q.reshape(basis.shape[0], -1, q.shape[-1])
             self._sums[layer] = self._sums.get(layer, 0) + skew(grouped, basis).abs().sum(1)
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """The chosen columns, by falling sum; of equal sums the column of larger importance in calibration."""
+        """Return the chosen columns by descending sum. Ties go to the column of larger importance in calibration."""
         if layer not in self._chosen:
             full = self._bases[layer]
             sums = self._sums.pop(layer, 0) + skew(k, full.key).abs().sum(1)
@@ -130,12 +130,12 @@ class PromptColumns:
         return self._chosen[layer]
 
     def fork(self) -> PromptColumns:
-        """Shares the chosen matrices, which never change."""
+        """Return a copy that shares the chosen matrices, which never change."""
         twin = PromptColumns(self._bases, self._kept)
         twin._sums, twin._chosen = dict(self._sums), dict(self._chosen)
         return twin
 
 
 def kept_columns(partial_ratio: float, head_dim: int) -> int:
-    """r: the share `partial_ratio` of the head dimension, rounded down, at least 1."""
+    """Return r, the fraction `partial_ratio` of the head dimension, rounded down but at least 1."""
     return max(1, floor_share(partial_ratio, head_dim))

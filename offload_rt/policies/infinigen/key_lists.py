@@ -1,7 +1,7 @@
-"""Selection, and the tail, for all sequences of a batch at once, by the kernels of the decode step: nothing is asked of
-the device, and whatever the batch, a layer is one chain of launches. A batch may be one sequence.
+"""Batched selection and approximate attention for the decode step.
 
-What is selected is `kernels.selection.select_tokens` of each sequence by itself, rising.
+The host does not synchronise with the device, and the number of kernel launches per layer does not depend on the batch,
+which may be one sequence. Each sequence gets the tokens of `kernels.selection.select_tokens`, in ascending order.
 """
 
 from __future__ import annotations
@@ -23,20 +23,27 @@ from .scoring_keys import ScoringKeys
 
 @dataclass(frozen=True)
 class Rule:
-    """Tokens within `alpha` of a head's maximum, at most `max_fraction` of the candidates."""
+    """Select tokens within `alpha` of the maximum of a head, at most `max_fraction` of the candidates."""
 
     alpha: float
     max_fraction: float
 
     def most(self, candidates: int) -> int:
-        """The most tokens of a sequence with so many candidates."""
+        """Return the largest number of tokens selected from this number of candidates."""
         return selection_limit(candidates, self.max_fraction)
 
 
 @dataclass(frozen=True)
 class Spans:
-    """What each sequence selects from, on the device: candidates [start, stop), int32 `[P]`, of which it may take at
-    most `limits` int32 `[B]`. The host knows only that there are at most `tokens` slots and `cap` selected ones."""
+    """Candidates of each sequence.
+
+    Attributes:
+        starts: First candidate of each list, int32 `[P]` on the device.
+        stops: End of the candidates of each list, int32 `[P]` on the device.
+        limits: Largest number of selected tokens of each sequence, int32 `[B]` on the device.
+        tokens: Upper bound of the slots of a sequence, known to the host.
+        cap: Upper bound of the selected tokens of a list, known to the host.
+    """
 
     starts: torch.Tensor
     stops: torch.Tensor
@@ -46,7 +53,7 @@ class Spans:
 
     @staticmethod
     def numbers(visible: Sequence[Visible], kv_heads: int, rule: Rule) -> list[list[int]]:
-        """Of sequences that see `visible`: starts and stops `[P]`, limits `[B]`."""
+        """Return starts and stops `[P]` and limits `[B]` of sequences that see `visible`."""
         candidates = [seen.candidates for seen in visible]
         each = [c for c in candidates for _ in range(kv_heads)]
         limits = [rule.most(len(c)) for c in candidates]
@@ -54,12 +61,14 @@ class Spans:
 
 
 class KeyLists:
-    """The scoring keys of `batch` sequences, of up to `tokens` tokens each, in the layers that select. `hold` says of
-    which, before each step; their storages lie where they like, in tables of fixed addresses: one for each layer, or
-    for pages, which hold all layers, one."""
+    """Scoring keys of `batch` sequences of up to `tokens` tokens each, in all sparse layers.
+
+    `hold` binds the lists to sequences before each step. The addresses of their memory are in tables with fixed
+    addresses: one table per layer, or a single one for pages, which contain all layers.
+    """
 
     def __init__(self, rule: Rule, layers: Iterable[int], batch: int, tokens: int, device: torch.device) -> None:
-        """layers: those that select."""
+        """Creates lists for the sparse `layers`."""
         self._rule, self._at = rule, {layer: i for i, layer in enumerate(layers)}
         self._pointers = torch.zeros(len(self._at), batch, FIELDS, dtype=torch.int64, device=device)
         self._pages = torch.zeros(1, batch, -(-tokens // PAGE_TOKENS), dtype=torch.int64, device=device)
@@ -70,9 +79,12 @@ class KeyLists:
         self._basis: list[Basis] = []
 
     def hold(self, keys: Sequence[ScoringKeys], slots: Sequence[int]) -> torch.Tensor | None:
-        """From now on the lists are of `keys`, which get room for a key in each one's slot. Returns the tables int64
-        `[layers, B, FIELDS]` or `[1, B, pages]` as they have to be on the device, if anything has moved; `tables` is
-        where."""
+        """Bind the lists to `keys` and reserve the slot of the newest key of each sequence.
+
+        Returns:
+            If memory has moved, the new contents of `tables`, int64 `[layers, B, FIELDS]` or `[1, B, pages]`, which the
+            caller copies to the device. Otherwise None.
+        """
         self._keys = list(keys)
         bases = [[own.basis(layer) for own in keys] for layer in self._at]
         if _differ(bases, self._bases):
@@ -91,22 +103,26 @@ class KeyLists:
         return torch.tensor([[entry(own) for own in each] for each in tensors])
 
     def release(self) -> None:
-        """Lets go of the sequences, until the next `hold`."""
+        """Release the sequences until the next `hold`."""
         self._keys, self._bases, self._held, self._storages, self._basis = [], [], [], [], []
 
     @property
     def tables(self) -> torch.Tensor:
-        """int64 `[layers, B, FIELDS]` or `[1, B, pages]`, of what is held."""
+        """Tables of the bound sequences on the device, int64 `[layers, B, FIELDS]` or `[1, B, pages]`."""
         return self._pages if isinstance(self._storages[0], PageTable) else self._pointers
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keys k `[P, d]`, and values v `[P, d]` where they are kept too, enter the slots int64 `[P]`."""
+        """Write keys k `[P, d]`, and values v `[P, d]` of approximate KV, to the slots int64 `[P]`."""
         at = self._at[layer]
         self._keys[0].enter(layer, k, v, self._basis[at], self._storages[at], slots)
 
     def select(self, layer: int, q: torch.Tensor, spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
-        """With the (speculated) queries q `[H, B, d]`: tokens int64 `[P, cap]`, rising, and counts int32 `[P]`; tokens
-        behind a count are any indices of the context."""
+        """Select tokens by the (speculated) queries q `[H, B, d]`.
+
+        Returns:
+            Tokens int64 `[P, cap]` in ascending order, and counts int32 `[P]`. Entries after a count are arbitrary
+            indices within the context.
+        """
         at = self._at[layer]
         skewed, storage = self._basis[at].skew_queries(q, self._storages[at].heads), self._storages[at]
         found = self._keys[0].found(layer, skewed, storage, spans.starts, spans.stops, spans.tokens)
@@ -122,9 +138,18 @@ class KeyLists:
         chosen: tuple[torch.Tensor, torch.Tensor],
         exact: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention, out `[P, G, d]` and lse `[P, G]`, of the true queries q `[H, B, d]` over exact rows, of which
-        both are given, and over low-bit rows of the candidates that were not chosen (tokens and counts, as `select`
-        returns them), where there are any."""
+        """Merge exact attention with approximate attention to the candidates that were not selected.
+
+        Args:
+            layer: The layer index.
+            q: True queries `[H, B, d]`.
+            spans: The candidates.
+            chosen: Selected tokens and counts, as returned by `select`.
+            exact: Exact attention: out `[P, G, d]` and lse `[P, G]`.
+
+        Returns:
+            Merged out `[P, G, d]` and lse `[P, G]`; `exact` if there is no approximate KV.
+        """
         rows, at = self._keys[0], self._at[layer]
         if not isinstance(rows, LowBitRows):
             return exact
@@ -135,7 +160,7 @@ class KeyLists:
 
 
 def _differ(new: Sequence[Sequence[object]], old: Sequence[Sequence[object]]) -> bool:
-    """Whether any object is another one."""
+    """Compare the objects of nested lists by identity."""
     if len(new) != len(old):
         return True
     pairs = zip(new, old, strict=True)

@@ -1,4 +1,4 @@
-"""Rows of a sequence in pages (`kernels.pages`) that forks share one by one until somebody writes to them."""
+"""Approximate KV of a sequence in pages (`kernels.pages`), which forks share with copy-on-write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages
 
 
 class Page:
-    """`rows` uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, and who has it. It goes when the last holder does."""
+    """A page, uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, and its holders. It is freed with the last holder."""
 
     def __init__(self, rows: torch.Tensor, holder: LayerPages) -> None:
         self.rows = rows
@@ -19,11 +19,13 @@ class Page:
 
 
 class LayerPages:
-    """What a sequence keeps of its tokens in some layers: pages, each of `PAGE_TOKENS` tokens of all these layers, and
-    how many tokens each layer has. A page that others have too is only read; before a write it is copied."""
+    """Pages of a sequence, each with `PAGE_TOKENS` tokens of several layers, and the token count of each layer.
+
+    A shared page is read-only and copied before it is written.
+    """
 
     def __init__(self, layers: Iterable[int], heads: int, block_bytes: int, device: torch.device) -> None:
-        """No tokens yet."""
+        """Creates an instance without tokens."""
         self._at = {layer: i for i, layer in enumerate(layers)}
         self._shape, self._device = (len(self._at), heads, PAGE_BLOCKS, block_bytes), device
         self._lengths = dict.fromkeys(self._at, 0)
@@ -32,16 +34,15 @@ class LayerPages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its pages. Of a page that several have, each counts an equal part: all of them together count it
-        once."""
+        """Bytes of the pages. The bytes of a shared page are divided equally among its holders."""
         return round(sum(page.rows.nbytes / len(page.holders) for page in self._pages))
 
     def length(self, layer: int) -> int:
-        """Tokens that the layer has."""
+        """Return the number of tokens of the layer."""
         return self._lengths.get(layer, 0)
 
     def pages(self, layer: int) -> Pages:
-        """Where the layer's rows lie, only to read: the same object until a page is added or copied."""
+        """Return the pages of the layer for reading: the same object until a page is added or copied."""
         if layer not in self._shown:
             tensors = tuple(page.rows for page in self._pages)
             first = next(iter(self._shown.values()), None)
@@ -51,9 +52,11 @@ class LayerPages:
         return self._shown[layer]
 
     def reserve(self, layer: int, tokens: range) -> Pages:
-        """`pages`, with room for `tokens`, which count as written from now on and whose pages nobody else has. They
-        begin at most where the layer's end."""
-        assert tokens.start <= self._lengths[layer], "tokens without a gap"
+        """Return the pages of the layer for writing `tokens`, which are counted as written.
+
+        Their pages are not shared. `tokens` must not start after the end of the layer.
+        """
+        assert tokens.start <= self._lengths[layer], "tokens must be contiguous"
         for at in range(tokens.start // PAGE_TOKENS, -(-tokens.stop // PAGE_TOKENS)):
             if at == len(self._pages):
                 self._pages.append(Page(torch.empty(self._shape, dtype=torch.uint8, device=self._device), self))
@@ -64,7 +67,7 @@ class LayerPages:
         return self.pages(layer)
 
     def _copy(self, at: int) -> None:
-        """Makes page `at` this sequence's own: a copy of the blocks that hold any of its tokens."""
+        """Replace the shared page `at` by a copy of the blocks that contain tokens of this sequence."""
         shared = self._pages[at]
         blocks = min(PAGE_BLOCKS, -(-max(self._lengths.values()) // BLOCK) - at * PAGE_BLOCKS)
         own = Page(torch.empty_like(shared.rows), self)
@@ -73,7 +76,7 @@ class LayerPages:
         self._pages[at], self._shown = own, {}
 
     def fork(self, tokens: int | None = None) -> LayerPages:
-        """A second owner of the same pages, as far as they hold the first `tokens` tokens (None: all)."""
+        """Return a copy of the first `tokens` tokens (None: all) that shares their pages."""
         twin = object.__new__(LayerPages)
         twin._at, twin._shape, twin._device, twin._shown = self._at, self._shape, self._device, {}
         most = max(self._lengths.values(), default=0) if tokens is None else tokens
@@ -84,8 +87,7 @@ class LayerPages:
         return twin
 
     def check_integrity(self) -> None:
-        """Asserts that there is room for all tokens, that every page knows its holders, and that what kernels are shown
-        is what there is."""
+        """Assert that capacity, holders of pages, and the page tables given to kernels are consistent."""
         assert max(self._lengths.values(), default=0) <= len(self._pages) * PAGE_TOKENS
         for at, page in enumerate(self._pages):
             assert self in page.holders and page.rows.shape == self._shape

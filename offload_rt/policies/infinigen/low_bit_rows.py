@@ -1,9 +1,10 @@
-"""Low-bit copies of a sequence's rows on the compute device: keys of 4 bits to score with, values of 4 or 2 bits beside
-them, so that attention over everything that was not selected can be estimated (the tail).
+"""Approximate KV of a sequence on the compute device.
 
-Keys are stored in a basis in which their rounding costs scores least for its bytes: the calibrated one, its mean taken
-away, every column scaled by the square root of its deviation, and mixed. Values are mixed too; what is mixed is turned
-back once, in the output.
+4-bit keys score tokens, and 4-bit or 2-bit values allow attention to tokens that were not selected to be estimated.
+
+Keys are stored in a basis that minimises the effect of quantisation on scores: the calibrated basis, centred, with each
+column scaled by the square root of its deviation, and mixed by a rotation. Values are mixed too. The rotation is undone
+once, in the output.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from .layer_pages import LayerPages
 from .scoring import LEARNED_AT_ONCE
 
 WAITING = 32
-"""Newest rows that wait on a processor to be turned and rounded together, which takes about as long as one by one row.
-They lie in the recent window, where nothing reads them yet; whoever does finds them rounded."""
+"""On a CPU, the number of newest tokens that are quantised together, which takes about as long as one token.
+
+These tokens are in the recent window, where they are not candidates. They are quantised before any read.
+"""
 
 VALUE_BITS = {"int4": 4, "int2": 2}
-"""Bits of a number of a value, by the name of the option."""
+"""Bits per number of a value, by option name."""
 
 
 def row_bytes(tail: str, geometry: ModelGeometry) -> float:
-    """Bytes of the low-bit rows of one token of one layer. Raises ConfigError like `row_layout`."""
+    """Return the bytes of approximate KV of one token in one layer. Raises ConfigError as `row_layout`."""
     return geometry.kv_heads * row_layout(tail, geometry).block_bytes / BLOCK
 
 
@@ -49,15 +52,20 @@ def row_layout(tail: str, geometry: ModelGeometry) -> Layout:
 
 
 def basis_bytes(geometry: ModelGeometry, compute: torch.dtype) -> int:
-    """Bytes of one layer's `RowBasis` in `compute`."""
+    """Return the bytes of the `RowBasis` of one layer in dtype `compute`."""
     d = geometry.head_dim
     return (geometry.kv_heads * (2 * d + 1) * d + d * d) * compute.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class RowBasis:
-    """What one layer's keys, queries and values are multiplied with before they are rounded, all columns: `basis` of
-    queries and keys, `mean` `[Hkv, d]` of the keys in it, and the values' `mixing` `[d, d]`."""
+    """Matrices applied to keys, queries and values of a layer before quantisation.
+
+    Attributes:
+        basis: Basis of queries and keys, all columns.
+        mean: Mean of the keys in this basis, `[Hkv, d]`.
+        mixing: Rotation of the values, `[d, d]`.
+    """
 
     basis: Basis
     mean: torch.Tensor
@@ -65,7 +73,7 @@ class RowBasis:
 
     @classmethod
     def of(cls, artifact: SkewArtifact, layer: int, scale: float, dtype: torch.dtype) -> RowBasis:
-        """Of a layer whose q·k is multiplied with `scale`, in `dtype`, where the artifact lies."""
+        """Compute the basis of a layer whose q·k is multiplied by `scale`, on the device of the artifact."""
         mixed = mixing(artifact.query.shape[-1]).to(artifact.query.device)
         std = artifact.key_std[layer].double()
         stretch = std.clamp_min(1e-3 * std.amax().clamp_min(1e-30)).sqrt().unsqueeze(1)
@@ -81,15 +89,15 @@ class RowBasis:
         return self.basis.nbytes + self.mean.nbytes + self.mixing.nbytes
 
     def queries(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q `[H, d]` as `[Hkv, G, d]` in the keys' basis and scaled, and the mean of the keys."""
+        """Return q `[H, d]` in the basis and scaled, `[Hkv, G, d]`, and the mean of the keys."""
         return self.basis.skew_query(q), self.mean
 
 
 class LowBitRows:
-    """The rows of one sequence, layer by layer, in pages that forks share until one of them writes to them."""
+    """Approximate KV of one sequence, in pages that forks share with copy-on-write."""
 
     def __init__(self, bases: dict[int, RowBasis], layout: Layout, device: torch.device) -> None:
-        """bases: of every sparse layer."""
+        """Creates empty approximate KV from the basis of each sparse layer."""
         self._bases, self._layout = bases, layout
         heads = next((own.mean.shape[0] for own in bases.values()), 0)
         self._rows = LayerPages(bases, heads, layout.block_bytes, device)
@@ -99,15 +107,15 @@ class LowBitRows:
 
     @property
     def bytes(self) -> int:
-        """Bytes of this sequence's pages; of those that others have too, its part."""
+        """Bytes of the pages. The bytes of shared pages are divided among their holders."""
         return self._rows.nbytes
 
     def length(self, layer: int) -> int:
-        """Tokens whose keys the layer has."""
+        """Return the number of keys of the layer."""
         return self._rows.length(layer) + len(self._keys.get(layer, ()))
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Keys k `[Hkv, m, d]` enter the slots from `start` on."""
+        """Write keys k `[Hkv, m, d]` to the slots from `start` on."""
         if self._wait and k.shape[1] == 1 and start == self.length(layer):
             self._keys.setdefault(layer, []).append(k)
             return
@@ -115,7 +123,7 @@ class LowBitRows:
         self._write(layer, k, start)
 
     def write_values(self, layer: int, v: torch.Tensor, start: int) -> None:
-        """Values v `[Hkv, m, d]` enter the slots from `start` on, whose keys came before."""
+        """Write values v `[Hkv, m, d]` to the slots from `start` on, after their keys."""
         assert start + v.shape[1] <= self.length(layer), "keys come before values"
         if start < self._rows.length(layer):
             self._write_values(layer, v, start)
@@ -127,7 +135,7 @@ class LowBitRows:
             self._round(layer)
 
     def _round(self, layer: int) -> None:
-        """Rounds what waits."""
+        """Quantise the waiting tokens."""
         if keys := self._keys.pop(layer, None):
             start, values = self._rows.length(layer), self._values.pop(layer, None)
             self._write(layer, torch.cat(keys, dim=1), start)
@@ -135,7 +143,7 @@ class LowBitRows:
                 self._write_values(layer, torch.cat(values, dim=1), start)
 
     def _rounded(self, layer: int, tokens: range) -> Pages:
-        """The pages of the layer's rows, only to read, those of `tokens` rounded."""
+        """Return the pages of the layer for reading, in which `tokens` are quantised."""
         if tokens.stop > self._rows.length(layer):
             self._round(layer)
         return self._rows.pages(layer)
@@ -154,10 +162,10 @@ class LowBitRows:
             dispatch.store_low_bit(pages, self._layout, rows.to(own.mixing.dtype) @ own.mixing, at, values=True)
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Queries `[H, m, d]` of the prompt change nothing: the basis is calibrated."""
+        """Do nothing: the basis is calibrated."""
 
     def move(self, layer: int, source: int, target: int) -> None:
-        """The row in slot `source` also takes slot `target`."""
+        """Copy the KV entry in slot `source` to slot `target`."""
         self._round(layer)
         pages = self.storage(layer, range(target, target + 1))
         [(read, here, _)] = pages.parts(range(source, source + 1))
@@ -168,24 +176,33 @@ class LowBitRows:
                 new[:, into, place] = old[:, block, row]
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery:
-        """What q `[H, d]` asks the rows of `tokens`, before they change."""
+        """Return the query q `[H, d]` of `tokens`, valid until they change."""
         queries, pages = self._bases[layer].queries(q), self._rounded(layer, tokens)
         return dispatch.ask_low_bit(*queries, pages, self._layout, tokens)
 
     def basis(self, layer: int) -> Basis:
-        """What keys and queries are multiplied with, all columns."""
+        """Return the basis of keys and queries, with all columns."""
         return self._bases[layer].basis
 
     def attend(
         self, layer: int, asked: LowBitQuery, skip: torch.Tensor, softcap: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of what `ask` returned, without the tokens skip int64 `[Hkv, n]`, scores capped where the model's
-        are: out `[H, d]`, lse `[H]`."""
+        """Compute the approximate attention of a query.
+
+        Args:
+            layer: The layer index.
+            asked: The result of `ask`.
+            skip: Tokens to skip, int64 `[Hkv, n]`.
+            softcap: Soft cap of the model's scores, if any.
+
+        Returns:
+            out `[H, d]` and lse `[H]`.
+        """
         out, lse = asked.tail(skip, softcap)
         return out.flatten(0, 1) @ self._bases[layer].mixing.T, lse.flatten()
 
     def storage(self, layer: int, slots: range) -> Pages:
-        """The pages of the layer's rows; those of `slots`, which count as written from now on, are private."""
+        """Return the pages of the layer for writing `slots`, which are counted as written."""
         self._round(layer)
         return self._rows.reserve(layer, slots)
 
@@ -198,7 +215,7 @@ class LowBitRows:
         table: PageTable,
         slots: torch.Tensor,
     ) -> None:
-        """Rounds the newest rows k, v `[P, d]` of a batch into slot `slots[p]` of their table."""
+        """Quantise the newest k, v `[P, d]` of a batch into slot `slots[p]` of their table."""
         own = self._bases[layer]
         dispatch.append_low_bit(k, v, basis.key, own.mean, own.mixing, self._layout, table, slots)
 
@@ -211,7 +228,7 @@ class LowBitRows:
         stops: torch.Tensor,
         tokens: int,
     ) -> Scores:
-        """Scores of queries q `[P, G, d]` of a batch with its low-bit keys."""
+        """Return the scores of queries q `[P, G, d]` of a batch."""
         return dispatch.score_low_bit(q, self._bases[layer].mean, self._layout, table, starts, stops, tokens)
 
     def join_tail(
@@ -225,14 +242,26 @@ class LowBitRows:
         chosen: tuple[torch.Tensor, torch.Tensor],
         exact: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`attend` for a batch, with the true queries q `[P, G, d]` in the basis, in one softmax with the exact rows:
-        out `[P, G, d]` and lse `[P, G]`, given and returned. What was chosen, and how many of each list are meant, is
-        left out."""
+        """Merge exact attention with approximate attention to the tokens that were not selected, for a batch.
+
+        Args:
+            layer: The layer index.
+            q: True queries `[P, G, d]` in the basis.
+            table: The pages of the batch.
+            starts: First candidate of each list.
+            stops: End of the candidates of each list.
+            tokens: Upper bound of the slots of a sequence.
+            chosen: Selected tokens and counts, which are skipped.
+            exact: Exact attention: out `[P, G, d]` and lse `[P, G]`.
+
+        Returns:
+            Merged out `[P, G, d]` and lse `[P, G]`.
+        """
         own = self._bases[layer]
         return dispatch.join_tail(q, own.mean, own.mixing, self._layout, table, starts, stops, *chosen, tokens, *exact)
 
     def fork(self, tokens: int | None = None) -> LowBitRows:
-        """The rows of the first `tokens` tokens (None: all); a page is copied when either side writes to it."""
+        """Return a copy-on-write copy of the first `tokens` tokens (None: all)."""
         for layer in list(self._keys):
             self._round(layer)
         twin = object.__new__(LowBitRows)
@@ -241,13 +270,13 @@ class LowBitRows:
         return twin
 
     def check_integrity(self) -> None:
-        """Asserts that the pages hold the tokens of every layer, and know whose they are."""
+        """Assert that pages hold the tokens of every layer and have consistent holders."""
         self._rows.check_integrity()
         for layer, keys in self._keys.items():
             assert len(self._values.get(layer, ())) in (len(keys), len(keys) - 1) and len(keys) <= WAITING
 
 
 def _pieces(rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:
-    """`rows` `[Hkv, m, d]` in pieces of so many as are rounded together, each with the slot of its first."""
+    """Split `rows` `[Hkv, m, d]` into pieces of at most `LEARNED_AT_ONCE` tokens, each with its first slot."""
     firsts = range(0, rows.shape[1], LEARNED_AT_ONCE)
     return [(start + first, rows[:, first : first + LEARNED_AT_ONCE]) for first in firsts]

@@ -1,5 +1,8 @@
-"""Policy "infinigen": speculate the next layer's query, score every token with compressed skewed keys, fetch those near
-the maximum (InfiniGen §4.3)."""
+"""Policy "infinigen" (InfiniGen §4.3).
+
+It predicts the query of the next layer, scores every token with compressed skewed keys, and fetches the tokens whose
+scores are near the maximum.
+"""
 
 from __future__ import annotations
 
@@ -33,57 +36,59 @@ from .scoring_keys import KeyQuery, ScoringKeys
 
 
 class InfiniGenState(PassiveState):
-    """One sequence's scoring keys and the rule that reads them."""
+    """The scoring keys and the approximate KV of one sequence."""
 
     def __init__(self, policy: InfiniGen, keys: ScoringKeys, tail: LowBitRows | None = None) -> None:
-        """With a `tail`, it holds the scoring keys too."""
+        """Creates a state of scoring keys `keys`. If there is approximate KV (`tail`), it is also `keys`."""
         self._policy, self._keys, self._tail = policy, keys, tail
         self._asked: LowBitQuery | None = None
-        """What the layer's own query asked in `select`, until it asks for the tail."""
+        """The true query as prepared by `select`, until `tail` uses it."""
 
     @property
     def scoring_keys(self) -> ScoringKeys:
-        """For `KeyLists`."""
+        """The scoring keys, from which `KeyLists` are built."""
         return self._keys
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of scoring keys, and of matrices chosen for this sequence alone, where they lie on the device."""
+        """Bytes on the device of scoring keys and of matrices chosen for this sequence."""
         return 0 if self._policy.keys_on_host else self._keys.bytes
 
     @property
     def tail_bytes(self) -> int:
-        """Low-bit rows are scoring keys and tail in one."""
+        """Bytes of approximate KV, which contains the scoring keys."""
         return 0 if self._tail is None else self.device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """The same, where they lie in host memory."""
+        """Bytes in host memory of scoring keys and of matrices chosen for this sequence."""
         return self._keys.bytes if self._policy.keys_on_host else 0
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
-        """Prompt queries q `[H, m, d]`: they only matter to columns chosen from the prompt."""
+        """Observe prompt queries q `[H, m, d]`, which are used to choose columns from the prompt."""
         if layer not in self._policy.dense_layers:
             self._keys.observe(layer, q.to(self._policy.keys_device))
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Keys k `[Hkv, m, d]` enter the scoring keys at slot `start`, skewed once."""
+        """Skew keys k `[Hkv, m, d]` and add them to the scoring keys at slot `start`."""
         if layer not in self._policy.dense_layers:
             assert start <= self._keys.length(layer), f"layer {layer} has {self._keys.length(layer)} keys, not {start}"
             self._keys.write(layer, k.to(self._policy.keys_device), start)
 
     def on_values(self, layer: int, v: torch.Tensor, start: int) -> None:
-        """Values v `[Hkv, m, d]` enter the tail, where there is one."""
+        """Add values v `[Hkv, m, d]` to the approximate KV, if there is any."""
         if self._tail is not None and layer not in self._policy.dense_layers:
             self._tail.write_values(layer, v.to(self._policy.keys_device), start)
 
     def on_moved(self, layer: int, source: int, target: int) -> None:
-        """The scoring key of a token moves with its rows."""
+        """Move the scoring key of a token with its KV."""
         self._keys.move(layer, source, target)
 
     def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
-        """The tokens within alpha of their head's largest score, by the (speculated) query q `[H, d]`; with a `budget`,
-        that many tokens instead of those above the threshold."""
+        """Select the tokens whose score is within alpha of the largest of their head, by the query q `[H, d]`.
+
+        With a `budget`, select this number of tokens with the largest scores instead.
+        """
         options, candidates = self._policy.options, visible.candidates
         if not candidates:
             kv_heads = self._policy.geometry.kv_heads
@@ -99,7 +104,7 @@ class InfiniGenState(PassiveState):
         return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
 
     def _counted(self, rule: Rule, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
-        """`select` as of a batch of one."""
+        """Select with `KeyLists`, as for a batch of one sequence."""
         kv_heads, slots = self._policy.geometry.kv_heads, self._keys.length(layer)
         lists = KeyLists(rule, [layer], 1, slots, q.device)
         moved = lists.hold([self._keys], [slots - 1])
@@ -111,7 +116,7 @@ class InfiniGenState(PassiveState):
         return Selection(*lists.select(layer, q.unsqueeze(1), spans))
 
     def _ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
-        """Of scoring keys, or of the tail's; if it is the layer's own query, the tail need not ask again."""
+        """Prepare the query for scoring. If it is the true query, keep it for `tail`."""
         if self._tail is None:
             return self._keys.ask(layer, q, tokens)
         asked = self._tail.ask(layer, q, tokens)
@@ -120,9 +125,14 @@ class InfiniGenState(PassiveState):
         return asked
 
     def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
-        """With `max_missed_mass`: the candidates that bring the attention mass outside resident and selected tokens,
-        estimated with the true query q `[H, d]` and the scoring keys of all visible tokens, down to it (mean over
-        query heads), within `max_fraction`. None where nothing is to be added."""
+        """Select further candidates until the missed attention mass is at most `max_missed_mass`.
+
+        The missed attention mass (mean over query heads) is estimated from the true query q `[H, d]` and the scoring
+        keys of all visible tokens. `max_fraction` limits the total number of selected tokens.
+
+        Returns:
+            The further candidates, or None if there are none.
+        """
         options, candidates = self._policy.options, visible.candidates
         limit = max(1, floor_share(options.max_fraction, len(candidates)))
         most = min(limit, len(candidates)) - selection.count
@@ -141,7 +151,7 @@ class InfiniGenState(PassiveState):
     def tail(
         self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The estimate of what was not selected, from low-bit rows; None without option `tail`."""
+        """Estimate the attention to tokens not selected from approximate KV. None without option `tail`."""
         if self._tail is None or not visible.candidates:
             return None
         query, skip = q.to(self._policy.keys_device), _meant(selection).to(self._policy.keys_device)
@@ -150,29 +160,35 @@ class InfiniGenState(PassiveState):
         return out.to(q.device), lse.to(q.device)
 
     def fork(self, keys: KeyReader) -> InfiniGenState:
-        """Shares scoring keys and tail until either side writes."""
+        """Return a copy that shares scoring keys and approximate KV until either side writes."""
         if self._tail is None:
             return InfiniGenState(self._policy, self._keys.fork())
         tail = self._tail.fork()
         return InfiniGenState(self._policy, tail, tail)
 
     def fork_prefix(self, tokens: int) -> InfiniGenState | None:
-        """Shares the pages of low-bit rows, which rows alone decide; scoring keys of one's own are learned anew."""
+        """Return a state that shares the pages of approximate KV of the first `tokens` tokens.
+
+        None without approximate KV: scoring keys are then computed again.
+        """
         if self._tail is None:
             return None
         tail = self._tail.fork(tokens)
         return InfiniGenState(self._policy, tail, tail)
 
     def check_integrity(self) -> None:
-        """Asserts that the scoring keys are consistent and belong to sparse layers."""
+        """Assert that the scoring keys are consistent and that only sparse layers have any."""
         self._keys.check_integrity()
         assert all(self._keys.length(layer) == 0 for layer in self._policy.dense_layers)
 
 
 class InfiniGen:
-    """The policy for one model: options, and the bases of its sparse layers where the scoring keys are: on the compute
-    device, or with `keys_on_host` in host memory. There a layer's query goes to the host (4 * H * d bytes) and the
-    selected indices come back (paper §6.2); what is selected is the same."""
+    """Policy "infinigen" for one model: its options and the bases of the sparse layers.
+
+    Scoring keys are on the compute device or, with `keys_on_host`, in host memory (paper §6.2). In host memory, the
+    query of a layer is copied to the host (4 * H * d bytes) and the selected indices are copied back. The selection is
+    the same.
+    """
 
     name = "infinigen"
     dense_until = 0
@@ -189,9 +205,19 @@ class InfiniGen:
         *,
         keys_on_host: bool = False,
     ) -> None:
-        """device: that the model computes on. dtype: the model's; scoring is float32 at least.
+        """Creates the policy.
 
-        Raises ConfigError where an option does not fit the model, ArtifactError where the artifact has other shapes.
+        Args:
+            options: Checked options.
+            geometry: Shapes of the model.
+            artifact: The skew artifact of the model.
+            device: The compute device of the model.
+            dtype: The dtype of the model. Scoring uses float32 or wider.
+            keys_on_host: Whether scoring keys are kept in host memory and scored there.
+
+        Raises:
+            ConfigError: If an option does not fit the model.
+            ArtifactError: If the artifact is for a model of other shapes.
         """
         _check(options, geometry, artifact)
         self.alpha = geometry.default_alpha if options.alpha is None else options.alpha
@@ -201,7 +227,10 @@ class InfiniGen:
         self.keys_device, self.keys_on_host = torch.device("cpu") if keys_on_host else device, keys_on_host
         asks = keys_on_host or not (options.budget is options.max_missed_mass is None)
         self.rule = None if device.type != "cuda" or asks else Rule(self.alpha, options.max_fraction)
-        """Where selections leave their counts on the device. (A budget's are known, a repair needs them.)"""
+        """The rule of batched selection with counts on the device.
+
+        None with a budget, whose counts are known, and with repairs, which need the counts on the host.
+        """
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)
         self.wants_queries = options.keys == "partial" and options.columns == "prompt"
@@ -213,16 +242,17 @@ class InfiniGen:
 
     @classmethod
     def build(cls, options: InfiniGenOptions, context: PolicyContext) -> Self:
-        """The policy for a model, with the skew artifact that `options.skew` names. Raises as the class does."""
+        """Build the policy for a model with the skew artifact of method `options.skew`. Raises as the constructor."""
         artifact, on_host = context.artifact(options.skew), context.keys_on_host
         return cls(options, context.geometry, artifact, context.device, context.dtype, keys_on_host=on_host)
 
     @staticmethod
     def memory_demand(options: InfiniGenOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Scoring keys of the layers that select, their bases and corrections, and the artifact these are made of."""
+        """Return the demand: scoring keys of sparse layers, bases and corrections, and the skew artifact."""
         dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
         selecting, wide = geometry.layers - len(dense), torch.promote_types(dtype, torch.float32)
-        # The artifact comes whole and is cut; queries and keys have a basis each, values one for all heads.
+        # The artifact is loaded as a whole and then sliced. Queries and keys have one basis per head, values have one
+        # for all heads.
         square = geometry.head_dim**2 * selecting * wide.itemsize
         bases = 2 * geometry.kv_heads * square if options.tail == "off" else selecting * basis_bytes(geometry, wide)
         return MemoryDemand(
@@ -241,7 +271,7 @@ class InfiniGen:
         )
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """The guess `[T, D]` with each channel's slope and offset (`skewing.guess`), unless options forbid it."""
+        """Apply the slope and offset of each channel to the guess `[T, D]` (`skewing.guess`), if `corrected`."""
         if layer not in self._correction:
             return attention_input
         slope, offset = self._correction[layer]
@@ -250,7 +280,7 @@ class InfiniGen:
     def _corrections(
         self, artifact: SkewArtifact, device: torch.device, dtype: torch.dtype
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Slope and offset `[D]` of every layer whose guess is to be corrected."""
+        """Return slope and offset `[D]` of every layer whose guess is corrected."""
         guesses = self.options.corrected and self.query_source in SOURCES
         layers = range(self.geometry.layers) if guesses else ()
         source = SOURCES.index(self.query_source) if guesses else 0
@@ -261,21 +291,21 @@ class InfiniGen:
         }
 
     def new_state(self, keys: KeyReader) -> InfiniGenState:
-        """An empty state; the full keys are never read."""
+        """Return an empty state. `keys` is not used."""
         if self._new_tail is None:
             return InfiniGenState(self, self._new_keys())
         tail = self._new_tail()
         return InfiniGenState(self, tail, tail)
 
     def _lineage(self, artifact: SkewArtifact) -> str:
-        """Digest of the options and of what the artifact was made from: they decide what a sparse layer saw, hence its
-        tokens' deeper KV. The artifact's numbers are left out, because processors round them differently, and a session
-        is to be continued on another one."""
+        """Return the KV provenance key: a digest of the options and of the source of the artifact."""
+        # They determine the tokens that sparse layers see, hence the KV of deeper layers. The values of the artifact
+        # are not hashed: processors round them differently, and a session may continue on another machine.
         text = f"{self.options.lineage_text()}\n{artifact.identity}"
         return f"infinigen-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def _tail_factory(self, artifact: SkewArtifact, dtype: torch.dtype) -> Callable[[], LowBitRows]:
-        """What makes a sequence's low-bit rows, with the bases they share made once."""
+        """Return a function that creates the approximate KV of a sequence, with shared bases."""
         geometry, compute = self.geometry, torch.promote_types(dtype, torch.float32)
         bases = {
             layer: RowBasis.of(artifact, layer, geometry.scales[layer], compute)
@@ -288,7 +318,7 @@ class InfiniGen:
     def _keys_factory(
         self, artifact: SkewArtifact, device: torch.device, dtype: torch.dtype
     ) -> Callable[[], ScoringKeys]:
-        """What makes a sequence's scoring keys, with the bases they share made once."""
+        """Return a function that creates the scoring keys of a sequence, with shared bases."""
         options, geometry = self.options, self.geometry
         compute = torch.promote_types(dtype, torch.float32)
         kept = kept_columns(options.partial_ratio, geometry.head_dim)
@@ -314,7 +344,7 @@ class InfiniGen:
 
 
 def _meant(selection: Selection) -> torch.Tensor:
-    """int64 `[Hkv, n]`: the tokens of a selection that are meant, -1 in place of the others."""
+    """Return the selected tokens, int64 `[Hkv, n]`, with -1 for padding."""
     if selection.counts is None:
         return selection.tokens
     place = torch.arange(selection.count, device=selection.tokens.device)
@@ -322,7 +352,7 @@ def _meant(selection: Selection) -> torch.Tensor:
 
 
 def _settled_source(options: InfiniGenOptions, device: torch.device) -> QuerySource:
-    """What "auto" means where the model computes on `device`."""
+    """Resolve source "auto" for `device`."""
     if options.source != "auto":
         return options.source
     return "query" if device.type == "cpu" else "attention_input"
@@ -332,6 +362,6 @@ def _check(options: InfiniGenOptions, geometry: ModelGeometry, artifact: SkewArt
     expected = (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.head_dim)
     if tuple(artifact.query.shape) != expected:
         raise ArtifactError(
-            f"the skew artifact is for a model of shape {tuple(artifact.query.shape)} (layers, KV heads, head "
-            f"dimension twice), this model's is {expected}; make one for this model with 'offload-rt skew'"
+            f"the skew artifact has shape {tuple(artifact.query.shape)} (layers, KV heads, head dimension twice), but "
+            f"this model needs {expected}; create an artifact for this model with 'offload-rt skew'"
         )

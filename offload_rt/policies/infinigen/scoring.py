@@ -1,9 +1,8 @@
-"""Scoring keys: the compressed copy of a sequence's keys that stays on the device, only to score tokens with
-(partial columns in the model's dtype or as int8, or every column as int4 or int2).
+"""Scoring keys: compressed keys of a sequence, kept on the device to score tokens.
 
-The int8, int4 and int2 keys are quantised the moment they enter. That equals keeping the newest ones in full precision
-until they leave the resident window, because a selection reads only candidates, all older than the window: no score
-that chooses a token is ever computed from a younger key. (A repair also estimates the resident tokens' mass from them.)
+They are partial columns in the model's dtype or int8, or all columns as int4 or int2. Quantised keys are quantised when
+they are added. This selects the same tokens as full precision within the resident window would, because all candidates
+are older than the window. (A repair also estimates the attention mass of resident tokens from them.)
 """
 
 from __future__ import annotations
@@ -33,24 +32,26 @@ from .bases import Basis, Columns, kept_columns
 from .scoring_keys import KeyQuery
 
 LEARNED_AT_ONCE = 4096
-"""Keys that are skewed and rounded together: a prompt's would take several times the room of the layer's own."""
+"""Keys of a prompt that are skewed and quantised at a time, to limit temporary memory."""
 
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
-"""Bits of a column of `QuantisedKeys`, by the scorer's name."""
+"""Bits per number of `QuantisedKeys`, by scorer name."""
 
 
 ROW_BYTES = 16
-"""Rows of `QuantisedKeys` begin at multiples of so many bytes: what a device loads at once."""
+"""Alignment of rows of `QuantisedKeys` in bytes, the width of a vector load."""
 
 
 TOKENS_PER_BYTE = 4
-"""The most tokens whose codes share a byte (int2)."""
+"""Largest number of tokens whose codes share a byte (int2)."""
 
 
 def key_bytes(scorer: str, partial_ratio: float, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Bytes of the scoring keys of one token of one layer: scorers "partial" and "int8" keep the share `partial_ratio`
-    of the columns, "int4" and "int2" pack all of them."""
+    """Return the bytes of the scoring keys of one token in one layer.
+
+    Scorers "partial" and "int8" keep the fraction `partial_ratio` of the columns, "int4" and "int2" keep all columns.
+    """
     if scorer == "partial":
         head = kept_columns(partial_ratio, geometry.head_dim) * dtype.itemsize
     else:
@@ -60,13 +61,15 @@ def key_bytes(scorer: str, partial_ratio: float, geometry: ModelGeometry, dtype:
 
 
 def row_width(columns: int) -> int:
-    """Bytes of a row of `QuantisedKeys` with so many columns."""
+    """Return the bytes of a row of `QuantisedKeys` with this number of columns."""
     return -(-columns // ROW_BYTES) * ROW_BYTES
 
 
 class PartialKeys:
-    """Scorer "partial": r columns in the model's dtype, stored `[Hkv, r, capacity]`, so that scoring is one batched
-    product that reads r contiguous rows per head, and a new key is one column."""
+    """Scorer "partial": r columns in the model's dtype, stored as `[Hkv, r, capacity]`.
+
+    Scoring is one batched product that reads r contiguous rows per head. A new key is one column.
+    """
 
     def __init__(self, columns: Columns, dtype: torch.dtype, device: torch.device) -> None:
         self._columns = columns
@@ -75,19 +78,19 @@ class PartialKeys:
 
     @property
     def bytes(self) -> int:
-        """Keys, and the matrices of columns chosen from the prompt."""
+        """Bytes of the keys and of matrices of columns chosen from the prompt."""
         return self._keys.nbytes + self._columns.nbytes
 
     def length(self, layer: int) -> int:
-        """Tokens whose keys the layer has."""
+        """Return the number of keys of the layer."""
         return self._keys.length(layer)
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Queries `[H, m, d]` of the prompt, for columns chosen from it."""
+        """Observe queries `[H, m, d]` of the prompt, from which columns may be chosen."""
         self._columns.observe(layer, q)
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Skews keys k `[Hkv, m, d]` and stores them as columns."""
+        """Skew keys k `[Hkv, m, d]` and store them as columns."""
         if layer not in self._bases:
             self._bases[layer] = self._columns.basis(layer, k)
             kv_heads, _, r = self._bases[layer].key.shape
@@ -99,32 +102,32 @@ class PartialKeys:
             start = stop
 
     def move(self, layer: int, source: int, target: int) -> None:
-        """Copies a column."""
+        """Copy the key in slot `source` to slot `target`."""
         data = self._keys.reserve(layer, self.length(layer))
         data[:, :, target] = data[:, :, source]
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
-        """By these columns."""
+        """Return a query of the keys of `tokens`."""
         return _Asked(self, layer, q, tokens)
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
-        """Products of the skewed query and the columns; reads r numbers per token and KV head."""
+        """Return the products of the skewed query and the columns, which read r numbers per token and KV head."""
         return dot_scores(self._bases[layer].skew_query(q), self._keys.data(layer)[:, :, tokens.start : tokens.stop])
 
     def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
-        """Threshold and best score, from the scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
+        """Select by `select_tokens`. Returns int64 `[Hkv, n]`, relative to the first of `tokens`."""
         return select_tokens(self.scores(layer, q, tokens), alpha, max_fraction)
 
     def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
-        """The n of `tokens` that score highest: int64 `[Hkv, n]`, counted from the first of `tokens`."""
+        """Return the n tokens with the highest scores, int64 `[Hkv, n]`, relative to the first of `tokens`."""
         return top_scored(self.scores(layer, q, tokens), n)
 
     def basis(self, layer: int) -> Basis:
-        """Of the layer's kept columns."""
+        """Return the basis of the kept columns."""
         return self._bases[layer]
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """The columns `[Hkv, r, capacity]`, with room for `slots`, which count as written from now on."""
+        """Return the columns `[Hkv, r, capacity]` for writing `slots`, which are counted as written."""
         return self._keys.reserve(layer, slots.stop)
 
     def enter(
@@ -136,7 +139,7 @@ class PartialKeys:
         storages: PointerTable,
         slots: torch.Tensor,
     ) -> None:
-        """Skews the newest keys k `[P, d]` of a batch into column `slots[p]` of their storages."""
+        """Skew the newest keys k `[P, d]` of a batch and store them in column `slots[p]` of their storages."""
         dispatch.append_partial(k, basis.key, storages, slots)
 
     def found(
@@ -148,17 +151,17 @@ class PartialKeys:
         stops: torch.Tensor,
         tokens: int,
     ) -> Scores:
-        """Scores of queries q `[P, G, r]` of a batch with its columns."""
+        """Return the scores of queries q `[P, G, r]` of a batch."""
         return dispatch.partial_scores(q, storages, starts, stops, tokens)
 
     def fork(self) -> PartialKeys:
-        """Copies on the first write of either side."""
+        """Return a copy-on-write copy."""
         twin = object.__new__(PartialKeys)
         twin._columns, twin._keys, twin._bases = self._columns.fork(), self._keys.fork(), dict(self._bases)
         return twin
 
     def check_integrity(self) -> None:
-        """Asserts that every layer's storage holds its tokens."""
+        """Assert that the storage of every layer holds its tokens."""
         self._keys.check_integrity()
         assert self._keys.layers == self._bases.keys()
         for layer, basis in self._bases.items():
@@ -167,7 +170,7 @@ class PartialKeys:
 
 @dataclass(frozen=True, eq=False)
 class Quantiser:
-    """Static scales of one layer's skewed keys, in all d columns of `basis`: mean and step `[Hkv, d]`."""
+    """Static quantisation of the skewed keys of a layer: mean and step `[Hkv, d]` of the columns of `basis`."""
 
     basis: Basis
     mean: torch.Tensor
@@ -175,37 +178,39 @@ class Quantiser:
 
     @classmethod
     def fit(cls, basis: Basis, mean: torch.Tensor, std: torch.Tensor, bits: int) -> Quantiser:
-        """Steps for Gaussian columns of `std` `[Hkv, d]` around `mean`. A column that never varied in calibration
-        gets a thousandth of its head's widest."""
+        """Compute steps for Gaussian columns with `mean` and `std` `[Hkv, d]`."""
+        # A column that did not vary in calibration gets a thousandth of the largest deviation of its head.
         floor = std.amax(-1, keepdim=True).clamp_min(1e-6) / 1000
         return cls(basis, mean.contiguous(), std.maximum(floor) * GAUSSIAN_STEP[bits])
 
 
 class QuantisedKeys:
-    """Scorers "int8" (r kept columns, which stand for d in all shapes here), "int4" and "int2" (all d columns), packed
-    by neighbouring tokens into bytes `[Hkv, capacity / f, w]` (f = 8 / bits), so that one token's columns lie side by
-    side for an int8 product. Of the w = `row_width(d)` bytes of a row the first d count."""
+    """Scorers "int8" (r kept columns, called d in all shapes here), "int4" and "int2" (all d columns).
+
+    Codes of f = 8 / bits adjacent tokens are packed into bytes `[Hkv, capacity / f, w]`, so that the columns of a token
+    are contiguous for an int8 product. The first d of the w = `row_width(d)` bytes of a row are used.
+    """
 
     def __init__(self, quantisers: dict[int, Quantiser], bits: int, device: torch.device) -> None:
-        """quantisers: of every sparse layer; they belong to the policy, their bytes are not counted here."""
+        """Creates empty keys. `quantisers` are shared by all sequences and not included in `bytes`."""
         self._quantisers = quantisers
         self._bits, self._fields = bits, 8 // bits
         self._packed = LayerTensors(1, torch.int8, device, per_slot=self._fields)
 
     @property
     def bytes(self) -> int:
-        """Packed keys."""
+        """Bytes of the packed keys."""
         return self._packed.nbytes
 
     def length(self, layer: int) -> int:
-        """Tokens whose keys the layer has."""
+        """Return the number of keys of the layer."""
         return self._packed.length(layer)
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Nothing to choose: all columns are kept."""
+        """Do nothing: the columns are fixed."""
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Skews, quantises and packs keys k `[Hkv, m, d]`; other tokens in the same bytes keep their codes."""
+        """Skew, quantise and pack keys k `[Hkv, m, d]`. Other tokens in the same bytes keep their codes."""
         self._packed.open(layer, k.shape[0], 0, row_width(self._quantisers[layer].mean.shape[1]))
         known = self.length(layer)
         data = self.storage(layer, range(start, start + k.shape[1]))
@@ -214,7 +219,7 @@ class QuantisedKeys:
             start += rows.shape[1]
 
     def _write(self, layer: int, data: torch.Tensor, k: torch.Tensor, start: int, known: int) -> None:
-        """`write` of as many keys as are rounded together, into `data`, which has the codes of `known` tokens."""
+        """Write at most `LEARNED_AT_ONCE` keys into `data`, which has the codes of `known` tokens."""
         quantiser = self._quantisers[layer]
         (kv_heads, added, _), d = k.shape, quantiser.mean.shape[1]
         first, last = start // self._fields, -(-(start + added) // self._fields)
@@ -232,7 +237,7 @@ class QuantisedKeys:
         data[:, first:last] = pack(codes, self._bits)
 
     def move(self, layer: int, source: int, target: int) -> None:
-        """Copies one token's codes between bytes."""
+        """Copy the codes in slot `source` to slot `target`."""
         data = self.storage(layer, range(target, target + 1))
         (byte, field), (into, place) = divmod(source, self._fields), divmod(target, self._fields)
         codes = unpack(data[:, into : into + 1], self._bits)
@@ -240,34 +245,33 @@ class QuantisedKeys:
         data[:, into : into + 1] = pack(codes, self._bits)
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
-        """By these codes."""
+        """Return a query of the keys of `tokens`."""
         return _Asked(self, layer, q, tokens)
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
-        """Integer products of the rounded query and the codes; reads bits * d / 8 bytes per token and KV head."""
+        """Return products of the quantised query and the codes. They read bits * d / 8 bytes per token and head."""
         packed, within = self._bytes_of(layer, tokens)
         quantiser = self._quantisers[layer]
         skewed = quantiser.basis.skew_query(q)
         return quantised_scores(skewed, packed, quantiser.mean, quantiser.step, self._bits)[:, :, within]
 
     def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
-        """Threshold and best score, on integer sums where the group allows it: int64 `[Hkv, n]`, counted from the first
-        of `tokens`."""
+        """Select by `select_quantised`. Returns int64 `[Hkv, n]`, relative to the first of `tokens`."""
         packed, within = self._bytes_of(layer, tokens)
         quantiser = self._quantisers[layer]
         skewed = quantiser.basis.skew_query(q)
         return select_quantised(skewed, packed, quantiser.mean, quantiser.step, self._bits, within, alpha, max_fraction)
 
     def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
-        """The n of `tokens` that score highest: int64 `[Hkv, n]`, counted from the first of `tokens`."""
+        """Return the n tokens with the highest scores, int64 `[Hkv, n]`, relative to the first of `tokens`."""
         return top_scored(self.scores(layer, q, tokens), n)
 
     def basis(self, layer: int) -> Basis:
-        """Of the layer's quantiser."""
+        """Return the basis of the quantiser."""
         return self._quantisers[layer].basis
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """The codes `[Hkv, capacity / f, w]`, with room for `slots`, which count as written from now on."""
+        """Return the codes `[Hkv, capacity / f, w]` for writing `slots`, which are counted as written."""
         return self._packed.reserve(layer, slots.stop)
 
     def enter(
@@ -279,7 +283,7 @@ class QuantisedKeys:
         storages: PointerTable,
         slots: torch.Tensor,
     ) -> None:
-        """Skews, rounds and packs the newest keys k `[P, d]` of a batch into slot `slots[p]` of their storages."""
+        """Skew, quantise and pack the newest keys k `[P, d]` of a batch into slot `slots[p]` of their storages."""
         own = self._quantisers[layer]
         dispatch.append_quantised(k, basis.key, own.mean, own.step, self._bits, storages, slots)
 
@@ -292,32 +296,32 @@ class QuantisedKeys:
         stops: torch.Tensor,
         tokens: int,
     ) -> Scores:
-        """Scores of queries q `[P, G, d]` of a batch with its codes."""
+        """Return the scores of queries q `[P, G, d]` of a batch."""
         own = self._quantisers[layer]
         return dispatch.quantised_scores(q, storages, own.mean, own.step, self._bits, starts, stops, tokens)
 
     def _bytes_of(self, layer: int, tokens: range) -> tuple[torch.Tensor, slice]:
-        """The packed keys `[Hkv, m, d]` that hold `tokens`, and where these are among the codes."""
+        """Return the packed keys `[Hkv, m, d]` that contain `tokens`, and the slice of `tokens` in their codes."""
         first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
         begin = tokens.start - first * self._fields
         columns = self._quantisers[layer].mean.shape[1]
         return self._packed.data(layer)[:, first:last, :columns], slice(begin, begin + len(tokens))
 
     def fork(self) -> QuantisedKeys:
-        """Copies on the first write of either side."""
+        """Return a copy-on-write copy."""
         twin = object.__new__(QuantisedKeys)
         twin._quantisers, twin._bits, twin._fields = self._quantisers, self._bits, self._fields
         twin._packed = self._packed.fork()
         return twin
 
     def check_integrity(self) -> None:
-        """Asserts that every layer's storage holds its tokens."""
+        """Assert that the storage of every layer holds its tokens."""
         self._packed.check_integrity()
 
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """The `KeyQuery` of keys that are asked once."""
+    """The `KeyQuery` of `PartialKeys` and `QuantisedKeys`."""
 
     keys: PartialKeys | QuantisedKeys
     layer: int
@@ -326,13 +330,13 @@ class _Asked:
 
     @property
     def scores(self) -> torch.Tensor:
-        """`[Hkv, G, n]`."""
+        """Scores `[Hkv, G, n]`."""
         return self.keys.scores(self.layer, self.q, self.tokens)
 
     def select(self, alpha: float, max_fraction: float) -> torch.Tensor:
-        """int64 `[Hkv, n]`."""
+        """Select tokens, int64 `[Hkv, n]`."""
         return self.keys.select(self.layer, self.q, self.tokens, alpha, max_fraction)
 
     def top(self, n: int) -> torch.Tensor:
-        """int64 `[Hkv, n]`."""
+        """Return the n best tokens, int64 `[Hkv, n]`."""
         return self.keys.top(self.layer, self.q, self.tokens, n)

@@ -1,4 +1,4 @@
-"""What scoring keys are: the copy of a sequence's keys that tokens are scored with, of one kind or another."""
+"""Interface of scoring keys, the compressed keys of a sequence with which tokens are scored."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from .bases import Basis
 
 
 class KeyQuery(Protocol):
-    """What a query asks the scoring keys of some tokens."""
+    """A query of the scoring keys of a range of tokens."""
 
     @property
     def scores(self) -> torch.Tensor:
-        """Estimated attention scores `[Hkv, G, n]`, model's scale included; float32 (float64 for a float64 model)."""
+        """Estimated attention scores `[Hkv, G, n]`, scaled, in float32 (float64 for a float64 model)."""
         ...
 
     def select(self, alpha: float, max_fraction: float) -> torch.Tensor:
-        """`select_tokens` of those scores: int64 `[Hkv, n]`, counted from the first of the tokens."""
+        """Select tokens by `select_tokens`. Returns int64 `[Hkv, n]`, relative to the first token."""
         ...
 
     def top(self, n: int) -> torch.Tensor:
-        """The n tokens with the largest scores after softmax, the best of the group's: int64 `[Hkv, n]`, counted
-        likewise."""
+        """Return the n tokens with the largest softmax weight in any query head of the group.
+
+        The result is int64 `[Hkv, n]`, relative to the first token.
+        """
         ...
 
 
@@ -38,32 +40,34 @@ class ScoringKeys(Protocol):
         ...
 
     def length(self, layer: int) -> int:
-        """Tokens whose keys the layer has."""
+        """Return the number of keys of the layer."""
         ...
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Queries `[H, m, d]` of the prompt went by."""
+        """Observe queries `[H, m, d]` of the prompt."""
         ...
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Keys k `[Hkv, m, d]` enter the slots from `start` on, at most where those that the layer has end."""
+        """Write keys k `[Hkv, m, d]` to the slots from `start` on, where `start` is at most `length(layer)`."""
         ...
 
     def move(self, layer: int, source: int, target: int) -> None:
-        """The key in slot `source` also takes slot `target`."""
+        """Copy the key in slot `source` to slot `target`."""
         ...
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
-        """What q `[H, d]` asks the layer's keys of `tokens`, before they change."""
+        """Return the query q `[H, d]` of the keys of `tokens`, valid until the keys change."""
         ...
 
     def basis(self, layer: int) -> Basis:
-        """What the keys that the layer has, of which there is at least one, and its queries are multiplied with."""
+        """Return the basis of the keys and queries of a layer, which must have at least one key."""
         ...
 
     def storage(self, layer: int, slots: range) -> torch.Tensor | Pages:
-        """Where the keys lie, with room for those of `slots`, which count as written from now on and are this
-        sequence's alone until the next `fork`. The same object until it has to move or grow."""
+        """Return the memory of the keys for writing `slots`, which are counted as written.
+
+        The slots are not shared until the next `fork`. The result is the same object until it is moved or grows.
+        """
         ...
 
     def enter(
@@ -75,9 +79,16 @@ class ScoringKeys(Protocol):
         storages: Any,
         slots: torch.Tensor,
     ) -> None:
-        """`write` for a batch of sequences with keys of this kind: the newest key k `[P, d]` of each list enters
-        slot `slots[p]` (int64) of its storage, and its value v `[P, d]` where values are kept too. storages: a
-        `PointerTable` or `PageTable` of what `storage` returned of each."""
+        """Write the newest keys of a batch of sequences with scoring keys of this class.
+
+        Args:
+            layer: The layer index.
+            k: The newest key of each list, `[P, d]`.
+            v: The newest value of each list, `[P, d]`, used by approximate KV only.
+            basis: The basis of the batch (`Basis.stacked`).
+            storages: A `PointerTable` or `PageTable` of the results of `storage`.
+            slots: The slot of each list, int64 `[P]`.
+        """
         ...
 
     def found(
@@ -89,14 +100,16 @@ class ScoringKeys(Protocol):
         stops: torch.Tensor,
         tokens: int,
     ) -> Scores:
-        """`scores` for such a batch, from queries q `[P, G, r]` in the basis: of `tokens` slots, -inf outside
-        [start, stop) of each list."""
+        """Return the scores of `tokens` slots for such a batch, -inf outside [start, stop) of each list.
+
+        The queries q `[P, G, r]` are in the basis.
+        """
         ...
 
     def fork(self) -> ScoringKeys:
-        """An independent copy."""
+        """Return an independent copy."""
         ...
 
     def check_integrity(self) -> None:
-        """Asserts that every layer's storage holds its tokens."""
+        """Assert that the storage of every layer holds its tokens."""
         ...

@@ -1,1 +1,1 @@
-"""Weights that stay in host memory."""
+"""Weights kept in host memory and copied to the device on demand."""

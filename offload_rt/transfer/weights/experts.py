@@ -1,13 +1,12 @@
-"""Experts of a mixture that do not fit the device: all of them stay in host memory, and those that the tokens of a step
-choose cross the link, unless the device has them from before.
+"""Offloading of mixture-of-experts weights that do not fit the device.
 
-A layer keeps so many of its experts on the device, those used last. The mathematics is transformers' own: its module
-is called with the experts that are there in place of all of them, and with choices that name their slots.
+All experts are in host memory. Each layer keeps its most recently used experts in device slots, and copies the other
+experts that the tokens of a step choose. The computation is that of transformers: its module is called with the weights
+of the slots and with choices that are slot indices.
 
-Experts are fetched when the router has chosen, not before. From the residual stream a layer ahead the choice can be
-guessed, but an expert takes the link many times longer than a layer computes: a right guess hides no more than that
-layer, and a wrong one holds the link for a whole expert (`offload-rt eval experts` measures how often a model's guesses
-are right).
+Experts are fetched after the router has chosen them. The choice could be predicted one layer ahead, but copying an
+expert takes many times longer than computing a layer. A correct prediction would therefore hide no more than one layer,
+and a wrong one would occupy the transfer for a whole expert. `offload-rt eval experts` measures the accuracy.
 """
 
 from __future__ import annotations
@@ -24,13 +23,19 @@ from ...models.placement import experts_of
 
 
 class ExpertCache(nn.Module):
-    """The experts of one layer, `[E, ...]` each parameter in host memory (page-locked on CUDA), of which `slots` are on
-    the device too, `[slots, ...]`. It stands in the place of transformers' module, which it calls; that has the slots
-    as its parameters, and they are none of the model's."""
+    """Device cache for the experts of one layer.
+
+    Each parameter is `[E, ...]` in host memory (page-locked on CUDA) and `[slots, ...]` on the device. The cache
+    replaces the experts module of transformers and calls it. The parameters of that module are the slots, which are not
+    parameters of the model.
+    """
 
     def __init__(self, experts: Any, slots: int, device: torch.device) -> None:
-        """Takes the parameters of `experts`, all in host memory, out of where they lie. MemoryLimitError where the host
-        memory cannot be had."""
+        """Moves the parameters of `experts`, all in host memory, to the memory of the cache.
+
+        Raises:
+            MemoryLimitError: If the host memory cannot be allocated.
+        """
         super().__init__()
         self.num_experts, self.slots = int(experts.num_experts), min(slots, int(experts.num_experts))
         weights = dict(experts.named_parameters())
@@ -56,20 +61,20 @@ class ExpertCache(nn.Module):
         self._used = [0] * self.slots
         self._now = 0
         self.bytes = self.chosen = self.found = 0
-        """What has crossed the link so far; how many experts steps have chosen, and how many of them were there."""
+        """Bytes copied to the device, experts chosen by steps, and chosen experts that were on the device."""
 
     @property
     def host_bytes(self) -> int:
-        """All experts."""
+        """Bytes of all experts in host memory."""
         return sum(own.nbytes for own in self._host)
 
     @property
     def device_bytes(self) -> int:
-        """The slots."""
+        """Bytes of the slots."""
         return sum(there.nbytes for there in self._there)
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """What the experts `index` `[T, k]` give for `hidden` `[T, D]`, weighted with `weights` `[T, k]`: `[T, D]`."""
+        """Apply the experts `index` `[T, k]` to `hidden` `[T, D]`, weighted by `weights` `[T, k]`: `[T, D]`."""
         choices = index.cpu()
         chosen = choices.unique().tolist()
         self.chosen += len(chosen)
@@ -83,8 +88,10 @@ class ExpertCache(nn.Module):
     def _in_turns(
         self, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, chosen: Sequence[int]
     ) -> torch.Tensor:
-        """`forward` where more experts are chosen than there are slots: each crosses once, and what it gives for every
-        token that chose it is kept until the sum."""
+        """Compute `forward` if more experts are chosen than there are slots.
+
+        Each expert is copied at most once. Its outputs for all its tokens are kept until they are summed.
+        """
         tokens, k = choices.shape
         flat, given = choices.flatten(), weights.flatten()
         parts = hidden.new_empty((tokens * k, hidden.shape[-1]))
@@ -96,14 +103,16 @@ class ExpertCache(nn.Module):
         return parts.view(tokens, k, -1).sum(1)
 
     def _turns(self, chosen: Sequence[int]) -> Iterator[list[int]]:
-        """`chosen` in turns of as many as there are slots, what is on the device first."""
+        """Split `chosen` into groups of at most `slots` experts, those on the device first."""
         ordered = sorted(chosen, key=lambda expert: expert not in self._held)
         for first in range(0, len(ordered), self.slots):
             yield ordered[first : first + self.slots]
 
     def _bring(self, experts: Sequence[int]) -> torch.Tensor:
-        """Brings `experts`, no more than there are slots, to the device, in the order of the compute stream: in place
-        of those used longest ago. Returns int64 `[E]` on the host: the slot of each of them, -1 for all others."""
+        """Copy at most `slots` experts to the device in the compute stream, replacing the least recently used ones.
+
+        Returns the slot of each expert, int64 `[E]` on the host, with -1 for all other experts.
+        """
         self._now += 1
         free = sorted((slot for slot, held in enumerate(self._held) if held not in experts), key=self._used.__getitem__)
         for expert in experts:
@@ -119,8 +128,7 @@ class ExpertCache(nn.Module):
         return found
 
     def check_integrity(self) -> None:
-        """Asserts that every slot has the numbers of the expert that it should hold, and that transformers' module
-        computes with the slots."""
+        """Assert that slots have the weights of their experts and are the parameters of the transformers module."""
         held = [expert for expert in self._held if expert is not None]
         assert len(set(held)) == len(held) and max(self._used) <= self._now
         for weight, own, there in zip(self._module[0].parameters(), self._host, self._there, strict=True):
@@ -130,7 +138,7 @@ class ExpertCache(nn.Module):
 
 
 def keep_experts(layers: Sequence[nn.Module], slots: int, device: torch.device) -> list[ExpertCache]:
-    """Puts an `ExpertCache` in the place of the experts of every layer that has any."""
+    """Replace the experts of every layer that has any by an `ExpertCache`. Returns the caches."""
     caches = []
     for layer in layers:
         if (experts := experts_of(layer)) is None:

@@ -1,4 +1,4 @@
-"""All that brings weights from host memory, counted together."""
+"""All offloaded weights of a model, with common counters."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from .streamed import WeightStream
 
 @dataclass(frozen=True)
 class WeightUse:
-    """bytes: of weights that crossed the link, in layers, experts or rows of an embedding. chosen, found: experts that
-    layers of steps chose, and how many of these were on the device."""
+    """Transfer counters of offloaded weights.
+
+    Attributes:
+        bytes: Bytes of layers, experts and embedding rows copied to the device.
+        chosen: Number of experts chosen by the layers of all steps.
+        found: Number of chosen experts that were on the device.
+    """
 
     bytes: int = 0
     chosen: int = 0
     found: int = 0
 
     def since(self, before: WeightUse) -> WeightUse:
-        """What was added after `before`."""
+        """Return the difference to the earlier counters `before`."""
         return WeightUse(self.bytes - before.bytes, self.chosen - before.chosen, self.found - before.found)
 
     def __add__(self, other: WeightUse) -> WeightUse:
@@ -31,7 +36,7 @@ NOTHING_USED = WeightUse()
 
 @dataclass(frozen=True)
 class HostWeights:
-    """What streams layers, has experts, or looks up the embedding; each may be missing."""
+    """The offloaded weights of a model: streamed layers, experts and the embedding, each optional."""
 
     stream: WeightStream | None = None
     experts: tuple[ExpertCache, ...] = ()
@@ -39,20 +44,20 @@ class HostWeights:
 
     @property
     def use(self) -> WeightUse:
-        """What has crossed so far."""
+        """The counters so far."""
         crossed = sum(part.bytes for part in (*self._single, *self.experts))
         return WeightUse(crossed, sum(e.chosen for e in self.experts), sum(e.found for e in self.experts))
 
     @property
     def numbers(self) -> int:
-        """Bytes of the weights themselves that are in host memory."""
+        """Bytes of weights in host memory, without alignment."""
         layers = 0 if self.stream is None else self.stream.numbers
         rows = 0 if self.embedding is None else self.embedding.host_bytes
         return layers + rows + sum(experts.host_bytes for experts in self.experts)
 
     @property
     def device_bytes(self) -> int:
-        """What they have on the device: buffers and slots."""
+        """Bytes of buffers and slots on the device."""
         buffers = 0 if self.stream is None else self.stream.device_bytes
         return buffers + sum(experts.device_bytes for experts in self.experts)
 
@@ -61,7 +66,7 @@ class HostWeights:
         return [part for part in (self.stream, self.embedding) if part is not None]
 
     def check_integrity(self) -> None:
-        """Asserts that what is on the device is what it should be."""
+        """Assert that the weights on the device are consistent."""
         if self.stream is not None:
             self.stream.check_integrity()
         for experts in self.experts:

@@ -1,8 +1,8 @@
-"""Weights that do not fit the device: whole decoder layers stay in host memory and cross the link when they are needed,
-a layer ahead (the paper's OPT-30B on a 24 GB card keeps 30 % of its weights in host memory).
+"""Streaming of decoder layers that do not fit the device.
 
-Bytes per pass over the layers (a decode step of any batch, or a prefill): the streamed layers' weights, once. With the
-link as the bottleneck a step takes no less than these bytes over its rate, whatever the device computes meanwhile.
+Streamed layers are in host memory and are copied to the device one layer ahead (the paper's OPT-30B on a 24 GB card
+keeps 30 % of its weights in host memory). Each pass over the layers, a decode step of any batch or a prefill, copies
+their weights once. A step takes at least these bytes divided by the transfer bandwidth.
 """
 
 from __future__ import annotations
@@ -21,26 +21,30 @@ from ...models.weights import layer_bytes
 from ..streams import Event, Stream
 
 BUFFERS = 2
-"""Streamed layers on the device at once: the one that computes, and the one that speculation already asks and that
-computes next."""
+"""Streamed layers on the device at a time: the current layer, and the next one, which speculation already reads."""
 
 
 class WeightStream:
-    """The parameters of some decoder layers, each layer a block in host memory (page-locked on CUDA), and `BUFFERS`
-    device buffers into which blocks are copied. A layer's modules are never exchanged: while its block is in a buffer
-    its parameters are views of the buffer, else views of the host block.
+    """Streams decoder layers from host memory through `BUFFERS` device buffers.
 
-    Order. A block is copied in the stream behind everything queued on the compute stream so far, so nothing still reads
-    what it overwrites; compute is held behind the copy when the layer is first used. `begin(l)` says that all layers
-    before l have been queued: only then is a buffer given to the next streamed layer.
+    The parameters of each streamed layer are one memory block on the host (page-locked on CUDA). Modules are never
+    replaced: the parameters of a layer are views of a buffer while it is on the device, and views of the host block
+    otherwise.
+
+    A block is copied after all compute work queued so far, so no pending work reads the overwritten buffer. Compute
+    waits for the copy when the layer is first used. `begin(l)` states that all layers before l have been queued; only
+    then are their buffers reused.
     """
 
     def __init__(
         self, layers: Sequence[nn.Module], streamed: Collection[int], device: torch.device, stream: Stream
     ) -> None:
-        """Takes the parameters of `layers[i]`, i in `streamed`, all in host memory, out of where they lie; a block at
-        a time is held twice. MemoryLimitError where the host memory cannot be had."""
-        assert len(streamed) > BUFFERS, "fewer would take no more room where they run"
+        """Moves the parameters of `layers[i]`, i in `streamed`, all in host memory, to host blocks, one at a time.
+
+        Raises:
+            MemoryLimitError: If the host memory cannot be allocated.
+        """
+        assert len(streamed) > BUFFERS, "so few layers fit the device as well as the buffers"
         self._order = sorted(streamed)
         self._lane = stream
         size = max(layer_bytes(layers[layer]) for layer in self._order)
@@ -50,7 +54,7 @@ class WeightStream:
         self._arriving: list[Event | None] = [None] * BUFFERS
         self._current = 0
         self.bytes = 0
-        """What has crossed the link so far."""
+        """Bytes copied to the device so far."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -59,16 +63,16 @@ class WeightStream:
 
     @property
     def device_bytes(self) -> int:
-        """The buffers."""
+        """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     @property
     def numbers(self) -> int:
-        """Bytes of the streamed weights themselves, without what aligns them."""
+        """Bytes of the streamed weights, without alignment."""
         return sum(block.numbers for block in self._blocks.values())
 
     def use(self, layer: int) -> None:
-        """What is queued from now on may read the parameters of `layer`, a layer of the model, streamed or not."""
+        """Make the parameters of `layer` available to later compute work. Do nothing if it is not streamed."""
         if layer not in self._blocks:
             return
         if layer not in self._held:
@@ -79,8 +83,7 @@ class WeightStream:
             self._arriving[slot] = None
 
     def begin(self, layer: int) -> None:
-        """`layer` computes from now on, and no layer before it: the buffers are for it and the next ones, past the last
-        layer the first of the next pass."""
+        """Mark `layer` as current and prefetch the next `BUFFERS` streamed layers, wrapping around to the first."""
         self._current = layer
         following = itertools.chain((s for s in self._order if s >= layer), self._order)
         wanted = list(itertools.islice(following, BUFFERS))
@@ -89,7 +92,7 @@ class WeightStream:
                 self._load(upcoming, keep=wanted)
 
     def _load(self, layer: int, keep: Collection[int]) -> None:
-        """Starts the copy of `layer` into a buffer that holds none of `keep`."""
+        """Start copying `layer` into a buffer that holds none of the layers `keep`."""
         slot = next(slot for slot, held in enumerate(self._held) if held is None or held not in keep)
         if (before := self._held[slot]) is not None:
             self._blocks[before].look_at(None)
@@ -102,7 +105,7 @@ class WeightStream:
         self.bytes += block.bytes
 
     def check_integrity(self) -> None:
-        """Asserts that every parameter looks where its block is."""
+        """Assert that every parameter is a view of the memory that holds its layer."""
         held = [layer for layer in self._held if layer is not None]
         assert len(set(held)) == len(held)
         for layer, block in self._blocks.items():
@@ -110,8 +113,10 @@ class WeightStream:
 
 
 class _Block:
-    """One layer's parameters, packed ones with their scales, one behind the other in memory of the host's own, with
-    views of them there and in every buffer; each keeps its strides."""
+    """The parameters of one layer, contiguous in host memory, with views in host memory and in each buffer.
+
+    Packed parameters include their scales. Views keep the strides of the parameters.
+    """
 
     def __init__(self, layer: nn.Module, buffers: Sequence[torch.Tensor], pin: bool) -> None:
         self.bytes = layer_bytes(layer)
@@ -129,22 +134,22 @@ class _Block:
         self.look_at(None)
 
     def look_at(self, slot: int | None) -> None:
-        """The parameters are those in buffer `slot`, or with None those in host memory."""
+        """Make the parameters views of buffer `slot`, or of host memory if it is None."""
         for place, view in zip(self._places, self._at_host if slot is None else self._in_buffers[slot], strict=True):
             place.put(view)
 
     def check_integrity(self, slot: int | None) -> None:
-        """Asserts that the parameters look at `slot`."""
+        """Assert that the parameters are views of `slot`."""
         views = self._at_host if slot is None else self._in_buffers[slot]
         assert all(p.tensor.data_ptr() == view.data_ptr() for p, view in zip(self._places, views, strict=True))
 
 
 def _views(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> list[torch.Tensor]:
-    """Views of `memory`, one behind the other, as each of `tensors` is: dtype, shape and strides."""
+    """Return consecutive views of `memory` with the dtypes, shapes and strides of `tensors`."""
     views, at = [], 0
     for tensor in tensors:
         dense = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        assert dense == tensor.numel(), "a weight with gaps between its numbers"
+        assert dense == tensor.numel(), "a weight is not dense in memory"
         numbers = memory[at : at + tensor.nbytes].view(tensor.dtype)
         views.append(numbers.as_strided(tensor.shape, tensor.stride()))
         at += aligned(tensor.nbytes)
@@ -152,46 +157,48 @@ def _views(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> list[torch.
 
 
 class StreamedAdapter(ForwardingAdapter):
-    """`ModelAdapter` of a model some of whose layers are in a `WeightStream`: before a layer's modules are called, its
-    weights are brought over (`embed` and `logits` are always on the device, `rotate_keys` reads no weight). `qkv` and
-    `key_value` are only ever called for the layer that computes, `query` and `attention_input` also to speculate about
-    the one after it: so the former say that a layer begins."""
+    """`ModelAdapter` of a model with streamed layers. It copies the weights of a layer before calling its modules.
+
+    `qkv` and `key_value` are only called for the current layer, so they call `WeightStream.begin`. `query` and
+    `attention_input` are also called to predict the query of the next layer. `embed` and `logits` are always on the
+    device, and `rotate_keys` reads no weights.
+    """
 
     def __init__(self, inner: ModelAdapter, stream: WeightStream) -> None:
         super().__init__(inner)
         self._stream = stream
 
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's, `[T, D]`."""
+        """Return the attention input `[T, D]`."""
         self._stream.use(layer)
         return super().attention_input(layer, hidden)
 
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The model's q `[H, T, d]`, k and v `[Hkv, T, d]`; the layer begins."""
+        """Begin the layer and return q `[H, T, d]`, k and v `[Hkv, T, d]`."""
         self._begin(layer)
         return super().qkv(layer, attention_input, positions)
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The model's, `[H, T, d]`."""
+        """Return q `[H, T, d]`."""
         self._stream.use(layer)
         return super().query(layer, attention_input, positions)
 
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model's, each `[Hkv, T, d]`; the layer begins."""
+        """Begin the layer and return k and v `[Hkv, T, d]`."""
         self._begin(layer)
         return super().key_value(layer, attention_input, positions)
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The model's, `[T, D]`."""
+        """Return the residual after attention `[T, D]`."""
         self._stream.use(layer)
         return super().after_attention(layer, hidden, attended)
 
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-        """The model's, `[T, D]`."""
+        """Return the output of the layer `[T, D]`."""
         self._stream.use(layer)
         return super().mlp(layer, residual)
 

@@ -211,7 +211,10 @@ def test_what_is_too_long_is_shortened_as_was_said(ids: list[int], room: int, tr
         (lambda llm, _: EngineConfig(policy_options={1: 2}), "keys must be strings"),
         (lambda llm, _: EngineConfig(host_memory=True), "host_memory=1 is not a size"),
         (lambda llm, _: StoreOptions(ttl=10**400), "is not a duration"),
-        (lambda llm, _: InfiniGenOptions(dense_layers="0"), "dense_layers='0' is str; it must be a list of layers"),
+        (
+            lambda llm, _: InfiniGenOptions(dense_layers="0"),
+            "dense_layers='0' is str; expected a list of layer indices",
+        ),
         (lambda llm, _: SamplingParams(temperature=np.array([1, 2])), "temperature=.* it must be a number"),
     ],
 )
