@@ -337,8 +337,10 @@ def load_shape(
     hub: Hub = OPEN,
     reach: int | None = None,
 ) -> ModelShape:
-    """What `load_model` would give, from the configuration alone (config.json, or the header of a GGUF file), or of a
-    loaded model. Raises what `load_model` raises."""
+    """Return the shape of a model from its configuration (config.json or GGUF header), or of a loaded model.
+
+    Raises the errors of `load_model`.
+    """
     if isinstance(model, (str, os.PathLike)):
         location = locate(model, hub)
         config = read_config(location, architectures())
@@ -364,7 +366,7 @@ def load_shape(
 
 
 def _check_is_model(model: object) -> None:
-    """Raises ConfigError for anything but a loaded transformers model."""
+    """Raise ConfigError if `model` is not a loaded transformers model."""
     if not (hasattr(model, "config") and hasattr(model, "device")):
         raise ConfigError(
             f"model={model!r:.80} is {type(model).__name__}; it must be a shipped name, a folder, a GGUF file, a hub "
@@ -373,7 +375,7 @@ def _check_is_model(model: object) -> None:
 
 
 def _check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
-    """Raises ModelError where a loaded model cannot run as it is, or is not where it was asked to be."""
+    """Raise ModelError if a loaded model cannot run as it is, or differs from the requested device or dtype."""
     if getattr(model, "_hf_peft_config_loaded", False) or type(model).__module__.partition(".")[0] == "peft":
         raise ModelError(f"the model has PEFT adapters; {MERGE}", reason="peft")
     places = sorted({str(weight.device) for weight in model.parameters()})
@@ -388,7 +390,7 @@ def _check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """What ends a text: the generation configuration says, else the model's, else the tokenizer."""
+    """Return the end-of-text ids of the generation configuration, else of the model's, else of the tokenizer."""
     generation = getattr(model, "generation_config", None)
     sources: tuple[Any, ...] = (generation, model.config, text_config(model.config), tokenizer)
     for source in sources:
@@ -399,5 +401,5 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, tied ones counted once."""
+    """Return the bytes of all parameters and buffers; tied ones count once."""
     return sum(held_bytes(tensor) for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
