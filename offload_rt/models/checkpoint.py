@@ -1,10 +1,8 @@
-"""From the place of a checkpoint to a transformers model: whether it can run here, and its weights, complete or not at
-all.
+"""Load a transformers model, its configuration and its tokenizer from a checkpoint.
 
-Weights come from safetensors or a GGUF file; code of a checkpoint runs only where that was asked for. Whatever
-transformers raises leaves as one ModelError. GGUF weights are dequantised: transformers' own reader gives the
-configuration, weights and tokenizer. Weights that are packed in safetensors stay so: transformers makes the modules
-that compute with them.
+Weights come from safetensors or a GGUF file, and incomplete checkpoints are refused. Code of a checkpoint runs only if
+this was requested. Errors of transformers are converted to ModelError. GGUF weights are dequantised by transformers.
+Packed weights in safetensors stay packed; transformers provides the modules that compute with them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Weights that stay packed: int8, int4, nf4, fp8 ... as transformers' quantisers keep them. Their modules compute; here
-is how many bytes they take, of a loaded model and of a checkpoint before its weights are read."""
+"""Weights that stay packed (int8, int4, nf4, fp8, ...) in the formats of transformers' quantisers.
+
+Computes their size in bytes, for a loaded model and for a checkpoint before its weights are read.
+"""
 
 from __future__ import annotations
 
