@@ -1,4 +1,4 @@
-"""What adapters have in common: geometry, where a model lives, and the two reshapes at the edges of a layer."""
+"""Base class of adapters: geometry, device, dtype, and common reshapes."""
 
 from __future__ import annotations
 
@@ -26,34 +26,33 @@ class BaseAdapter:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden states, queries, keys and values."""
+        """Dtype of hidden states, queries, keys and values."""
         return self._dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the hidden states live."""
+        """Device of the hidden states."""
         return self._device
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        """Absolute positions cannot be moved."""
+        """Raise ModelError, because absolute positions cannot be moved."""
         raise ModelError("this model has absolute positions: cached keys cannot be moved to others")
 
     def sinks(self, layer: int) -> torch.Tensor | None:
-        """There are none."""
+        """Return None: the model has no sinks."""
         return None
 
     def _split_heads(self, projected: torch.Tensor) -> torch.Tensor:
-        """`[T, heads * d]` as a view `[heads, T, d]`."""
+        """Return `[T, heads * d]` as a view `[heads, T, d]`."""
         return projected.view(projected.shape[0], -1, self._geometry.head_dim).transpose(0, 1)
 
     def _widen(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits `[T, V]` in float32; those of a float64 model stay in float64."""
+        """Return logits `[T, V]` in float32, or in float64 for a float64 model."""
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def table_geometry(config: Any, attentions: Sequence[Any]) -> ModelGeometry:
-    """Of a model with a table of learned positions, a KV head for each query head and no window: what its configuration
-    and its layers' attention modules say."""
+    """Return the geometry of a model with learned positions, one KV head per query head and no window."""
     return ModelGeometry(
         layers=len(attentions),
         hidden=config.hidden_size,

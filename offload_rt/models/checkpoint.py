@@ -1,10 +1,8 @@
-"""From the place of a checkpoint to a transformers model: whether it can run here, and its weights, complete or not at
-all.
+"""Load a transformers model, its configuration and its tokenizer from a checkpoint.
 
-Weights come from safetensors or a GGUF file; code of a checkpoint runs only where that was asked for. Whatever
-transformers raises leaves as one ModelError. GGUF weights are dequantised: transformers' own reader gives the
-configuration, weights and tokenizer. Weights that are packed in safetensors stay so: transformers makes the modules
-that compute with them.
+Weights come from safetensors or a GGUF file, and incomplete checkpoints are refused. Code of a checkpoint runs only if
+this was requested. Errors of transformers are converted to ModelError. GGUF weights are dequantised by transformers.
+Packed weights in safetensors stay packed; transformers provides the modules that compute with them.
 """
 
 from __future__ import annotations
@@ -34,19 +32,20 @@ MERGE = (
     "merge it into its weights: pass what peft.PeftModel.from_pretrained(model, ADAPTER).merge_and_unload() returns, "
     "or save that and name its folder"
 )
-"""What is to be done with an adapter."""
+"""Advice for PEFT adapters, for error messages."""
 
 MULTIMODAL = "it takes more than text, and this version of transformers has no class of which the text part could run"
-"""Why a multimodal checkpoint is refused before its weights are read."""
+"""Reason in the error for an unsupported multimodal checkpoint."""
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "spiece.model", "sentencepiece.*", "tekken.json")
 
 
 def read_config(location: Location, supported: Collection[str]) -> PreTrainedConfig:
-    """The configuration of a checkpoint; of a GGUF file, from its header.
+    """Return the configuration of a checkpoint, or the one in the header of a GGUF file.
 
-    Raises ModelError where it cannot be had, is damaged, or is of an architecture that is neither among `supported` nor
-    one of transformers' causal language models, multimodal ones included.
+    Raises:
+        ModelError: The configuration is missing or damaged, or its architecture is neither in `supported` nor a causal
+            language model of transformers (multimodal ones included).
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -75,8 +74,7 @@ def read_config(location: Location, supported: Collection[str]) -> PreTrainedCon
 
 
 def _read_gguf_config(location: Location, supported: Collection[str]) -> PreTrainedConfig:
-    """The configuration in the header of a GGUF file. Raises what `read_config` raises, and ModelError where the
-    package that reads such files is missing."""
+    """Return the configuration in the header of a GGUF file. Raise ModelError also if the package gguf is missing."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
@@ -92,15 +90,14 @@ def _read_gguf_config(location: Location, supported: Collection[str]) -> PreTrai
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
-    """The name of the class that transformers makes of a configuration."""
+    """Return the name of the class that transformers builds from a configuration."""
     named = next(iter(config.architectures or ()), None)  # maybe a class of the checkpoint's own code
     found = [kind.__name__ for kind in _classes_of(config)]
     return str(named if named in found or not found else found[0])
 
 
 def _classes_of(config: PreTrainedConfig) -> list[type[Any]]:
-    """The classes that transformers, or whoever registered one with `AutoModelForCausalLM`, has for this kind of
-    configuration: of language models, and of those that take more than text."""
+    """Return the language model classes registered for this type of configuration, including multimodal ones."""
     from transformers.models.auto import modeling_auto as auto
 
     mappings: tuple[Any, ...] = (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING)
@@ -108,14 +105,14 @@ def _classes_of(config: PreTrainedConfig) -> list[type[Any]]:
 
 
 def _names_of_classes() -> set[str]:
-    """Names of all classes of `_classes_of`."""
+    """Return the names of all language model classes of transformers, including multimodal ones."""
     from transformers.models.auto import modeling_auto as auto
 
     return {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()}
 
 
 def _text_part(config: PreTrainedConfig) -> Any:
-    """The class that makes the text part of a model that takes more than text; None for any other."""
+    """Return the class of the language model of a multimodal model, or None for other models."""
     if not is_multimodal(config):
         return None
     named = [kind for kind in _classes_of(config) if kind.__name__ == architecture_of(config)]
@@ -123,17 +120,20 @@ def _text_part(config: PreTrainedConfig) -> Any:
 
 
 def unsupported(architecture: str, supported: Collection[str], why: str = "") -> str:
-    """The message that refuses `architecture`."""
+    """Return the error message for an unsupported `architecture`."""
     return f"{architecture} is not supported{why and f': {why}'}; supported are {', '.join(supported)}"
 
 
 def read_weights(
     location: Location, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype | None
 ) -> PreTrainedModel:
-    """The model of a checkpoint on `device`, in eval mode, without gradients; `dtype` None keeps the weights' own.
+    """Load the model of a checkpoint onto `device`, in eval mode and without gradients.
 
-    Raises ModelError where a weight is missing, damaged or of another shape (transformers would draw it at random),
-    MemoryLimitError where the device has no room. Weights that the model has no place for are named in a warning.
+    Unused weights are named in a warning. If `dtype` is None, the dtype of the weights is kept.
+
+    Raises:
+        ModelError: A weight is missing, damaged or has the wrong shape. (transformers would initialise it randomly.)
+        MemoryLimitError: The device does not have enough memory.
     """
     from transformers import AutoModelForCausalLM
 
@@ -172,33 +172,36 @@ def read_weights(
 
 
 def _device_map(config: PreTrainedConfig, device: torch.device) -> Any:
-    """What puts weights on `device`. Told nothing, transformers puts packed ones on a CUDA device, where there is one,
-    though they are to stay in host memory."""
+    """Return the `device_map` that loads all weights onto `device`."""
+    # Without a map, transformers puts packed weights on a CUDA device even if they must stay in host memory.
     if device.type != "cpu":
         return device
     return None if packing(config) is None else {"": "cpu"}
 
 
 def _format_options(location: Location) -> dict[str, Any]:
-    """What `from_pretrained` is told of the format of the weights. Older versions of transformers dequantise every GGUF
-    file, and have no option for it."""
+    """Return the arguments of `from_pretrained` for the format of the weights."""
     if location.gguf is None:
         return {"use_safetensors": True}
     import transformers
 
+    # Older versions of transformers have no GgufConfig and always dequantise.
     options = getattr(transformers, "GgufConfig", None)
     dequantised = {} if options is None else {"quantization_config": options(dequantize=True)}
     return {"gguf_file": location.gguf, **dequantised}
 
 
 def build_skeleton(location: Location, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a checkpoint without its weights, on the meta device, with a configuration of its own: transformers
-    writes the dtype into it, and `reach` what is held. Raises ModelError where none can be built."""
+    """Build the model of a checkpoint on the meta device, without weights.
+
+    Raises:
+        ModelError: The configuration is not valid.
+    """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(config)  # transformers and `reach` write into it
     with one_error(f"the configuration of {location} is not valid"), init_empty_weights(include_buffers=True):
         kind = _text_part(config)
         if kind is not None:
@@ -211,7 +214,7 @@ def build_skeleton(location: Location, config: PreTrainedConfig, dtype: torch.dt
 
 
 def _check_weight_files(location: Location) -> None:
-    """Raises ModelError where the place is a folder and holds no safetensors."""
+    """Raise ModelError if the checkpoint is a folder without safetensors files."""
     folder = location.folder
     if folder is None or any(folder.glob("*.safetensors")):
         return
@@ -221,8 +224,11 @@ def _check_weight_files(location: Location) -> None:
 
 
 def read_tokenizer(location: Location) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a checkpoint, chat template included, or None in a folder that has none. Raises ModelError
-    where it is damaged."""
+    """Return the tokenizer of a checkpoint with its chat template, or None if the folder has none.
+
+    Raises:
+        ModelError: The tokenizer is damaged.
+    """
     from transformers import AutoTokenizer
 
     folder, gguf = location.folder, location.gguf
@@ -237,7 +243,7 @@ def read_tokenizer(location: Location) -> PreTrainedTokenizerBase | None:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """CUDA for "auto" where there is a CUDA device, else the CPU. Raises ConfigError for a device that is not there."""
+    """Return the device; "auto" is CUDA if available, else the CPU. Raise ConfigError for a missing device."""
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -257,7 +263,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 def resolve_dtype(
     dtype: str | torch.dtype, location: Location, config: PreTrainedConfig, device: torch.device
 ) -> torch.dtype | None:
-    """A dtype by name; None stands for the weights' own, where the configuration does not state it.
+    """Return the dtype, or None for that of the weights if the configuration does not state one.
 
     "auto" is the checkpoint's dtype on CUDA (bfloat16 for GGUF files). On a CPU it is bfloat16 for half-precision
     checkpoints, because decoding is bound by reading weights, and at least float32 for others. Without compiled code it
@@ -285,22 +291,20 @@ def computes_bfloat16() -> bool:
 
 @contextmanager
 def one_error(what: str) -> Iterator[None]:
-    """Turns whatever is raised, but our own errors, into one ModelError that begins with `what`: files of strangers
-    fail in too many ways to list."""
+    """Convert all errors except this package's own into a ModelError that begins with `what`."""
     try:
         yield
     except OffloadError:
         raise
     except torch.OutOfMemoryError as error:
         raise MemoryLimitError(f"{what}: the device has no room for it ({_one_line(error)})") from error
-    except Exception as error:
+    except Exception as error:  # damaged files fail in too many ways to list
         raise ModelError(f"{what}: {_one_line(error)}") from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps transformers from printing its own report of missing weights beside our error, and its reader of GGUF files
-    from showing a bar of its own where transformers' bars are switched off."""
+    """Silence transformers' report of missing weights, and the GGUF progress bar if progress bars are disabled."""
     from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging as transformers_logging
 
@@ -317,12 +321,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _one_line(error: BaseException) -> str:
-    """The message of `error` on one line of at most 300 characters; a bare word ("KeyError: 'x'") with its type."""
+    """Return the message on one line of at most 300 characters, with the error type if it is a single word."""
     text = " ".join(str(error).split())
     return text[:300] if " " in text else f"{type(error).__name__} {text}"
 
 
 def _some(keys: list[str]) -> str:
-    """Up to three of `keys`, and how many more there are."""
+    """Return up to three of `keys` and the number of the others."""
     more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
     return ", ".join(keys[:3]) + more

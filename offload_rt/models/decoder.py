@@ -1,8 +1,7 @@
-"""The adapter of most decoders: Llama's family in the widest sense, recognised from modules and configuration.
+"""The adapter of most decoders (Llama and similar models), recognised by modules and configuration.
 
-What sets its members apart sits in transformers' modules and is met there: norms and how the residual stream is built
-(`decoder_layer`), projections (`projections`), positions (`rotary`). Here: geometry, embedding and head. What is not
-recognised is refused, with `ModelError.reason`.
+This module handles geometry, embedding and head. Variants are handled in `decoder_layer` (norms, residual stream),
+`projections` and `rotary`. Unrecognised models are refused with a `ModelError.reason`.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ _FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 _ROTATED_WHERE_SLIDING = ("Cohere2Model", "Exaone4Model")
-"""Decoders whose layers that see everything have no positions."""
+"""Decoders whose full-attention layers have no rotary positions."""
 
 
 class DecoderAdapter(BaseAdapter):
-    """`ModelAdapter` over a transformers decoder with rotary positions. Its layers' modules are called, its attention
-    is not."""
+    """`ModelAdapter` for a transformers decoder with rotary positions. Calls its modules except attention."""
 
     def __init__(self, model: Any) -> None:
         decoder, config = text_decoder(model), text_config(model.config)
@@ -80,60 +78,62 @@ class DecoderAdapter(BaseAdapter):
         )
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`[T, D]` of token ids `[T]`; positions enter later."""
+        """Return embeddings `[T, D]` of token ids `[T]`. Positions are applied in `qkv`."""
         hidden: torch.Tensor = self._embedding(tokens)
         return hidden if self._multiplier == 1 else hidden * self._multiplier
 
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The layer's input `[T, D]`, normed where the layer norms there."""
+        """Return the layer's input `[T, D]`, normed if the layer has a norm before attention."""
         return self._layers[layer].attention_input(hidden)
 
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q `[H, T, d]`, k `[Hkv, T, d]`, v `[Hkv, T, d]` at positions `[T]`; q unscaled."""
+        """Return q `[H, T, d]`, k `[Hkv, T, d]` and v `[Hkv, T, d]` at positions `[T]`. q is not scaled."""
         q, k, v = self._projections[layer].qkv(attention_input)
         return self._turned_query(layer, q, positions), self._turned(layer, k, positions), v
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """q `[H, T, d]` of `qkv`."""
+        """Return q `[H, T, d]` of `qkv`."""
         return self._turned_query(layer, self._projections[layer].query(attention_input), positions)
 
     def _turned(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Queries or keys x `[heads, T, d]` rotated, and normed where the model norms behind that."""
+        """Rotate queries or keys `[heads, T, d]`, and apply the norm after rotation if there is one."""
         return self._projections[layer].normed_behind(self._rotary.rotate(layer, x, positions))
 
     def _turned_query(self, layer: int, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """q `[H, T, d]` rotated, and longer where the model makes queries of late positions so."""
+        """Rotate q `[H, T, d]` and apply attention temperature scaling if the model has it."""
         turned, growth = self._turned(layer, q, positions), self._growth[layer]
         return turned if growth is None else turned * growth.at(positions).to(q.dtype)[:, None]
 
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v of `qkv`, each `[Hkv, T, d]`."""
+        """Return k and v of `qkv`, each `[Hkv, T, d]`."""
         k, v = self._projections[layer].key_value(attention_input)
         return self._turned(layer, k, positions), v
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        """Cached keys `[Hkv, n, d]` of a layer, by `offset` more positions."""
+        """Rotate cached keys `[Hkv, n, d]` of a layer by `offset` positions."""
         return self._rotary.rotate_by(layer, k, offset)
 
     def sinks(self, layer: int) -> torch.Tensor | None:
-        """The layer's attention sinks `[H]`, where it has any."""
+        """Return the layer's attention sinks `[H]`, or None."""
         return self._sinks[layer]
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The residual stream `[T, D]` from the layer's input `[T, D]` and `attended` `[T, H * d]`. Where the MLP runs
-        beside the attention, it is in it already."""
+        """Return the residual stream `[T, D]` from the layer's input `[T, D]` and `attended` `[T, H * d]`.
+
+        If attention and MLP run in parallel, the MLP is already included.
+        """
         return self._layers[layer].after_attention(hidden, self._projections[layer].output(attended))
 
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-        """The layer's output `[T, D]` from the residual stream behind its attention."""
+        """Return the layer's output `[T, D]` from the residual stream after its attention."""
         return self._layers[layer].mlp(residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 `[T, V]` of the last layer's output `[T, D]`."""
+        """Return float32 logits `[T, V]` of the last layer's output `[T, D]`."""
         logits: torch.Tensor = self._head(self._norm(hidden))
         if self._logit_factor != 1:
             logits = logits * self._logit_factor
@@ -143,7 +143,7 @@ class DecoderAdapter(BaseAdapter):
 
 
 def _refuse_what_cannot_run(model: Any, config: Any, decoder: Any, attentions: list[Any]) -> None:
-    """Raises ModelError for what no part of this adapter could compute, with its reason."""
+    """Raise ModelError if the model has features that this adapter does not support."""
     name = type(model).__name__
     if getattr(config, "alibi", False) or hasattr(decoder, "build_alibi_tensor"):
         raise ModelError(
@@ -165,7 +165,7 @@ def _refuse_what_cannot_run(model: Any, config: Any, decoder: Any, attentions: l
 
 
 def _heads(config: Any, attention: Any) -> tuple[int, int]:
-    """(query heads, KV heads). Raises ModelError where they do not group."""
+    """Return the numbers of query and KV heads. Raise ModelError if they do not divide evenly."""
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(attention, "num_kv_heads", None) or _declared(config, "num_key_value_heads") or heads)
     if heads % kv_heads:
@@ -178,7 +178,7 @@ def _heads(config: Any, attention: Any) -> tuple[int, int]:
 
 
 def _sinks(attention: Any, embedding: torch.Tensor) -> torch.Tensor | None:
-    """A layer's attention sinks `[H]` on the device of the model, wherever the layer's weights are."""
+    """Return the attention sinks `[H]` of a layer on the embedding's device, or None."""
     sinks: torch.Tensor | None = getattr(attention, "sinks", None)
     if sinks is None:
         return None
@@ -186,19 +186,19 @@ def _sinks(attention: Any, embedding: torch.Tensor) -> torch.Tensor | None:
 
 
 def _scale(attention: Any, head_dim: int) -> float:
-    """What the layer multiplies q·k by."""
+    """Return the factor of q·k."""
     return float(getattr(attention, "scaling", None) or head_dim**-0.5)
 
 
 def _declared(config: Any, name: str) -> Any:
-    """An entry of the configuration, None where its class has no such field: a stray entry in a file counts for
-    nothing, as in transformers."""
+    """Return a configuration entry, or None if its class has no such field. As in transformers, undeclared entries of
+    a file are ignored."""
     return getattr(config, name, None) if any(field.name == name for field in fields(config)) else None
 
 
 def _windows(config: Any, decoder: Any, layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window. A model slides if the file of its class makes masks that do: Llama's does not,
-    whatever its configuration says."""
+    """Return the sliding window of each layer."""
+    # Llama's configuration may state a window, but its module builds no sliding-window mask.
     slides = hasattr(sys.modules[type(decoder).__module__], "create_sliding_window_causal_mask")
     window: int | None = getattr(config, "sliding_window", None) if slides else None
     types = _declared(config, "layer_types") or ["sliding_attention"] * layers
@@ -207,7 +207,7 @@ def _windows(config: Any, decoder: Any, layers: int) -> tuple[int | None, ...]:
 
 
 def _kinds(config: Any, decoder: Any, attentions: list[Any]) -> list[str | None]:
-    """Under which name each layer finds its rotation in the rotary module; None for layers without positions."""
+    """Return the key of each layer's rotation in the rotary module, or None for layers without positions."""
     several = isinstance(getattr(decoder.rotary_emb, "rope_type", None), dict)
     types = _declared(config, "layer_types") or [""] * len(attentions)
     without = type(decoder).__name__ in _ROTATED_WHERE_SLIDING
@@ -219,14 +219,16 @@ def _kinds(config: Any, decoder: Any, attentions: list[Any]) -> list[str | None]
 
 
 def _logit_factor(config: Any) -> float:
-    """What logits are multiplied by: Cohere's `logit_scale`, or one over Granite's `logits_scaling`. (A multimodal
-    model does neither, whatever its text part says: its head is its own.)"""
+    """Return the factor of the logits: Cohere's `logit_scale` or the inverse of Granite's `logits_scaling`.
+
+    Multimodal models have neither, even if the configuration of their language model states one.
+    """
     scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
     return float(scale or 1.0) / float(divisor or 1.0)
 
 
 def _max_positions(config: Any) -> int:
-    """Positions the model was built for; YaRN checkpoints often state only those it was first trained on."""
+    """Return the maximum number of positions. YaRN checkpoints often state only the original training length."""
     trained: int = config.max_position_embeddings
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)

@@ -1,7 +1,6 @@
-"""One layer of a decoder around its attention: where its norms stand, whether its MLP runs beside the attention, and
-how both join the residual stream. All of it is read off the layer's modules by their names.
+"""One decoder layer without its attention: norms, MLP and residual stream.
 
-Every module of the layer that has weights is used, or the model is refused.
+The structure is recognised by the names of the layer's modules. A model with unused weights is refused.
 """
 
 from __future__ import annotations
@@ -22,9 +21,11 @@ _MLP = ("mlp", "block_sparse_moe", "feed_forward")
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of a layer's norms: of the attention's input and output, of the MLP's input and output. None: there is
-    none. parallel: the MLP reads the layer's input, not the residual stream behind the attention; without a norm of its
-    own it reads what the attention reads."""
+    """Names of a layer's norms before and after attention and MLP, each None if there is none.
+
+    If `parallel` is set, the MLP reads the layer's input instead of the residual stream after attention. Without a norm
+    of its own, it uses the norm of the attention's input.
+    """
 
     before_attention: str | None
     after_attention: str | None
@@ -49,14 +50,14 @@ _PLACEMENTS = (
     # Falcon-40B
     Norms("ln_attn", None, "ln_mlp", None, parallel=True),
 )
-"""Told apart by which norms there are."""
+"""Known norm placements, distinguished by the set of norm names."""
 
 
 class DecoderLayer:
-    """What one layer does before and after its attention."""
+    """The computation of one layer before and after its attention."""
 
     def __init__(self, module: Any) -> None:
-        """Raises ModelError where the layer has a norm, or another module with weights, that is in no placement."""
+        """Raise ModelError if the layer's norms match no placement, or a module with weights is unused."""
         self.attention = first_of(module, ATTENTION)
         self._mlp = first_of(module, _MLP)
         own = {name for name, child in module.named_children() if child in (self.attention, self._mlp)}
@@ -79,27 +80,28 @@ class DecoderLayer:
         self.of_experts = hasattr(self._mlp, "experts")
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What is projected to q, k and v, `[T, D]`, of the layer's input `[T, D]`."""
+        """Return the input `[T, D]` of the q, k and v projections, from the layer's input `[T, D]`."""
         normed: torch.Tensor = self._before_attention(hidden)
         return normed
 
     def after_attention(self, hidden: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
-        """The residual stream `[T, D]` from the layer's input and its projected attention, both `[T, D]`. Where the
-        MLP runs beside the attention, it is in it already."""
+        """Return the residual stream `[T, D]` from the layer's input and its projected attention, both `[T, D]`.
+
+        If attention and MLP run in parallel, the MLP is already included.
+        """
         residual = hidden + self._scaled(self._after_attention(projected))
         return residual + self._run_mlp(hidden) if self._parallel else residual
 
     def mlp(self, residual: torch.Tensor) -> torch.Tensor:
-        """The layer's output `[T, D]` from the residual stream behind its attention."""
+        """Return the layer's output `[T, D]` from the residual stream after its attention."""
         return residual if self._parallel else residual + self._run_mlp(residual)
 
     def _run_mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """What the MLP adds to the residual stream, `[T, D]`. A mixture of experts takes `[1, T, D]`, and may give the
-        router's scores too."""
+        """Return what the MLP adds to the residual stream, `[T, D]`."""
         normed = self._before_mlp(x)
         if not self.of_experts:
             return self._scaled(self._after_mlp(self._mlp(normed)))
-        out = self._mlp(normed[None])
+        out = self._mlp(normed[None])  # a mixture of experts takes [1, T, D] and may also return router scores
         return self._scaled(self._after_mlp((out[0] if isinstance(out, tuple) else out).view_as(x)))
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:

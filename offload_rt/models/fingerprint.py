@@ -19,7 +19,7 @@ from .text_part import is_of, other_parts, text_config
 
 VERSION = 3
 _BLOCK_ELEMENTS = 1 << 20
-"""Elements of a weight that are digested at a time: copies stay in the processor's cache."""
+"""Number of elements digested at a time, so that copies stay in the CPU cache."""
 
 _NEUTRAL = frozenset(
     {
@@ -29,8 +29,7 @@ _NEUTRAL = frozenset(
         "return_dict", "sep_token_id", "torch_dtype", "transformers_version", "use_cache",
     }
 )  # fmt: skip
-"""Configuration entries that cannot change the numbers of an evaluation, beside those that begin with "_". All others
-count, known or not."""
+"""Configuration entries that cannot change results. Entries that begin with "_" are ignored too; all others count."""
 
 
 def fingerprint(model: Any) -> str:
@@ -58,7 +57,7 @@ def _architecture(model: nn.Module) -> str:
     """Return the model's class and configuration as canonical JSON."""
     config: Any = text_config(model.config)
     said = {key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")}
-    if packing_of(model) is None:  # how a file was packed says nothing about weights that were unpacked
+    if packing_of(model) is None:  # irrelevant once the weights are unpacked
         said.pop("quantization_config", None)
     entries = {key: _canonical(value) for key, value in said.items()}
     entries = {key: value for key, value in entries.items() if value is not None}

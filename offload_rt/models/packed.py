@@ -1,5 +1,7 @@
-"""Weights that stay packed: int8, int4, nf4, fp8 ... as transformers' quantisers keep them. Their modules compute; here
-is how many bytes they take, of a loaded model and of a checkpoint before its weights are read."""
+"""Weights that stay packed (int8, int4, nf4, fp8, ...) in the formats of transformers' quantisers.
+
+Computes their size in bytes, for a loaded model and for a checkpoint before its weights are read.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,16 @@ from .text_part import is_of, other_parts
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _HEADER_LIMIT = 100 << 20
-"""Bytes: what the safetensors library itself takes for the longest header."""
+"""Longest header in bytes that the safetensors library accepts."""
 
 
 ALIGNMENT = 64
-"""Every weight of a layer that moves as one block begins at a multiple of this many bytes."""
+"""Alignment in bytes of each weight in a layer that is copied as one buffer."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its shape there, whether its numbers are plain floating-point ones, its bytes."""
+    """A tensor in a file: its shape, whether it holds plain floating-point numbers, and its size in bytes."""
 
     shape: tuple[int, ...]
     floats: bool
@@ -40,11 +42,11 @@ UNPACKED = (
     "transformers keeps no GGUF blocks of this architecture, its weights are numbers; for weights that stay in 4 bits "
     "name a checkpoint that bitsandbytes has packed (documentation: Architectures)"
 )
-"""What to know of a GGUF file."""
+"""Warning about GGUF files."""
 
 
 def packing(config: Any) -> str | None:
-    """What packs the weights of a model of this configuration, such as "bitsandbytes"; None where nothing does."""
+    """Return the quantisation method of a configuration, such as "bitsandbytes", or None."""
     given = getattr(config, "quantization_config", None)
     if not given:
         return None
@@ -53,39 +55,38 @@ def packing(config: Any) -> str | None:
 
 
 def packing_of(model: Any) -> str | None:
-    """`packing` of a loaded model. A configuration may still name GGUF where transformers has made numbers of all
-    blocks, as it does for most architectures even if it is asked not to."""
+    """Return the quantisation method of a loaded model, or None."""
+    # The configuration still names GGUF if transformers dequantised all weights, as it does for most architectures.
     method = packing(model.config)
     return None if method == "gguf" and all(weight.is_floating_point() for weight in model.parameters()) else method
 
 
 def stays_packed(config: Any, device: torch.device) -> bool:
-    """Whether a checkpoint of this configuration is still packed when it is loaded: transformers makes numbers of mxfp4
-    where it has no kernel, which is on a CPU."""
+    """Return whether the weights of a checkpoint stay packed after loading."""
+    # transformers dequantises mxfp4 on a CPU, where it has no kernel.
     method = packing(config)
     return method is not None and not (method == "mxfp4" and device.type == "cpu")
 
 
 def moves_packed(config: Any) -> bool:
-    """Whether packed weights of a model of this configuration can be taken from one memory to another piece by piece:
-    those of bitsandbytes in 4 bits can. (Its int8 ones are held a second time by their modules, and what torchao and
-    others make of a weight says itself on which device it is.)"""
+    """Return whether packed weights can be copied between memories layer by layer. Only 4-bit bitsandbytes can."""
+    # bitsandbytes modules hold a second copy of int8 weights; torchao weights store their own device.
     given = getattr(config, "quantization_config", None)
     four = given.get("load_in_4bit") if isinstance(given, Mapping) else getattr(given, "load_in_4bit", False)
     return packing(config) == "bitsandbytes" and bool(four)
 
 
 def keep_layout(model: Any) -> None:
-    """Keeps bitsandbytes from packing a weight anew for this processor when it first multiplies with it: weights that
-    move are read on another device, or through memory that has them as they were."""
+    """Prevent bitsandbytes from repacking weights for the CPU on first use."""
+    # Weights that move are read on another device or from a buffer in the original layout.
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 
 def cast_numbers(model: Any, dtype: torch.dtype | None) -> None:
-    """Puts what bitsandbytes has left as numbers (embedding, norms, head) into `dtype`: transformers reads it in the
-    dtype of the file, whatever it is asked for."""
+    """Convert the weights that bitsandbytes does not pack (embedding, norms, head) to `dtype`."""
+    # transformers loads them in the dtype of the file, whatever dtype is requested.
     if dtype is None or packing(model.config) != "bitsandbytes":
         return
     for weight in model.parameters():
@@ -94,7 +95,7 @@ def cast_numbers(model: Any, dtype: torch.dtype | None) -> None:
 
 
 def refuse_packed(model: Any, why: str) -> None:
-    """Raises ModelError where weights are packed that must be numbers."""
+    """Raise ModelError if the weights are packed."""
     method = packing_of(model)
     if method is not None:
         raise ModelError(
@@ -104,24 +105,24 @@ def refuse_packed(model: Any, why: str) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a plain tensor that belongs to a weight lies: the attribute `name` of `holder`."""
+    """Location of a plain tensor that is part of a weight: the attribute `name` of `holder`."""
 
     holder: Any
     name: str
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What lies there."""
+        """The tensor at this location."""
         found: torch.Tensor = getattr(self.holder, self.name)
         return found
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Puts another one there."""
+        """Replace the tensor."""
         setattr(self.holder, self.name, tensor)
 
 
 def places_of(weight: torch.Tensor) -> Iterator[Place]:
-    """Where the plain tensors lie that hold a weight: its numbers, or what a packed one is made of, scales included."""
+    """Yield the locations of the plain tensors of a weight; for packed weights, including their scales."""
     if hasattr(weight, "__tensor_flatten__"):  # torchao
         for name in weight.__tensor_flatten__()[0]:
             inner = getattr(weight, name)
@@ -141,23 +142,25 @@ def _places_in(state: Any) -> Iterator[Place]:
 
 
 def tensors_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that hold a weight (`places_of`)."""
+    """Return the plain tensors of a weight (see `places_of`)."""
     return (place.tensor for place in places_of(weight))
 
 
 def aligned(size: int) -> int:
-    """Bytes that a weight of `size` bytes takes among others."""
+    """Round `size` in bytes up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def held_bytes(weight: torch.Tensor) -> int:
-    """Bytes of a weight as it is held."""
+    """Return the bytes of a weight in memory."""
     return sum(tensor.nbytes for tensor in tensors_of(weight))
 
 
 def widest_side(layer: nn.Module) -> int:
-    """The longest side of any matrix of a layer, whichever way it is packed; of experts both sides
-    together, as many as a token chooses."""
+    """Return the longest side of any matrix of a layer, packed or not.
+
+    For experts it is the sum of both sides times the number of experts per token.
+    """
     sides = [0]
     chosen = chosen_by_a_token(layer)
     for module in layer.modules():
@@ -172,9 +175,13 @@ def widest_side(layer: nn.Module) -> int:
 
 
 def stored_bytes(location: Location, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
-    """Bytes of a packed checkpoint's weights beside its layers, and of each layer, in a model of `dtype`: packed ones
-    as they are in the file, those that the model has as numbers in its own dtype; each of a layer's aligned. Raises
-    ModelError where the files cannot be read."""
+    """Return the bytes of a packed checkpoint's weights outside its layers, and of each layer.
+
+    Packed weights count as in the file, plain ones in `dtype`. Weights of layers are aligned.
+
+    Raises:
+        ModelError: The files cannot be read.
+    """
     named = {_short(name): tuple(weight.shape) for name, weight in skeleton.named_parameters()}
     depth = 1 + max(int(found[1]) for name in named if (found := _LAYER.search(name)))
     layers, fixed = [0] * depth, sum(buffer.nbytes for buffer in skeleton.buffers())
@@ -193,14 +200,14 @@ def stored_bytes(location: Location, skeleton: nn.Module, dtype: torch.dtype) ->
 
 
 def _short(name: str) -> str:
-    """The name of a weight without what stands before layers and embedding, which is other in files of multimodal
-    models than in the models."""
+    """Return the name of a weight without its prefix."""
+    # The prefix differs between the files and the modules of multimodal models.
     found = _LAYER.search(name)
     return name[found.start() :].removeprefix(".") if found else ".".join(name.split(".")[-2:])
 
 
 def _headers(location: Location) -> dict[str, Stored]:
-    """What the safetensors files of a checkpoint hold, by name."""
+    """Return the tensors in the safetensors files of a checkpoint, by name."""
     try:
         if location.folder is None:
             from huggingface_hub import get_safetensors_metadata
@@ -217,7 +224,7 @@ def _headers(location: Location) -> dict[str, Stored]:
 
 
 def _entries(file: Path) -> list[tuple[str, Any]]:
-    """Names and entries of a safetensors file's header."""
+    """Return the names and entries in the header of a safetensors file."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > min(_HEADER_LIMIT, file.stat().st_size):

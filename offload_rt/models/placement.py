@@ -1,4 +1,4 @@
-"""What of a model's weights may stay in host memory by itself: the experts of a mixture, the embedding."""
+"""Placement of weights in host memory: decoder layers, experts, embedding."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Placement:
-    """What of a model's weights stays in host memory.
+    """Weights that stay in host memory.
 
-    layers: decoder layers, whose weights cross the link for every pass.
-    experts: so many experts of each layer are on the device, those used last; the others cross the link when a token's
-        router chooses them. None: all are on the device.
-    embedding: the embedding is looked up in host memory, and only rows cross the link.
+    Attributes:
+        layers: Decoder layers whose weights are copied to the device in every pass.
+        experts: Number of most recently used experts per layer on the device. Others are copied when the router chooses
+            them. None: all experts are on the device.
+        embedding: Look up the embedding in host memory, and copy only the results to the device.
     """
 
     layers: tuple[int, ...] = ()
@@ -32,8 +33,14 @@ ON_DEVICE = Placement()
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """`count` experts in each layer that has any, `chosen` of them by each token. Bytes in every layer, 0 where it has
-    none: `each` of one expert, `whole` of all as they lie in the layer."""
+    """Sizes of the experts of a model.
+
+    Attributes:
+        count: Experts in each layer that has any.
+        chosen: Experts per token.
+        each: Bytes of one expert, per layer; 0 if the layer has none.
+        whole: Aligned bytes of all experts, per layer; 0 if the layer has none.
+    """
 
     count: int
     chosen: int
@@ -42,7 +49,7 @@ class ExpertSizes:
 
 
 def chosen_by_a_token(layer: nn.Module) -> int:
-    """How many experts of a decoder layer each token chooses; 1 where there are none."""
+    """Return the number of experts per token of a decoder layer, or 1 if it has none."""
     return max((k for module in layer.modules() if isinstance(k := getattr(module, "top_k", None), int)), default=1)
 
 

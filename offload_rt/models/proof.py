@@ -1,10 +1,9 @@
-"""A model proves itself when it is loaded: random tokens go through transformers' own forward and through the adapter,
-layer by layer, and what comes out must be the same within the rounding of the dtype.
+"""Load-time verification: compare an adapter with transformers' own forward on random tokens, layer by layer.
 
-Each layer of the adapter is given what the model's own layer was given, so the first layer that differs is known by
-name, and rounding does not add up. The last tokens run one by one, as they are decoded. Attention is the model's
-"eager" one, whose arguments are noted: what a model passes to its attention and this package does not know is refused,
-whether it shows in the numbers or not.
+Results must be equal within the rounding of the dtype. Each layer of the adapter gets the input of the model's own
+layer, so rounding errors do not accumulate and the first layer that differs is known. The last tokens run one by one,
+as in decoding. The model runs its "eager" attention, whose arguments are recorded. Unknown arguments are refused, even
+if the results are equal.
 """
 
 from __future__ import annotations
@@ -35,32 +34,37 @@ from .weights import decoder_layers
 
 _FORMAT = 1
 _OF_FILES = ("_name_or_path", "transformers_version", "architectures", "dtype")
-"""Entries of a configuration that change no numbers."""
+"""Configuration entries that do not affect results."""
 _DECODED = 8
-"""Tokens that run one by one, at the end."""
+"""Number of last tokens that run one by one."""
 _LONGEST = 512
-"""Windows up to this length are passed; of longer ones only the argument is compared."""
+"""Sliding windows up to this length are tested with tokens. For longer ones only the argument is compared."""
 _SHARE = 0.75
-"""Of a mixture's tokens so many must agree: where two experts are as good, rounding chooses."""
+"""Share of tokens that must agree in a mixture of experts, because rounding may change the chosen expert."""
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Of what a layer adds to a token's residual stream. (float64: norms compute in float32 even there.)"""
+"""Relative to what a layer adds to the residual stream. (In float64 models, norms still compute in float32.)"""
 
 _HARMLESS = (
     "dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
     "cache_position", "position_embeddings", "logits_to_keep", "return_dict", "output_attentions",
     "output_hidden_states", "output_router_logits",
 )  # fmt: skip
-"""Arguments of attention that are understood: compared here, or by the numbers, or of no consequence."""
+"""Known attention arguments: compared here, covered by the results, or without effect."""
 
 _notes: ContextVar[list[dict[str, Any]] | None] = ContextVar("_notes", default=None)
 _log = logging.getLogger(__name__)
 
 
 def prove_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
-    """`prove`, if the cache folder does not say that this model has been proved with this adapter, by these versions
-    of this package and of transformers, with this configuration: all of it, for whatever a fingerprint does not know
-    may be what a proof finds. Raises ModelError as `prove`."""
+    """Call `prove` unless the cache folder records an earlier success.
+
+    A record holds for one model, adapter, configuration, and versions of this package and of transformers.
+
+    Raises:
+        ModelError: As `prove`.
+    """
+    # The whole configuration counts, because the fingerprint ignores some entries.
     kind = type(adapter)
     versions = f"{version('offload-rt')}-{version('transformers')}-v{_FORMAT}"
     dtype = str(adapter.dtype).removeprefix("torch.")
@@ -73,7 +77,7 @@ def prove_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
 
 
 def _digest(config: Any) -> str:
-    """16 hex digits of what a configuration says of a model, but for where it was and by whom it was saved."""
+    """Return a digest (16 hex digits) of a configuration without the entries in `_OF_FILES`."""
     said = {key: value for key, value in config.to_dict().items() if key not in _OF_FILES}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -88,21 +92,25 @@ def _keep(mark: Path) -> None:
 
 @torch.no_grad()
 def prove(model: Any, adapter: ModelAdapter) -> None:
-    """Raises ModelError, reason "proof", where `adapter` and transformers' own forward of `model` differ, with the
-    first layer that does; reason "attention_argument" where the model gives its attention what no kernel here takes."""
+    """Verify `adapter` against transformers' own forward of `model`.
+
+    Raises:
+        ModelError: Results differ (reason "proof"; the message names the first layer that does), or the model passes
+            an unsupported argument to its attention (reason "attention_argument").
+    """
     geometry = adapter.geometry
     passed = [window for window in geometry.windows if window is not None and window <= _LONGEST]
     length = min(max(passed, default=16) + 2 * _DECODED, geometry.max_positions)
     _Proof(model, adapter, length, 0).run()
-    # What changes with the position shows at the end of them; Llama 4, which is chunked, counts cached tokens instead.
+    # The last positions show effects of the position. Llama 4 (chunked) counts cached tokens instead.
     if length < geometry.max_positions and not geometry.chunked:
         _Proof(model, adapter, _DECODED, geometry.max_positions - _DECODED).run()
 
 
 @dataclass
 class _Observed:
-    """What transformers computed: hidden states `[T, D]` between layers, the first of them the embedding; logits
-    `[n, V]` of the last n tokens; and the arguments of each attention."""
+    """Results of transformers: hidden states `[T, D]` before, between and after the layers, logits `[n, V]` of the last
+    n tokens, and the arguments of each attention."""
 
     hidden: list[torch.Tensor] = field(default_factory=list)
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -110,7 +118,7 @@ class _Observed:
 
 
 class _Proof:
-    """One comparison, over `length` tokens from position `start` on."""
+    """One comparison over `length` tokens, starting at position `start`."""
 
     def __init__(self, model: Any, adapter: ModelAdapter, length: int, start: int) -> None:
         self._model, self._adapter, self._name = model, adapter, type(model).__name__
@@ -121,7 +129,7 @@ class _Proof:
         self._one_by_one = range(max(1, length - _DECODED), length)
 
     def run(self) -> None:
-        """Raises ModelError as `prove`."""
+        """Run the comparison. Raise ModelError as `prove`."""
         seen = self._observe()
         self._compare_arguments(seen.arguments)
         embedded = self._adapter.embed(self._tokens, self._positions)
@@ -133,7 +141,7 @@ class _Proof:
         self._compare("the head", torch.zeros_like(logits), logits, seen.logits.to(logits.dtype))
 
     def _observe(self) -> _Observed:
-        """Runs transformers' own forward."""
+        """Run transformers' own forward and record its results."""
         seen = _Observed()
         layers = decoder_layers(self._model)
         known = inspect.signature(self._model.forward).parameters
@@ -160,7 +168,7 @@ class _Proof:
         return seen
 
     def _layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """What the adapter makes of a layer's input `[T, D]`: all but the last tokens at once, these one by one."""
+        """Run a layer of the adapter on its input `[T, D]`: the last tokens one by one, the others at once."""
         adapter, outs, parts = self._adapter, [], []
         first = self._one_by_one.start
         for s in (slice(0, first), *(slice(token, token + 1) for token in self._one_by_one)):
@@ -171,8 +179,8 @@ class _Proof:
         return torch.cat(outs)
 
     def _compare(self, what: str, given: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raises ModelError where `actual` and `expected` `[T, D]` differ by more than rounding, of what was added to
-        `given`."""
+        """Raise ModelError if `actual` and `expected` `[T, D]` differ by more than rounding, relative to the change
+        of `given`."""
         wide = torch.promote_types(actual.dtype, torch.float32)
         actual, expected, given = (torch.nan_to_num(x.to(wide), 0, 0, 0) for x in (actual, expected, given))
         dtype = self._adapter.dtype
@@ -191,10 +199,9 @@ class _Proof:
                 )
 
     def _compare_arguments(self, arguments: list[dict[str, Any]]) -> None:
-        """Raises ModelError where an attention was given what it would not be given here. (A model that calls its
-        attention in a way of its own has given nothing.)"""
+        """Raise ModelError if the attention of a layer was called with arguments that this package does not support."""
         geometry = self._adapter.geometry
-        if len(arguments) != geometry.layers:
+        if len(arguments) != geometry.layers:  # the model does not call attention through transformers' interface
             return
         for layer, given in enumerate(arguments):
             strange = sorted(name for name, value in given.items() if name not in _HARMLESS and _says_something(value))
@@ -229,14 +236,14 @@ def _input(args: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
 
 
 def _tensor(out: Any) -> torch.Tensor:
-    """Hidden states `[T, D]` of one sequence, a copy, from what a layer takes or gives."""
+    """Return a copy of the hidden states `[T, D]` of one sequence, from the input or output of a layer."""
     found: torch.Tensor = (out[0] if isinstance(out, tuple) else out)[0].detach().clone()
     return found
 
 
 @contextmanager
 def _noted(config: Any, arguments: list[dict[str, Any]]) -> Iterator[None]:
-    """The model of `config` runs its eager attention, whose arguments go to `arguments`."""
+    """Run the model of `config` with eager attention, and append the arguments of each call to `arguments`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
@@ -255,8 +262,7 @@ _NAME = "offload_rt_noted"
 
 
 def _attend(module: Any, *tensors: Any, **arguments: Any) -> Any:
-    """The eager attention of the model's own file, or torch's where it has none; notes its arguments. In float32 at
-    least: where keys are large (Qwen's biases), scores that are rounded to half precision say nothing."""
+    """Record the arguments, then run the eager attention of the model's module, or torch's if it has none."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     notes = _notes.get()
@@ -264,6 +270,7 @@ def _attend(module: Any, *tensors: Any, **arguments: Any) -> Any:
         notes.append(arguments)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
     dtype = tensors[0].dtype
+    # At least float32: with large keys (Qwen's biases), scores in half precision are too inaccurate.
     exact = (x.to(torch.promote_types(dtype, torch.float32)) if _is_half(x) else x for x in tensors)
     out, *rest = eager(module, *exact, **arguments)
     return out.to(dtype), *rest

@@ -1,4 +1,4 @@
-"""Which architectures there are, and how a name, a folder or a loaded model becomes an adapter."""
+"""Supported architectures, and loading a model by name, folder or object into an adapter."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ _DECODERS = (
     "Phi", "Phi3", "Olmo2", "Olmo3", "Granite", "Cohere", "Cohere2", "Starcoder2", "SmolLM3", "Glm", "Glm4",
     "GPTNeoX", "Falcon", "GptOss", "Ministral3", "MiMoV2Flash", "Llama4",
 )  # fmt: skip
-"""Those of transformers' `...ForCausalLM` that the decoders' adapter is tested with."""
+"""Prefixes of the `...ForCausalLM` classes of transformers that `DecoderAdapter` is tested with."""
 
 _MULTIMODAL = ("Gemma3", "Llava", "Mistral3", "Qwen2VL", "Qwen2_5_VL")
-"""Those of transformers' `...ForConditionalGeneration` whose text part it is tested with."""
+"""Prefixes of the `...ForConditionalGeneration` classes whose language model `DecoderAdapter` is tested with."""
 
 _adapters = {
     **{f"{name}ForCausalLM": "offload_rt.models.decoder:DecoderAdapter" for name in _DECODERS},
@@ -64,28 +64,43 @@ _adapters = {
     "OPTForCausalLM": "offload_rt.models.opt:OPTAdapter",
     "GPT2LMHeadModel": "offload_rt.models.gpt2:GPT2Adapter",
 }
-"""transformers class -> its adapter as "module:class", imported when first wanted."""
+"""Maps a transformers class to its adapter as "module:class", which is imported on first use."""
 
 
 def register_architecture(architecture: str, adapter: str) -> None:
-    """Lets `LLM` run models of the transformers class `architecture` through `adapter`, a `ModelAdapter` written
-    "module:class" that takes the loaded model. Folders of a class that transformers itself does not know must also be
-    registered with its `AutoConfig` and `AutoModelForCausalLM`. Raises ConfigError where another adapter has the
-    name."""
+    """Register an adapter for models of a transformers class.
+
+    A class that is not part of transformers must also be registered with `AutoConfig` and `AutoModelForCausalLM` to be
+    loaded from a folder.
+
+    Args:
+        architecture: Name of the transformers class.
+        adapter: A `ModelAdapter` as "module:class". It is called with the loaded model.
+
+    Raises:
+        ConfigError: The architecture already has a different adapter.
+    """
     if _adapters.setdefault(architecture, adapter) != adapter:
         raise ConfigError(f"architecture {architecture!r} has an adapter already: {_adapters[architecture]}")
 
 
 def architectures() -> tuple[str, ...]:
-    """transformers classes that can run, in the order of registration."""
+    """Return the names of the supported transformers classes, in order of registration."""
     return tuple(_adapters)
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model ready to run. `eos_token_ids` is empty where nothing ends a text; `weight_bytes` counts parameters and
-    buffers, tied ones once; `layers` are the decoder layers' modules, in order; `sampling` is how the checkpoint says
-    that tokens are chosen; `embedding` is looked up in host memory, where one is."""
+    """A model ready to run.
+
+    Attributes:
+        eos_token_ids: Token ids that end a text; empty if there are none.
+        weight_bytes: Bytes of parameters and buffers; tied ones count once.
+        layers: Modules of the decoder layers, in order.
+        sampling: Sampling defaults of the checkpoint.
+        embedding: The embedding in host memory, or None if it is on the device.
+        live: Tracks changes to the weights of a model that the caller owns; None otherwise.
+    """
 
     adapter: ModelAdapter
     tokenizer: PreTrainedTokenizerBase | None
@@ -97,7 +112,6 @@ class LoadedModel:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     embedding: HostEmbedding | None = None
     live: LiveWeights | None = None
-    """Of a model that the caller owns, and may change."""
 
     def weights_provenance(self) -> str:
         """Return the part of the KV provenance that separates KV of the present weights from KV of weights before a
@@ -115,10 +129,13 @@ class LoadedModel:
 
 
 def adapter_for(model: Any) -> ModelAdapter:
-    """The adapter of a loaded transformers model: its class decides. A class that nobody declared is recognised from
-    its modules, and what is made of it must be proved (`proof`) before it runs.
+    """Return the adapter of a loaded transformers model, chosen by its class.
 
-    Raises ModelError for an architecture that is not recognised or one of its options.
+    A class that is not registered is recognised by its modules. Such a model must pass load-time verification (`proof`)
+    before it runs.
+
+    Raises:
+        ModelError: The architecture, or one of its options, is not supported.
     """
     architecture = type(model).__name__
     if architecture not in _adapters:
@@ -129,8 +146,7 @@ def adapter_for(model: Any) -> ModelAdapter:
 
 
 def _recognised(model: Any) -> ModelAdapter:
-    """The decoders' adapter for a model of a class that nobody declared. Raises ModelError where it is another kind of
-    model, in whatever way that shows."""
+    """Return a `DecoderAdapter` for a model of an unregistered class. Raise ModelError if its modules do not fit."""
     from .decoder import DecoderAdapter
 
     name = type(model).__name__
@@ -153,16 +169,22 @@ def load_model(
     hub: Hub = OPEN,
     reach: int | None = None,
 ) -> LoadedModel:
-    """Loads "reference" (ships in the package), a local folder, a GGUF file ("model.gguf", a folder that holds one,
-    "owner/name/file.gguf" on the hub; dequantised) or a hub id, or takes a loaded transformers model.
+    """Load a model, or prepare a loaded transformers model.
 
-    A loaded model is put into eval mode and stays where it is, in its dtype. `tokenizer` is a tokenizer or a name or
-    folder to read one from; None takes the checkpoint's own, if it has one. What `placement` says stays in host memory
-    (the whole model goes through it, then): it cannot run before it is brought over.
-    `verify`: as in `EngineConfig`; weights that stay in host memory are proved there. `hub`: how a checkpoint is
-    fetched, and a tokenizer that is named. `reach`: tokens of the longest text, for `hold_frequencies`.
-    Raises ModelError (unsupported, not proved, missing, incomplete or damaged), ConfigError (device or dtype; a loaded
-    model of which something stays in host memory), MemoryLimitError.
+    Args:
+        model: "reference" (ships with the package), a local folder, a hub id, or a GGUF file, which is dequantised
+            ("model.gguf", a folder that holds one, or "owner/name/file.gguf" on the hub). A loaded model is put into
+            eval mode and keeps its device and dtype.
+        tokenizer: A tokenizer, or a name or folder to read one from. None reads the checkpoint's own, if it has one.
+        placement: Weights that stay in host memory. They must be copied to the device before they can run.
+        verify: As in `EngineConfig`. Weights in host memory are verified there.
+        hub: Options for fetching the checkpoint and a named tokenizer.
+        reach: Length of the longest text in tokens, for `hold_frequencies`.
+
+    Raises:
+        ModelError: The model is unsupported, missing, incomplete or damaged, or fails verification.
+        ConfigError: Invalid device or dtype, or `placement` was given for a loaded model.
+        MemoryLimitError: The device does not have enough memory.
     """
     stop_spinning()
     own_tokenizer: PreTrainedTokenizerBase | None = None
@@ -219,7 +241,7 @@ def _proved(model: Any, verify: Verify, identify: Callable[[Any], str]) -> str:
 
 
 def _keep_embedding(model: Any, device: torch.device) -> HostEmbedding:
-    """Puts in the place of the embedding of `model`, which is in host memory, what looks it up there."""
+    """Replace the embedding of `model` by one that is looked up in host memory."""
     embedding = lone_embedding(model)
     assert embedding is not None, "a tied head reads all of it on the device"
     kept = HostEmbedding(embedding, device)
@@ -228,7 +250,7 @@ def _keep_embedding(model: Any, device: torch.device) -> HostEmbedding:
 
 
 def _as_given(model: PreTrainedModel, device: str, dtype: str, placement: Placement, verify: Verify) -> PreTrainedModel:
-    """A loaded model where it is, in eval mode. Raises ConfigError and ModelError where it cannot run so."""
+    """Return a loaded model in eval mode. Raise ConfigError or ModelError if it cannot run as it is."""
     if placement:
         raise ConfigError(
             "the weights of a loaded model stay where they are, and some were to be in host memory (they do not all "
@@ -244,12 +266,12 @@ def _as_given(model: PreTrainedModel, device: str, dtype: str, placement: Placem
 
 
 def _is_of_transformers(model: PreTrainedModel) -> bool:
-    """Whether its class comes with transformers: the code of any other may have changed since it was proved."""
+    """Return whether the class is part of transformers. Other code may change after it was verified."""
     return type(model).__module__.startswith("transformers.")
 
 
 def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, or the one of the model with this name. Raises ConfigError for anything else, ModelError."""
+    """Return the tokenizer, or load it by model name. Raise ConfigError for other types, ModelError on failure."""
     if isinstance(tokenizer, str):
         return read_tokenizer(locate(tokenizer, replace(hub, revision=None)))
     if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
@@ -258,8 +280,7 @@ def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreT
 
 
 def _refuse_early(location: Location, config: PreTrainedConfig, verify: Verify, reach: int | None) -> None:
-    """Raises ModelError where a checkpoint of a class that nobody declared, or whose text part may be of any, cannot
-    run, before its weights are read."""
+    """Raise ModelError before the weights are read if an unregistered or multimodal checkpoint cannot run."""
     name = architecture_of(config)
     _refuse_unproved(name, verify)
     if name not in _adapters or is_multimodal(config):
@@ -269,7 +290,7 @@ def _refuse_early(location: Location, config: PreTrainedConfig, verify: Verify, 
 
 
 def _refuse_unproved(architecture: str, verify: Verify) -> None:
-    """Raises ModelError where nobody declared `architecture` and it shall not be proved either."""
+    """Raise ModelError if `architecture` is not registered and verification is off."""
     if verify == "off" and architecture not in _adapters:
         why = "nobody declared it, and with verify='off' it would not be proved"
         raise ModelError(unsupported(architecture, architectures(), why), reason="proof")
@@ -277,10 +298,16 @@ def _refuse_unproved(architecture: str, verify: Verify) -> None:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What is known of a model before its weights are read: `weight_bytes` as in `LoadedModel`, `sizes` what they are
-    made of, `packing` what keeps them packed, if anything does, `streams` whether layers may be brought over one by
-    one. `placement`: what besides layers stays in host memory; `weight_bytes` and `sizes` are then of what is on the
-    device, `host_bytes` of what is not."""
+    """Properties of a model that are known before its weights are read.
+
+    Attributes:
+        weight_bytes: As in `LoadedModel`, without weights that `placement` keeps in host memory.
+        sizes: The parts of `weight_bytes`.
+        packing: Quantisation method of weights that stay packed, or None.
+        streams: Whether layers can be copied to the device one by one.
+        placement: Weights other than layers that stay in host memory.
+        host_bytes: Bytes of the weights that `placement` keeps in host memory.
+    """
 
     geometry: ModelGeometry
     weight_bytes: int
@@ -293,7 +320,7 @@ class ModelShape:
     host_bytes: int = 0
 
     def placed(self, placement: Placement) -> ModelShape:
-        """With experts and embedding where `placement` says."""
+        """Return the shape with experts and embedding placed according to `placement`."""
         assert not self.placement and not placement.layers, "layers are a plan's to place"
         sizes, on_host, slots = self.sizes.on_device(placement), self.sizes.on_host(placement), placement.experts
         weights = self.weight_bytes - on_host
@@ -310,8 +337,10 @@ def load_shape(
     hub: Hub = OPEN,
     reach: int | None = None,
 ) -> ModelShape:
-    """What `load_model` would give, from the configuration alone (config.json, or the header of a GGUF file), or of a
-    loaded model. Raises what `load_model` raises."""
+    """Return the shape of a model from its configuration (config.json or GGUF header), or of a loaded model.
+
+    Raises the errors of `load_model`.
+    """
     if isinstance(model, (str, os.PathLike)):
         location = locate(model, hub)
         config = read_config(location, architectures())
@@ -337,7 +366,7 @@ def load_shape(
 
 
 def _check_is_model(model: object) -> None:
-    """Raises ConfigError for anything but a loaded transformers model."""
+    """Raise ConfigError if `model` is not a loaded transformers model."""
     if not (hasattr(model, "config") and hasattr(model, "device")):
         raise ConfigError(
             f"model={model!r:.80} is {type(model).__name__}; it must be a shipped name, a folder, a GGUF file, a hub "
@@ -346,7 +375,7 @@ def _check_is_model(model: object) -> None:
 
 
 def _check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
-    """Raises ModelError where a loaded model cannot run as it is, or is not where it was asked to be."""
+    """Raise ModelError if a loaded model cannot run as it is, or differs from the requested device or dtype."""
     if getattr(model, "_hf_peft_config_loaded", False) or type(model).__module__.partition(".")[0] == "peft":
         raise ModelError(f"the model has PEFT adapters; {MERGE}", reason="peft")
     places = sorted({str(weight.device) for weight in model.parameters()})
@@ -361,7 +390,7 @@ def _check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """What ends a text: the generation configuration says, else the model's, else the tokenizer."""
+    """Return the end-of-text ids of the generation configuration, else of the model's, else of the tokenizer."""
     generation = getattr(model, "generation_config", None)
     sources: tuple[Any, ...] = (generation, model.config, text_config(model.config), tokenizer)
     for source in sources:
@@ -372,5 +401,5 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, tied ones counted once."""
+    """Return the bytes of all parameters and buffers; tied ones count once."""
     return sum(held_bytes(tensor) for tensors in (model.parameters(), model.buffers()) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Which of a model's weights belong to which decoder layer, how many bytes they take, and on which side they lie."""
+"""Sizes of a model's weights by decoder layer, and their placement on device or host."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from .text_part import text_decoder
 class WeightSizes:
     """Bytes of a model's weights.
 
-    fixed: embeddings (a tied head counted once), head, final norm, and all buffers.
-    layers: of each decoder layer, its weights aligned one behind the other.
-    widest: the longest side of any matrix of a layer: what an MLP widens a token to.
-    experts: those in `layers`, where they may stay in host memory.
-    embedding: of `fixed`, the embedding, where it may stay in host memory.
+    Attributes:
+        fixed: Embeddings (a tied head counts once), head, final norm, and all buffers.
+        layers: Weights of each decoder layer, aligned.
+        widest: Longest side of any matrix of a layer, in elements.
+        experts: The part of `layers` that are experts and may stay in host memory.
+        embedding: The part of `fixed` that is the embedding, if it may stay in host memory; else 0.
     """
 
     fixed: int
@@ -30,8 +31,10 @@ class WeightSizes:
     embedding: int = 0
 
     def on_device(self, placement: Placement) -> WeightSizes:
-        """Those that are left to place with layers: experts that are in host memory are in no layer, and those of them
-        that are on the device too are in `fixed`."""
+        """Return the sizes without weights that `placement` keeps in host memory.
+
+        `fixed` then includes the device slots of experts in host memory.
+        """
         fixed, layers = self.fixed - (self.embedding if placement.embedding else 0), self.layers
         if placement.experts is not None and self.experts is not None:
             fixed += placement.experts * sum(self.experts.each)
@@ -39,26 +42,25 @@ class WeightSizes:
         return replace(self, fixed=fixed, layers=layers)
 
     def on_host(self, placement: Placement) -> int:
-        """Bytes of experts and embedding that are in host memory."""
+        """Return the bytes of experts and embedding in host memory."""
         experts = None if placement.experts is None else self.experts
         stacked = 0 if experts is None else experts.count * sum(experts.each)
         return stacked + (self.embedding if placement.embedding else 0)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a transformers model of a supported architecture, in order: its decoder's outermost
-    list."""
+    """Return the decoder layers of a transformers model in order: the outermost `ModuleList` of its decoder."""
     stack = next(module for module in text_decoder(model).modules() if isinstance(module, nn.ModuleList))
     return list(stack)
 
 
 def layer_bytes(layer: nn.Module) -> int:
-    """Bytes of one decoder layer's parameters, each aligned."""
+    """Return the bytes of a decoder layer's parameters, each aligned."""
     return sum(aligned(place.tensor.nbytes) for weight in layer.parameters() for place in places_of(weight))
 
 
 def expert_sizes(layers: list[nn.Module]) -> ExpertSizes | None:
-    """Of decoder layers; None where they have no experts that are stacked."""
+    """Return the expert sizes of decoder layers, or None if they have no stacked experts."""
     found = [experts_of(layer) for layer in layers]
     counts = {int(experts.num_experts) for experts in found if experts is not None}
     if len(counts) != 1:
@@ -69,7 +71,7 @@ def expert_sizes(layers: list[nn.Module]) -> ExpertSizes | None:
 
 
 def weight_sizes(model: nn.Module) -> WeightSizes:
-    """Of a loaded model, or of one on the meta device."""
+    """Return the weight sizes of a loaded model or of one on the meta device."""
     layers = decoder_layers(model)
     own = {id(weight) for layer in layers for weight in layer.parameters()}
     fixed = sum(held_bytes(weight) for weight in model.parameters() if id(weight) not in own)
@@ -86,8 +88,7 @@ def weight_sizes(model: nn.Module) -> WeightSizes:
 
 
 def place_weights(model: nn.Module, device: torch.device, placement: Placement) -> None:
-    """Moves all weights and buffers of a model in host memory to `device`, one at a time, but for what `placement`
-    leaves there."""
+    """Move weights and buffers from host memory to `device` one by one, except those `placement` keeps there."""
     layers = decoder_layers(model)
     embedding = lone_embedding(model) if placement.embedding else None
     stay: list[nn.Module] = [layers[layer] for layer in placement.layers]
@@ -99,7 +100,7 @@ def place_weights(model: nn.Module, device: torch.device, placement: Placement) 
             for place in places_of(weight):
                 place.put(place.tensor.to(device))
     for module in model.modules():
-        if module is embedding:  # what it computes with is in host memory too
+        if module is embedding:  # its buffers stay in host memory too
             continue
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
