@@ -1,8 +1,8 @@
 """One decode step of a batch: the layer loop, top to bottom.
 
 While layer l computes, the KV of layer l + 1 is being fetched. Its tokens are speculated from layer l's attention
-input, or from the residual after its attention (InfiniGen §4.3). A dense layer needs no speculation and is fetched first.
-`per_sequence.py` and `batched.py` implement the selection.
+input, or from the residual after its attention (InfiniGen §4.3). A dense layer needs no speculation and is fetched
+first. `per_sequence.py` and `batched.py` implement the selection.
 """
 
 from __future__ import annotations

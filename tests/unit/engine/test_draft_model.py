@@ -207,5 +207,5 @@ def test_what_cannot_be_drafted_says_so(fields: dict[str, Any], said: str, folde
         LLM(tiny_model("llama"), host_memory="8MiB", **fields)
     with pytest.raises(ConfigError, match=r"150 tokens, and .* has 199"):
         runtime("llama", "small", folder)
-    with pytest.raises(ConfigError, match="make a runtime with it"):
+    with pytest.raises(ConfigError, match="create an LLM with it"):
         runtime("llama", "llama", folder).under("full", exact={"model": str(folder / "other")})

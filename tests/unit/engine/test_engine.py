@@ -152,12 +152,12 @@ def test_bad_prompts_are_refused_before_anything_is_taken() -> None:
     with pytest.raises(InputError, match="empty"):
         llm.score([[1]], [[]])
     gpt2 = LLM(tiny_model("gpt2"), policy="full", host_memory="8MiB")
-    with pytest.raises(ModelError, match=r"1030 positions .* table of 1024"):
+    with pytest.raises(ModelError, match=r"1030 positions, .* has 1024"):
         gpt2.generate([tiny_prompt(1000)], greedy(30))
     whole = tiny_prompt(1025)
     assert len(gpt2.score([whole[:1000]], [whole[1000:]])[0].logprobs) == 25, "the last token needs no position"
     short = LLM(tiny_model("llama", max_position_embeddings=64), policy="full", host_memory="8MiB")
-    with pytest.warns(UserWarning, match="made for 64"):
+    with pytest.warns(UserWarning, match="trained for 64"):
         short.generate([tiny_prompt(60)], greedy(10))
     assert llm.runner.pool.bytes_held == 0
 

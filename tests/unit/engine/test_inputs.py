@@ -117,8 +117,8 @@ def test_what_are_several_prompts(prompts: Any, expected: Any) -> None:
         (5, "of type int"),
         ([1.5, 2], "1.5, of type float"),
         ([True, False], "True, of type bool"),
-        ({"role": "user", "content": "hi"}, "messages of a chat"),
-        ([{"role": "user", "content": "hi"}], "messages of a chat"),
+        ({"role": "user", "content": "hi"}, "pass chat messages"),
+        ([{"role": "user", "content": "hi"}], "pass chat messages"),
         (torch.tensor([0.5]), "0.5, of type float"),
         (torch.tensor(3), "of type Tensor"),
         ([IDS, 7], "prompt"),
@@ -161,7 +161,7 @@ def test_the_runtime_says_what_it_cannot_read() -> None:
     llm = LLM(tiny_model("llama"), policy="full", host_memory="8MiB")
     with pytest.raises(InputError, match="is a single text"):
         llm.score("abc", "def")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="2 prompts where one"):
+    with pytest.raises(InputError, match="2 prompts instead of one"):
         llm.stream([[1, 2], [3]])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="model=None is NoneType"):
         LLM(None)  # type: ignore[arg-type]
@@ -183,7 +183,7 @@ def test_what_is_too_long_is_shortened_as_was_said(ids: list[int], room: int, tr
         kept
         == {"head": ids[-room:], "tail": ids[:room], "middle": ids[:half] + ids[len(ids) - (room - half) :]}[truncate]
     )
-    with pytest.raises(InputError, match=f"it has {len(ids)} tokens, and there is room for {room}"):
+    with pytest.raises(InputError, match=f"it has {len(ids)} tokens, and {room} fit"):
         shortened(ids, room, None, "it")
     with pytest.raises(ConfigError, match="truncate='end'"):
         shortened(ids, room, "end", "it")
@@ -202,10 +202,10 @@ def test_what_is_too_long_is_shortened_as_was_said(ids: list[int], room: int, tr
         (lambda llm, _: llm.session("s", None), "store=None is NoneType; it must be a path"),
         (lambda llm, _: llm.session("s", "a\0b"), "store=.* must be a path"),
         (lambda llm, _: llm.under("infinigen", 1), "policy_options=1 is int; it must be a mapping"),
-        (lambda llm, session: session.send(["5"], SHORT), "a text where token ids are wanted"),
+        (lambda llm, session: session.send(["5"], SHORT), "a text instead of token ids"),
         (lambda llm, session: session.send([5], 5), "sampling_params=5 is int"),
         (lambda llm, session: session.truncate(keep_last=1.5), "keep_last=1.5 is float"),
-        (lambda llm, session: session.truncate(drop="0"), "a text where token ids are wanted"),
+        (lambda llm, session: session.truncate(drop="0"), "a text instead of token ids"),
         (lambda llm, session: session.fork(b"x"), "session name b'x' must be a text"),
         (lambda llm, _: LLM(llm.runner.model.name, SHORT), "it must be EngineConfig"),
         (lambda llm, _: EngineConfig(policy_options={1: 2}), "keys must be strings"),

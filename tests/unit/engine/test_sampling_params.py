@@ -241,7 +241,7 @@ def test_a_text_in_which_the_model_overflows_ends_alone(options: dict[str, Any])
         ({"logit_bias": {3000: 1.0}}, "logit_bias has 3000"),
         ({"allowed_token_ids": [5, 3000]}, "allowed_token_ids has 3000"),
         ({"stop_token_ids": [3000]}, "stop_token_ids has 3000"),
-        ({"bad_words": ["no"]}, "no tokenizer"),
+        ({"bad_words": ["no"]}, "need a tokenizer"),
     ],
 )
 def test_what_the_model_has_not_is_refused(params: dict[str, Any], message: str) -> None:
@@ -282,11 +282,11 @@ def test_values_outside_their_domain_are_refused(params: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"allowed_token_ids": [6], "stop_token_ids": [6], "min_tokens": 2}, InputError, "no token may be chosen"),
+        ({"allowed_token_ids": [6], "stop_token_ids": [6], "min_tokens": 2}, InputError, "no token is allowed"),
         ({"logits_processors": [lambda _, scores: None]}, InputError, "returned None"),
         ({"logits_processors": [lambda _, scores: scores[:, :3]]}, InputError, "must return floating-point logits"),
         ({"logits_processors": [lambda _, scores: scores * torch.nan]}, InputError, "returned NaN"),
-        ({"logits_processors": [lambda _, scores: scores - torch.inf]}, InputError, "no token may be chosen"),
+        ({"logits_processors": [lambda _, scores: scores - torch.inf]}, InputError, "no token is allowed"),
         ({"logits_processors": [lambda _, scores: scores.numpy()]}, InputError, "returned a ndarray"),
         ({"logits_processors": [lambda _, scores: scores.to("meta")]}, InputError, "on meta"),
         ({"logits_processors": [lambda _, scores: scores.to_sparse()]}, InputError, "sparse"),
