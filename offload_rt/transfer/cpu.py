@@ -1,9 +1,9 @@
-"""The link of a machine whose compute device is the host itself: rows are attended where they lie.
+"""KV storage of a machine whose compute device is the host itself: KV vectors are attended to where they lie.
 
-Bytes to move per sparse layer and step: none where the processor's own code reads rows where they lie
-(`kernels.causal_cpu`); else Hkv * (resident + n) * d numbers of K into a scratch buffer (`index_select` of whole rows:
-`torch.gather` over the cache is slower), and of V too where query heads share a KV head. A dense layer moves nothing.
-Counted is what would cross a link: the candidates fetched, and every new row written back.
+Each sparse layer and step moves no bytes if C code reads KV where it lies (`kernels.decode_attention`). Else K of the
+selected tokens, Hkv * (resident + n) * d numbers, goes to a scratch buffer (`index_select` of whole rows, faster than
+`torch.gather` over the cache), and so does V if query heads share a KV head. A dense layer moves nothing. Transfer
+statistics count what a device would receive: the fetched candidates, and every new KV vector written back.
 """
 
 from __future__ import annotations
