@@ -18,7 +18,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 1000 server && mkdir /models /sessions && chown server /models /sessions
 USER server
-ENV OMP_WAIT_POLICY=passive HF_HOME=/models
+ENV HF_HOME=/models
 VOLUME ["/models", "/sessions"]
 EXPOSE 8000
 HEALTHCHECK --start-period=120s CMD curl -fs http://127.0.0.1:8000/health

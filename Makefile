@@ -35,9 +35,7 @@ BIN := .venv/bin
 READY := .venv/.installed
 OUT := out
 
-# Threads that sleep while they wait: spinning ones slow a busy machine down 20-fold.
 export OMP_NUM_THREADS ?= 2
-export OMP_WAIT_POLICY ?= passive
 
 .PHONY: demo demo-real docs test test-training stress gpu bench bench-real paper real lint venv clean
 

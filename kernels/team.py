@@ -4,9 +4,8 @@
 which computes one part and is safe to call for different parts at once. It starts no threads itself. `share` does the
 same with a Python function whose work releases the GIL, such as torch's matrix products.
 
-OpenMP's threads spin for milliseconds after each operation, unless a variable was set before torch is imported. They
-then take the processors from these threads and from other processes. So the engine runs torch's own operations on one
-thread (`torch_on_one_thread`).
+A decode step runs hundreds of small torch operations, each too short for several threads: waking OpenMP's threads
+takes longer. So the engine runs torch's own operations on one thread (`torch_on_one_thread`).
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import torch
 
 from ..utils import native_libraries
 from ..utils.control_groups import processor_limit
+from ..utils.openmp import mkl_thread_setter, thread_setter
 
 _outer = threading.local()
 
@@ -74,7 +74,7 @@ def torch_on_one_thread(*, helpers: bool = True) -> Iterator[None]:
     if count == 1:
         yield
         return
-    set_threads, set_mkl_threads = _set_openmp_threads(), _set_mkl_threads()
+    set_threads, set_mkl_threads = thread_setter(), mkl_thread_setter()
     _outer.threads = count if helpers else 1
     set_threads(1)
     before = set_mkl_threads(1)
@@ -105,43 +105,6 @@ def _pool() -> ThreadPoolExecutor:
     # A fork has no threads and must not use the parent's pool.
     os.register_at_fork(after_in_child=_pool.cache_clear)
     return ThreadPoolExecutor(max(1, _processors() - 1), "offload-rt kernel")
-
-
-@cache
-def _set_openmp_threads() -> Any:
-    """Return a function that sets OpenMP's number of threads for the calling thread only.
-
-    `torch.set_num_threads` also sets the number for threads that are started later, so it is used only if torch's
-    OpenMP library is not found.
-    """
-    count = torch.get_num_threads()
-    for name in ("libgomp.so.1", "libomp.so", "libiomp5.so"):
-        try:
-            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
-        except OSError:
-            continue
-        set_threads = library.omp_set_num_threads
-        set_threads.argtypes, set_threads.restype = [ctypes.c_int], None
-        set_threads(count + 1)
-        found = torch.get_num_threads() == count + 1
-        set_threads(count)
-        if found:
-            return set_threads
-    return torch.set_num_threads
-
-
-@cache
-def _set_mkl_threads() -> Callable[[int], int]:
-    """Return a function that sets MKL's number of threads for the calling thread and returns the one before (0: none).
-
-    After `torch.set_num_threads`, MKL does not follow OpenMP's number.
-    """
-    try:
-        set_threads = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD).MKL_Set_Num_Threads_Local
-    except (OSError, AttributeError):
-        return lambda threads: 0
-    set_threads.argtypes, set_threads.restype = [ctypes.c_int], ctypes.c_int
-    return lambda threads: int(set_threads(threads))
 
 
 @cache

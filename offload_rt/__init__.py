@@ -42,11 +42,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Before torch is there, since OpenMP reads it once: threads that spin while they wait take the processor from those
-# that they wait for, wherever anything else runs; and a decode step waits hundreds of times.
-if "torch" not in sys.modules and not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}:
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-# And as many as have a processor: torch counts those of the machine, of which a container's limit leaves fewer.
+# torch counts the processors of the machine; the limit of a container may be lower. OpenMP reads this variable once.
 if "torch" not in sys.modules and "OMP_NUM_THREADS" not in os.environ and (_limit := processor_limit()) is not None:
     os.environ["OMP_NUM_THREADS"] = str(_limit)
 

@@ -93,6 +93,42 @@ def real_speed(args: argparse.Namespace) -> int:
     return 0
 
 
+def _threads_flags(parser: argparse.ArgumentParser) -> None:
+    from ..speed.threads import ThreadsConfig
+
+    default = ThreadsConfig()
+    parser.add_argument("model", metavar="MODEL", help="a local folder or a hub id of a trained model")
+    parser.add_argument("--text", required=True, metavar="SPEC", help=TEXT_HELP)
+    parser.add_argument("--out", required=True, metavar="DIR", help="threads.json, .csv and .md")
+    parser.add_argument("--context", type=int, default=default.context, metavar="N", help="tokens of the prompt (6000)")
+    parser.add_argument("--tokens", type=int, default=default.tokens, metavar="N", help="timed for each policy (48)")
+    parser.add_argument("--threads", type=counts, default=default.threads, metavar="1,2,4", help="of torch")
+    parser.add_argument(
+        "--busy",
+        type=numbers,
+        default=default.busy,
+        metavar="0,0.5",
+        help="shares of a processor used by another process",
+    )
+    parser.add_argument("--policies", type=words, default=default.policies, metavar="A,B", help="full comes first")
+    parser.add_argument("--dtype", default=default.dtype, metavar="auto|bfloat16|float32")
+
+
+@measure("threads", "wall time of a token by number of threads, idle and beside a busy process", _threads_flags)
+def threads(args: argparse.Namespace) -> int:
+    """Wall time of a token with several numbers of threads, on an idle machine and beside a busy process, with torch
+    imported before this package."""
+    from ...utils.texts import read_text
+    from ..speed.threads import ThreadsConfig, run_threads
+
+    options = given(args, ["context", "tokens", "threads", "busy", "policies", "dtype"])
+    say = say_on_stderr(False)
+    report = run_threads(args.model, read_text(args.text), ThreadsConfig(**options), say)
+    report.write(Path(args.out))
+    show(report, args.out, say)
+    return 0
+
+
 def _drafts_flags(parser: argparse.ArgumentParser) -> None:
     from ..speed.drafts import KINDS, DraftsConfig
 

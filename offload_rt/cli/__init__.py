@@ -36,14 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("offload-rt: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of stdout has closed it, as `head` does; the flush at exit must not fail again
+    except BrokenPipeError:  # the reader closed stdout, as `head` does; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Silence libraries, and print this package's warnings as one line each on stderr."""
+    """Suppress warnings of libraries, and print each warning of this package as one line on stderr."""
     quiet_transformers()
     package = str(Path(__file__).parents[1])
 
@@ -68,9 +68,9 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser with one-line errors that accepts optional positional arguments after flags.
+    """Argument parser with one-line errors. Optional positional arguments may follow flags.
 
-    argparse treats them as missing as soon as a flag precedes them.
+    argparse treats an optional positional argument as missing if a flag precedes it.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

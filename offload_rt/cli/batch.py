@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         answers.close()
     if failed:
-        console.print(f"{failed:,} requests failed: see the field error of their lines", markup=False)
+        console.print(f"{failed:,} requests failed: see the field 'error' of their results", markup=False)
     return 1 if failed else 0
 
 
@@ -53,7 +53,11 @@ def add(commands: Any) -> None:
     parser.add_argument("input", metavar="IN.jsonl", help="requests, one per line")
     parser.add_argument("output", metavar="OUT.jsonl", help="results; existing lines are kept")
     parser.add_argument(
-        "--at-once", type=int, default=64, metavar="N", help="requests per batch and write (default: 64)"
+        "--at-once",
+        type=int,
+        default=64,
+        metavar="N",
+        help="requests per batch; results are written after each batch (default: 64)",
     )
     parser.add_argument(
         "--ray", type=int, metavar="N", help="N engines on a Ray cluster (RAY_ADDRESS, or a new local one)"

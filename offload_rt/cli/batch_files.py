@@ -18,7 +18,7 @@ from ..utils.small_files import parse_json
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A line of the input. Either `prompt` or `messages` is set.
+    """One line of the input file. Either `prompt` or `messages` is set.
 
     Attributes:
         id: Id of the request. Default: the line number, from 1.
@@ -49,9 +49,8 @@ def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[BatchRequest]
         InputError: A line is invalid, or an id occurs twice.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split(
-            "\n"
-        )  # not splitlines(): JSON strings may contain other line separators
+        # Not splitlines(): JSON strings may contain other line separators.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {str(path)!r}: {error}") from error
     requests = [_request(line, number, path, defaults) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -66,12 +65,12 @@ def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[BatchRequest]
 def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) -> BatchRequest:
     try:
         found = parse_json(line)
-        check(isinstance(found, dict), "it must be an object")
+        check(isinstance(found, dict), "it must be a JSON object")
         rest = dict(found)
         id, prompt, messages = rest.pop("id", number), rest.pop("prompt", None), rest.pop("messages", None)
-        check(isinstance(id, (str, int)) and not isinstance(id, bool), "its id must be text or a number")
-        check((prompt is None) != (messages is None), "it must have 'prompt' or 'messages', and not both")
-        check(prompt is None or isinstance(prompt, (str, list)), "its prompt must be a text or a list of token ids")
+        check(isinstance(id, (str, int)) and not isinstance(id, bool), "its id must be a string or a number")
+        check((prompt is None) != (messages is None), "it must have either 'prompt' or 'messages'")
+        check(prompt is None or isinstance(prompt, (str, list)), "its prompt must be a string or a list of token ids")
         SamplingParams(**{**defaults, **rest})
     except (ValueError, TypeError) as error:
         raise InputError(f"line {number} of {str(path)!r} is not a valid request: {error}") from error
@@ -79,10 +78,10 @@ def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) ->
 
 
 class Answers:
-    """File of results that one process appends to. `done` contains the ids of the existing results.
+    """Append-only result file of one process. `done` contains the ids of the existing results.
 
-    An incomplete last line, from a killed process, is removed. Raises InputError if the file cannot be written, is
-    locked by another process, or contains other data.
+    Opening the file removes an incomplete last line, which a killed process may leave. Raises InputError if the file
+    cannot be written, is locked by another process, or contains other data.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,7 +93,9 @@ class Answers:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
-            raise InputError(f"another process writes to {str(path)!r}: wait for it, or use another file") from None
+            raise InputError(
+                f"another process is writing to {str(path)!r}: wait for it, or choose another file"
+            ) from None
         self._file.seek(0)
         data = self._file.read()
         whole = data.rfind(b"\n") + 1
@@ -103,16 +104,15 @@ class Answers:
         except (ValueError, KeyError, TypeError):
             self._file.close()
             raise InputError(
-                f"{str(path)!r} contains lines that are not results of a batch: give another file"
+                f"{str(path)!r} contains lines that are not results of a batch: choose another file"
             ) from None
         self._file.truncate(whole)
 
     def add(self, answers: Iterable[Mapping[str, Any]]) -> None:
         """Append results and flush them to disk."""
         lines = [json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers]
-        self._file.write(
-            "".join(lines).encode(errors="backslashreplace")
-        )  # lone surrogates of a request, escaped as in JSON
+        # "backslashreplace" escapes lone surrogates of a request as JSON does.
+        self._file.write("".join(lines).encode(errors="backslashreplace"))
         self._file.flush()
         os.fsync(self._file.fileno())
 

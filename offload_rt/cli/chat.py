@@ -16,7 +16,7 @@ def run(args: argparse.Namespace) -> int:
     """Chat with a model in the terminal. The session and its KV cache are stored and can be resumed."""
     from .chat_loop import Chat
 
-    asked = sampling_given(args)
+    sampling = sampling_given(args)
     config, store = engine_config(args, progress=True), store_options(args)
     console = stderr_console(quiet=False)
 
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
 
     llm = LLM(args.model, config)
     session = llm.session(args.session, args.store, store, system=args.system)
-    Chat(llm, session, llm.get_default_sampling_params(**asked), read_text, console).run()
+    Chat(llm, session, llm.get_default_sampling_params(**sampling), read_text, console).run()
     return 0
 
 

@@ -98,7 +98,7 @@ class Chat:
         elif name in self._commands:
             self._commands[name](rest.strip())
         else:
-            raise InputError(f"no command {name!r}: /help lists the commands")
+            raise InputError(f"unknown command {name!r}: /help lists the commands")
 
     def _answer(self, text: str) -> None:
         gone = self._session.history.shift
@@ -137,7 +137,7 @@ class Chat:
     # ------------------------------------------------------------------------------------------------------- commands
 
     def _read(self, rest: str) -> None:
-        """Send a file. Its name ends at the first space unless it is in double quotes."""
+        """Send a file. A name that contains spaces must be in double quotes."""
         path, _, words = rest[1:].partition('"') if rest.startswith('"') else rest.partition(" ")
         if not path:
             raise InputError("/read needs a file: write /read FILE [words]")

@@ -16,7 +16,7 @@ INTERRUPTED = 130
 def add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], *, model: bool = True
 ) -> argparse.ArgumentParser:
-    """Add a subcommand whose description is the docstring of `run`. `model`: add MODEL and --dtype."""
+    """Add a subcommand described by the docstring of `run`, with MODEL and --dtype if `model` is true."""
     summary = " ".join((run.__doc__ or "").split())
     head = summary.split(". ")[0].split(";")[0].rstrip(".")
     parser: argparse.ArgumentParser = commands.add_parser(name, help=head, description=summary)
@@ -36,7 +36,7 @@ def add_passing(commands: Any, name: str, run: Callable[[argparse.Namespace], in
 
 
 def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return the options that are set, so that defaults are defined in one place."""
+    """Return the options that are set. Defaults are defined only in the Python API."""
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 

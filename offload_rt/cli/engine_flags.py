@@ -14,7 +14,7 @@ from ..utils.config_fields import configured, option_of
 from .option_flags import add_option, given_options
 
 POLICY_OPTION = "policy_option_"
-"""Prefix of policy options in the parsed arguments. The engine and a policy both have an option `skew`."""
+"""Prefix of policy options in the parsed arguments, because the engine and a policy both have an option `skew`."""
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, config: type[EngineConfig] = EngineConfig) -> None:
@@ -32,7 +32,7 @@ def add_plan_flags(parser: argparse.ArgumentParser, config: type[EngineConfig] =
 
 
 def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineConfig, **more: Any) -> EngineConfig:
-    """Return the configuration from the flags, with the fields `more` added. Raises ConfigError."""
+    """Return the configuration set by the flags and the fields in `more`. Raises ConfigError."""
     options = given_options(args, ["preset", *_options_of(policy_names())], POLICY_OPTION)
     settings = given_options(args, [field.name for field in fields(config)]) | _eviction(args) | _exact(args)
     chosen = configured(config, None, {**settings, "policy_options": options, **more})
@@ -43,7 +43,7 @@ def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineC
 def _eviction(args: argparse.Namespace) -> dict[str, Any]:
     given = given_options(args, [field.name for field in fields(EvictionOptions)], "eviction_")
     if "protect" in given and "policy" not in given:
-        raise ConfigError(f"--protect {given['protect']} needs eviction: add --eviction fifo|lru|counter")
+        raise ConfigError(f"--protect {given['protect']} requires eviction: add --eviction fifo|lru|counter")
     return {"eviction": given} if given else {}
 
 
@@ -98,5 +98,5 @@ def _add_policy_options(parser: argparse.ArgumentParser) -> None:
         "--preset",
         dest=f"{POLICY_OPTION}preset",
         metavar="|".join(dict.fromkeys(name for named in presets.values() for name in named)),
-        help=f"values of many options at once ({', '.join(presets)})",
+        help=f"predefined values of several options ({', '.join(presets)})",
     )

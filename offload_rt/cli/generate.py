@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 TAIL = 40
-"""Number of prompt tokens that are shown before the new text."""
+"""Number of prompt tokens to show before the new text."""
 
 _SEAM = 8
-"""Maximum number of additional tokens when a truncated text is tokenized again."""
+"""Number of tokens by which a truncated text may grow when it is tokenized again."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Continue a text or respond to it. Stream the new text, then show statistics."""
-    asked = sampling_given(args)
-    params = SamplingParams(**asked)
+    """Continue a text, or respond to it with --chat. Stream the new text, then show statistics."""
+    sampling = sampling_given(args)
+    params = SamplingParams(**sampling)
     _check_flags(args, params)
     config = engine_config(args, **_planned(args, params), progress=not args.quiet)
     text = _text(args)
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from ..llm import LLM
 
     llm = LLM(args.model, config)
-    params = llm.get_default_sampling_params(**asked)
+    params = llm.get_default_sampling_params(**sampling)
     prompt = (_chat_ids if args.chat else _prompt_ids)(llm, text, args, params.max_tokens)
     if _several(params):
         return _write_all(llm, prompt, params, console)
@@ -66,12 +66,12 @@ def add(commands: Any) -> None:
         "--prompt-tokens",
         type=int,
         metavar="N",
-        help="continue the book from its Nth token (default: from its end)",
+        help="use only the first N tokens of the text (default: all)",
     )
     parser.add_argument(
         "--truncate",
         metavar="|".join(TRUNCATE),
-        help="part of a too long text that is removed (default: refuse the text)",
+        help="what to remove from a text that exceeds the context length (default: raise an error)",
     )
     add_engine_flags(parser)
     add_sampling_flags(parser, several=True)
@@ -92,7 +92,7 @@ def _check_flags(args: argparse.Namespace, params: SamplingParams) -> None:
     """Raise InputError for flags that cannot be combined."""
     for flag, given, needs in (
         ("--system", args.system is not None and not args.chat, "--chat"),
-        ("--prompt-tokens", args.prompt_tokens is not None and args.chat, "a text to continue, without --chat"),
+        ("--prompt-tokens", args.prompt_tokens is not None and args.chat, "a text to continue: remove --chat"),
     ):
         if given:
             raise InputError(f"{flag} needs {needs}")
@@ -105,7 +105,7 @@ def _check_flags(args: argparse.Namespace, params: SamplingParams) -> None:
 def _text(args: argparse.Namespace) -> str:
     """Return the prompt from the argument, a file or stdin. Raises InputError if there is none, or more than one."""
     if args.prompt is not None and args.prompt_file is not None:
-        raise InputError("give a PROMPT or --prompt-file, not both")
+        raise InputError("give either PROMPT or --prompt-file, not both")
     if args.prompt is not None:
         return str(args.prompt)
     if args.prompt_file is None and sys.stdin.isatty():
@@ -130,12 +130,12 @@ def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) 
     if wanted is None:
         if room < 1:
             raise InputError(
-                f"--max-new-tokens {max_tokens} leaves no room for a prompt: {llm.name} has "
-                f"{llm.geometry.max_positions} positions"
+                f"--max-new-tokens {max_tokens} leaves no room for a prompt: the context "
+                f"length of {llm.name} is {llm.geometry.max_positions:,} tokens"
             )
         return shortened(ids, room, args.truncate, args.prompt_file or "the prompt")
     if not 1 <= wanted <= len(ids):
-        raise InputError(f"--prompt-tokens {wanted} must be between 1 and {len(ids)}, the tokens of the prompt file")
+        raise InputError(f"--prompt-tokens {wanted} must be between 1 and {len(ids)}, the length of the text")
     return ids[:wanted]
 
 
@@ -163,7 +163,7 @@ def _check_recordable(record: str | None, policy: str) -> None:
             "--record writes selected tokens, but policy 'full' attends to all tokens: choose another policy"
         )
     if Path(record).exists() and (not Path(record).is_dir() or any(Path(record).iterdir())):
-        raise InputError(f"cannot record to {record!r}: it exists already; give a new folder")
+        raise InputError(f"cannot record to {record!r}: it already exists; choose a new folder")
 
 
 def _size(folder: Path) -> str:

@@ -11,7 +11,7 @@ from .engine_flags import add_plan_flags, engine_config
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the memory that a model and a context need, and whether it is available. Loads no weights."""
+    """Show how much memory a model and a context need, and whether they fit. No weights are loaded."""
     if args.context < 1:
         raise ConfigError(f"--context {args.context} must be at least 1 token")
     config = engine_config(args, max_model_len=args.context)
@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> int:
     if locate(args.model).gguf is not None:
         notes.append(f"Of a GGUF file: {UNPACKED}.")
     if args.context > geometry.max_positions:
-        made_for = f"The model was made for {geometry.max_positions:,} positions"
+        length = f"The context length of the model is {geometry.max_positions:,} tokens"
         if geometry.absolute_positions:
-            found.append(f"{made_for}; it cannot take more.")
+            found.append(f"{length}; longer texts are impossible.")
         else:
-            notes.append(f"{made_for}; quality beyond is not known.")
-    verdict = "It does not fit here." if found else "It fits here."
+            notes.append(f"{length}; the quality of longer texts is unknown.")
+    verdict = "It does not fit in memory." if found else "It fits in memory."
     print("\n".join([verdict, *found, *notes, f"CPU kernels: {native_status()}."]))
     return 0
 
@@ -56,6 +56,6 @@ def run(args: argparse.Namespace) -> int:
 def add(commands: Any) -> None:
     parser = add_command(commands, "info", run)
     parser.add_argument(
-        "--context", type=int, required=True, metavar="N", help="number of tokens, prompt and new tokens"
+        "--context", type=int, required=True, metavar="N", help="number of tokens, including new tokens"
     )
     add_plan_flags(parser)

@@ -10,9 +10,9 @@ from types import FrameType
 
 
 class Interrupts:
-    """Record of Ctrl-C.
+    """Remembers whether Ctrl-C was pressed.
 
-    Python drops a KeyboardInterrupt that is raised in a destructor or a weak reference callback. The record persists.
+    Python drops a KeyboardInterrupt that is raised in a destructor or a weak reference callback.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,10 @@ class Interrupts:
 
 @contextmanager
 def watched() -> Iterator[Interrupts]:
-    """Record Ctrl-C inside the block. Call `check` often. No effect outside the main thread, which gets the signals."""
+    """Record Ctrl-C inside the block, which should call `check` often.
+
+    No effect outside the main thread, because only the main thread receives signals.
+    """
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts

@@ -26,7 +26,7 @@ def add_option(
 ) -> None:
     """Add the flag of a dataclass field that was created by `config_fields.option`.
 
-    A missing flag is None, so that defaults are defined in one place.
+    A missing flag is None, so that defaults are defined only in the dataclass.
 
     Args:
         group: Parser or argument group.
@@ -62,7 +62,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def _reader(kind: Any) -> Any:
-    """Return the converter of a flag value. Types that parse texts themselves (`config.Size`) get the text."""
+    """Return the converter of a flag value. Types that parse strings themselves (`config.Size`) get the string."""
     if get_origin(kind) is tuple:
         return _layers
     return kind if kind in (int, float, Path) else str
@@ -73,4 +73,4 @@ def _layers(text: str) -> tuple[int, ...]:
     try:
         return () if text == "none" else tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers: write 0,1 or none") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers: write for example 0,1, or none") from None

@@ -24,7 +24,7 @@ def _title(stats: Stats) -> str:
 
 
 def _attended_panel(figure: Figure, axes: Axes, stats: Stats) -> None:
-    """Draw the heat map of the exact attention fraction by layer and decode step, in logarithmic colours."""
+    """Draw a heat map of the exact attention fraction by layer and decode step, with a logarithmic colour scale."""
     import numpy as np
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -68,7 +68,7 @@ def _missed_by_layer_panel(axes: Axes, missed: NDArray[np.float64], dense: tuple
 
 
 def _missed_by_step_panel(axes: Axes, steps: list[int], missed: NDArray[np.float64], dense: tuple[int, ...]) -> None:
-    """Draw mean and maximum of the sparse layers at each sampled step."""
+    """Draw mean and maximum over the sparse layers at each sampled step."""
     import numpy as np
     from matplotlib.ticker import MaxNLocator
 
@@ -89,7 +89,9 @@ def _missed_panels(by_layer: Axes, by_step: Axes, stats: Stats) -> None:
     by_step.set(xlabel="decode step", ylabel="share of the softmax")
     if not stats.missed_by_step or len(stats.dense_layers) >= stats.layers:
         for axes in (by_layer, by_step):
-            axes.text(0.5, 0.5, "no missed attention mass, or not measured", ha="center", transform=axes.transAxes)
+            axes.text(
+                0.5, 0.5, "missed attention mass is zero or was not measured", ha="center", transform=axes.transAxes
+            )
             axes.set(xticks=[], yticks=[])
         return
     missed = np.asarray([masses for _, masses in stats.missed_by_step])
@@ -103,7 +105,7 @@ def _missed_panels(by_layer: Axes, by_step: Axes, stats: Stats) -> None:
 
 
 def plot_run(stats: Stats, path: Path | str) -> None:
-    """Write a PNG to `path` with the exact attention fraction and the missed attention mass by layer and step.
+    """Plot the exact attention fraction and the missed attention mass by layer and step to the PNG file `path`.
 
     Raises InputError if the file cannot be written.
     """

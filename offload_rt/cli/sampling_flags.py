@@ -12,14 +12,14 @@ STREAMED = (
     "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "stop", "ignore_eos",
 )  # fmt: skip
-"""Fields of `SamplingParams` for streamed output."""
+"""Fields of `SamplingParams` that can be used with streaming."""
 
 SEVERAL = ("n", "num_beams", "length_penalty")
-"""Fields of `SamplingParams` for several outputs and for beam search, which cannot be streamed."""
+"""Fields of `SamplingParams` for several outputs and beam search, which cannot be streamed."""
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool) -> None:
-    """Add the sampling flags. `several`: also those for several outputs."""
+    """Add the sampling flags, with the flags for several outputs if `several` is true."""
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-new-tokens", dest="max_tokens", type=int, metavar="N")
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
@@ -40,6 +40,6 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool) -> Non
 
 def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling fields that are set. Raises ConfigError before the model is loaded."""
-    asked = given(args, [name for name in (*STREAMED, *SEVERAL) if hasattr(args, name)])
-    SamplingParams(**asked)
-    return asked
+    found = given(args, [name for name in (*STREAMED, *SEVERAL) if hasattr(args, name)])
+    SamplingParams(**found)
+    return found

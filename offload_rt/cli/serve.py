@@ -25,12 +25,12 @@ DOCUMENTS = "server"
 """Folder of conversations and responses in the store."""
 
 KEY_VARIABLE = "OFFLOAD_RT_API_KEY"
-"""Environment variable for an API key, which hides the key from process listings."""
+"""Environment variable for an API key. Unlike a flag, it does not appear in process listings."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve the OpenAI and Anthropic protocols and a web page over HTTP. By default, only local clients can
-    connect (see --host)."""
+    """Serve the OpenAI and Anthropic protocols and a web page over HTTP. By default, only local clients can connect
+    (see --host)."""
     options, config, store = _options(args), engine_config(args, progress=True), store_options(args)
     if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'offload-rt[serve]'")
@@ -82,7 +82,12 @@ def add(commands: Any) -> None:
     several = (
         ("--api-key", "api_keys", "KEY", f"require this API key; may be repeated; also from {KEY_VARIABLE}"),
         ("--cors-origin", "cors_origins", "URL", "allow browser requests from this origin; may be repeated"),
-        ("--allowed-host", "allowed_hosts", "NAME", "further host name of a local server; may be repeated"),
+        (
+            "--allowed-host",
+            "allowed_hosts",
+            "NAME",
+            "additional host name that a local server accepts; may be repeated",
+        ),
     )
     for flag, name, metavar, help in several:
         groups["server"].add_argument(flag, dest=f"server_{name}", action="append", metavar=metavar, help=help)

@@ -15,7 +15,7 @@ from ..utils.units import format_duration, format_size, parse_duration
 from .common import add_command
 
 PIPED = 500
-"""Table width if stdout is not a terminal, wide enough that no line is broken."""
+"""Table width if stdout is not a terminal, large enough to avoid line breaks."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="name of the session")
     parser.add_argument("--store", required=True, metavar="DIR", help="folder of the store, as in chat --store")
     parser.add_argument(
-        "--store-ttl", metavar="TIME", help="list: show what this time to live would delete, such as 7d or 12h"
+        "--store-ttl", metavar="TIME", help="list: show how much this time to live would delete, such as 7d or 12h"
     )
     parser.add_argument("--model", metavar="MODEL", help="model of the session, if NAME exists for several models")
     parser.add_argument("--out", metavar="FILE", help="export: write to this file instead of stdout")
@@ -78,7 +78,7 @@ def _list(folder: Path, args: argparse.Namespace) -> None:
     for one in catalog.sessions:
         if one.damage:
             print(
-                f"{printable(one.history.name)}: {one.damage}; the list shows the state of the previous save",
+                f"{printable(one.history.name)}: {one.damage}; the table shows the previous save",
                 file=sys.stderr,
             )
 

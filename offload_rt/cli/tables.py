@@ -54,7 +54,7 @@ def _weights_crossed(stats: Stats) -> Rows:
     per_token = f" ({format_size(stats.h2d_weight_bytes_steps / tokens)} per decoded token)" if tokens else ""
     rows: Rows = [("host to device, weights", f"{format_size(stats.h2d_weight_bytes)}{per_token}")]
     if stats.expert_hit_rate is not None:
-        rows.append(("  hit rate of the experts", _percent(stats.expert_hit_rate)))
+        rows.append(("  expert cache hit rate", _percent(stats.expert_hit_rate)))
     return rows
 
 
@@ -107,7 +107,7 @@ TOO_MUCH = 0.1
 
 
 def _mass_in_words(stats: Stats) -> Rows:
-    """Row that rates the mass and says how to reduce it."""
+    """Row that rates the missed attention mass and suggests how to reduce it."""
     if stats.missed_mass is None:
         return []
     if stats.approximate_bytes_device:

@@ -17,6 +17,7 @@ from ..config import Verify
 from ..core import ModelGeometry
 from ..errors import ConfigError, ModelError
 from ..sampling_params import SamplingParams
+from ..utils.openmp import stop_spinning
 from .adapter import ModelAdapter
 from .checkpoint import (
     MERGE,
@@ -163,6 +164,7 @@ def load_model(
     Raises ModelError (unsupported, not proved, missing, incomplete or damaged), ConfigError (device or dtype; a loaded
     model of which something stays in host memory), MemoryLimitError.
     """
+    stop_spinning()
     own_tokenizer: PreTrainedTokenizerBase | None = None
     identify: Callable[[Any], str] = fingerprint
     if isinstance(model, (str, os.PathLike)):

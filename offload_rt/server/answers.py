@@ -23,14 +23,14 @@ class Step:
     """New output of the completion `index`.
 
     Attributes:
-        index: Number of the completion.
+        index: Position of the completion in the response.
         pieces: New content, reasoning and tool calls.
         token_ids: New tokens `[t]`.
         logprobs: Log-probabilities of the new tokens, if requested.
         finish_reason: "stop", "length" or "tool_calls" in the last step, else None.
         stop_reason: Stop string or token that ended the completion.
         usage: Token counts of the whole request so far.
-        watched: Output with trace data of a traced request. It comes in a separate step.
+        watched: Output with the trace data of a traced request, in a separate step.
     """
 
     index: int
@@ -73,17 +73,17 @@ def asked(
     forced: bool,
     where: EngineArguments | None = None,
 ) -> ChatJob:
-    """Create the request for a conversation that is rendered as `text`."""
+    """Return the request for a conversation with the rendered prompt `text`."""
     return ChatJob(ids, params, ends_within_thinking(text), conversation.offered, forced, where or EngineArguments())
 
 
-async def answer(service: Service, request: Request, what: ChatJob) -> AsyncGenerator[Step, None]:
+async def answer(service: Service, request: Request, job: ChatJob) -> AsyncGenerator[Step, None]:
     """Generate and parse `params.n` responses to a conversation."""
     deltas, parsers, called = Deltas(), dict[int, Parser](), set[int]()
-    async with aclosing(service.outputs(request, what.ids, what.params, what.where)) as outputs:
+    async with aclosing(service.outputs(request, job.ids, job.params, job.where)) as outputs:
         async for output in outputs:
             for delta in deltas.of(output):
-                parser = parsers.setdefault(delta.index, _parser(service, what))
+                parser = parsers.setdefault(delta.index, _parser(service, job))
                 pieces = parser.push(delta.text)
                 if delta.finish_reason is not None:
                     pieces += parser.finish()
@@ -99,8 +99,8 @@ async def answer(service: Service, request: Request, what: ChatJob) -> AsyncGene
                 yield Step(0, [], [], None, None, None, usage_of(output), output)
 
 
-def _parser(service: Service, what: ChatJob) -> Parser:
+def _parser(service: Service, job: ChatJob) -> Parser:
     # Guided decoding applies from the first token on, so the response has no reasoning section.
-    if what.params.structured_outputs is not None:
-        return answer_parser("llama3_json" if what.forced else "none", "none", what.offered)
-    return answer_parser(service.tools, service.reasoning, what.offered, thinking=what.thinking)
+    if job.params.structured_outputs is not None:
+        return answer_parser("llama3_json" if job.forced else "none", "none", job.offered)
+    return answer_parser(service.tools, service.reasoning, job.offered, thinking=job.thinking)

@@ -54,7 +54,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     _add_state(app, service)
     add_page(app)
     app.add_middleware(Gate, options=options)
-    if options.cors_origins:  # outside the gate, so that browsers can read why a request was refused
+    if options.cors_origins:  # outside the gate, so that browsers can read the reason of a refusal
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.cors_origins,
@@ -67,11 +67,11 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
 
 def _add_errors(app: FastAPI) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
-        said = refusal(error)
-        if said.status >= 500:
+        failure = refusal(error)
+        if failure.status >= 500:
             logger.error("a request failed", exc_info=error)
-        request.scope["state"]["notes"]["error"] = said.message
-        return error_response(said, request.url.path)
+        request.scope["state"]["notes"]["error"] = failure.message
+        return error_response(failure, request.url.path)
 
     async def gone(request: Request, error: Exception) -> Response:
         request.scope["state"]["notes"]["client"] = "gone"
@@ -111,7 +111,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:
-        raise refused("this server generates text, no embeddings: use an embedding model and a server for it")
+        raise refused("embeddings are not supported: use a server with an embedding model")
 
 
 def _add_responses(app: FastAPI, service: Service) -> None:
@@ -135,7 +135,7 @@ def _add_responses(app: FastAPI, service: Service) -> None:
 
 
 def _add_sessions(app: FastAPI, service: Service) -> None:
-    # `store` tells the page whether sessions are stored. Otherwise requests with `session` are refused.
+    # `store` tells the page whether sessions are stored. If not, requests with `session` are refused.
 
     @app.get("/v1/sessions")
     async def sessions(request: Request) -> Response:
@@ -168,7 +168,7 @@ def _add_tools(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise refused("give either prompt (a text) or messages", "prompt")
+            raise refused("send either prompt (a string) or messages", "prompt")
         if body.messages is None:
             work = service.prompts.of_text(body.prompt or "", special_tokens=body.add_special_tokens)
             ids = await until_gone(request, work)

@@ -33,8 +33,8 @@ class ClientGoneError(Exception):
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return what `work` returns. Cancel it and raise ClientGoneError if the client closes the connection.
 
-    Raises TimeoutError shortly after the request's deadline if the work did not raise it. Without a response by then
-    the connection would be aborted.
+    Raises TimeoutError shortly after the request's deadline if `work` did not raise it, and before the connection is
+    aborted.
     """
     async with asyncio.timeout_at(request.scope["state"]["deadline"] + DELIVERY_SECONDS / 2):
         return await _or_gone(request.receive, work)
@@ -82,7 +82,7 @@ class EventStream(Response):
         self._events, self._next = events, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events. Cancel the work if the client disconnects."""
+        """Send all events. Close the generator if the client disconnects."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await _or_gone(receive, self._send(scope, send))
@@ -106,10 +106,10 @@ class EventStream(Response):
         except StopAsyncIteration:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except Exception as error:
-            said = refusal(error)
-            if said.status >= 500:
+            failure = refusal(error)
+            if failure.status >= 500:
                 logger.error("a streamed response failed", exc_info=error)
-            await _break_off(scope, send, said)
+            await _break_off(scope, send, failure)
 
 
 async def _break_off(scope: Scope, send: Send, error: RefusedError) -> None:

@@ -1,4 +1,4 @@
-"""Conversations in the form of chat templates, and their conversion from requests."""
+"""Conversations as input of chat templates, and their conversion from requests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Conversation:
     """Input of a chat template.
 
     Attributes:
-        messages: Messages with `role` and `content` (a text).
+        messages: Messages with `role` and `content` (a string).
         tools: Tools in OpenAI's format.
-        choice: Whether tools may or must be called.
+        choice: Whether the response may, must not or must call a tool.
         named: Name of the tool that must be called.
-        template: Further variables of the chat template, such as `enable_thinking`.
+        template: Additional variables of the chat template, such as `enable_thinking`.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -40,8 +40,8 @@ class Conversation:
 
 
 def refuse_prefill(messages: Sequence[Mapping[str, Any]], param: str) -> None:
-    """Refuse a conversation that ends with an assistant message, which clients send to have it continued."""
-    # A template would close that message and begin another one.
+    """Raise RefusedError if a conversation ends with an assistant message, which clients send to have it continued."""
+    # A chat template would close that message and begin a new one.
     if messages and messages[-1].get("role") == "assistant":
         raise refused(
             f"{param} ends with an assistant message, and this server cannot continue a message: remove it, add "
@@ -80,7 +80,7 @@ def tool_options(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -
 
 
 def template_message(message: Message, where: str) -> dict[str, Any]:
-    """Convert a message: the content to a text, the arguments of tool calls to objects. None fields are removed."""
+    """Convert a message: content to a string, arguments of tool calls to objects. Fields that are None are removed."""
     found = message.model_dump(exclude_none=True)
     found["content"] = text_of(message.content, where)
     if message.tool_calls is not None:
@@ -99,13 +99,13 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None, where: str) -> st
             raise refused(f"{where}.content.{i}: {kind!r} is not supported: send text", f"{where}.content.{i}")
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
-            raise refused(f"{where}.content.{i}.text must be a text", f"{where}.content.{i}.text")
+            raise refused(f"{where}.content.{i}.text must be a string", f"{where}.content.{i}.text")
         texts.append(text)
     return "\n".join(texts)
 
 
 def call_message(name: str, arguments: str | Mapping[str, Any], call_id: str, where: str) -> dict[str, Any]:
-    """Return a tool call of an earlier response for an assistant message."""
+    """Return a tool call of an earlier response in the form that assistant messages contain."""
     return _call({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}, where)
 
 

@@ -26,13 +26,13 @@ MOST = 10_000
 """Maximum number of documents of one kind. The least recently used document is evicted first."""
 
 MOST_BYTES = {False: 64 << 20, True: 4 << 30}
-"""Maximum total size of the documents of one kind: in memory (False) and on disk (True)."""
+"""Maximum total size in bytes of the documents of one kind: in memory (False) and on disk (True)."""
 
 _SUFFIX = ".json"
 _FILE = re.compile(r"([0-9a-f]{32})\.json")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{32})?\.tmp")
 _STALE = 60.0
-"""Age in seconds after which a temporary file is removed. Another server may be writing a younger one."""
+"""Age in seconds after which a temporary file is removed. Another server may still be writing younger ones."""
 
 
 def digest(*parts: str) -> str:
@@ -42,10 +42,11 @@ def digest(*parts: str) -> str:
 
 
 class Documents:
-    """LRU store of JSON documents, each with a small head and a body, keyed by a `digest`.
+    """LRU store of JSON documents, keyed by a `digest`. A document consists of a small head and a body.
 
-    A document file has one line for the head and one line for the body. Files are replaced atomically, so a killed
-    server leaves the old or the new version. Several servers may share a folder. Other files in it are not touched.
+    In a folder, each document is a file with one line for the head and one line for the body. Files are replaced
+    atomically, so a killed server leaves the old or the new version. Several servers may share a folder. Other files
+    in it are not touched.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -169,9 +170,9 @@ _TITLE = 80
 
 
 def session_of(owner: str, name: str) -> str:
-    """Return the engine's id of a session. It is unique for each API key and name."""
+    """Return the engine's id of a session, unique per API key and name. Raises RefusedError."""
     if not 1 <= len(name) <= LONGEST_NAME:
-        raise refused(f"session must be a name of 1 to {LONGEST_NAME} characters", "session")
+        raise refused(f"session must be a string of 1 to {LONGEST_NAME} characters", "session")
     return digest("session", owner, name)
 
 
@@ -182,7 +183,7 @@ class Conversations:
         self._documents = documents
 
     def keep(self, owner: str, name: str, messages: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Store a conversation. Return the engine ids of evicted sessions."""
+        """Store a conversation and return the engine ids of evicted sessions."""
         head = {
             "owner": owner,
             "id": name,
@@ -220,11 +221,11 @@ class Conversations:
 
 
 def _unknown(name: str) -> RefusedError:
-    return RefusedError(404, f"there is no session {name!r:.80}", param="session", code="session_not_found")
+    return RefusedError(404, f"the session {name!r:.80} does not exist", param="session", code="session_not_found")
 
 
 def _title(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the last line of the first user message. Earlier lines may be a document."""
+    """Return the last line of the first user message, because earlier lines may be a document."""
     for message in messages:
         if message.get("role") == "user" and isinstance(message.get("content"), str):
             lines = [line.strip() for line in message["content"].splitlines() if line.strip()]
@@ -237,7 +238,7 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def response_of(owner: str, name: str) -> str:
-    """Return the engine's session id of a response. It is unique for each API key and response id."""
+    """Return the engine's session id of a response, unique per API key and response id."""
     return digest("response", owner, name)
 
 
@@ -259,13 +260,13 @@ class Kept:
 
 
 class ResponseStore:
-    """Responses by id. For other API keys a response does not exist."""
+    """Responses by id, each visible only to the API key that created it."""
 
     def __init__(self, documents: Documents) -> None:
         self._documents = documents
 
     def add(self, name: str, kept: Kept) -> list[str]:
-        """Store a response. Return the sessions of evicted responses that no other response uses."""
+        """Store a response and return the sessions of evicted responses that no other response uses."""
         head = {"owner": kept.owner, "session": kept.session}
         body = {"response": kept.response, "messages": kept.messages}
         forgotten = self._documents.put(digest(name), head, body)
@@ -285,7 +286,7 @@ class ResponseStore:
         return Kept(owner, body["response"], body["messages"], head["session"])
 
     def delete(self, name: str, owner: str) -> str:
-        """Delete a response and return its session, which the caller deletes too. Raises as `get`.
+        """Delete a response and return its session, which the caller must delete too. Raises as `get`.
 
         Other responses of the conversation remain usable.
         """

@@ -18,13 +18,13 @@ from .options import ServerOptions
 _ADDED = (
     "waiting", "running", "prompt_tokens", "cached_tokens", "generated_tokens", "link_bytes", "device_kv_bytes",
 )  # fmt: skip
-"""Fields of `EngineLoad` that are summed over the engines. The others describe the shared pool."""
+"""Fields of `EngineLoad` that are summed over the engines. The other fields describe the shared pool."""
 
 
 class Engines:
     """The server's engine, and up to `max_policies - 1` engines for other policies.
 
-    Each engine decodes a separate batch. Engines alternate steps on the shared pool and share cached prefixes. If the
+    Each engine decodes a separate batch. The engines take turns on the shared pool and share cached prefixes. If the
     limit is reached, an idle engine is closed.
     """
 
@@ -45,9 +45,7 @@ class Engines:
         """
         if policy is None:
             if options:
-                raise refused(
-                    "policy_options needs policy: name the policy, or remove policy_options", "policy_options"
-                )
+                raise refused("policy_options requires policy: add policy, or remove policy_options", "policy_options")
             yield self.own
             return
         key = json.dumps([policy, dict(options or {})], sort_keys=True)
@@ -75,7 +73,7 @@ class Engines:
         most, own = self._options.max_policies, self.own.llm.config.policy
         if most == 1:
             raise refused(
-                f"this server allows only the policy {own!r}: remove policy, or start the server with --max-policies",
+                f"this server allows only policy {own!r}: remove policy, or restart it with a higher --max-policies",
                 "policy",
             )
         if len(self._others) >= most - 1:
@@ -96,7 +94,7 @@ class Engines:
         engine = self._others[key]
         await engine.close()
         load = engine.load()
-        del self._others[key]  # together with adding its totals below, so that each is counted once
+        del self._others[key]  # no await before its totals are added below, so that `load` counts them once
         self._users.pop(key, None)
         for name in _ADDED:
             self._past[name] += getattr(load, name)

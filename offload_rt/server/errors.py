@@ -1,6 +1,6 @@
 """HTTP errors in the formats of OpenAI and Anthropic.
 
-Errors of the client are 4xx and say what to change. Internal errors are 5xx and their text is logged only.
+Client errors are 4xx, and their messages say what to change. The text of internal errors (5xx) is only logged.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def ending() -> RefusedError:
-    """Return the error for requests that the shutdown interrupts."""
+    """Return the error for requests that are interrupted by a shutdown (503)."""
     return RefusedError(503, "the server is shutting down", headers={"Retry-After": "30"})
 
 
@@ -90,7 +90,7 @@ def refusal(error: BaseException) -> RefusedError:
     if isinstance(error, QueueFullError):
         return RefusedError(429, str(error), code="queue_full", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, SessionBusyError):
-        message = "this conversation is in use by another request: retry when that request has ended"
+        message = "this conversation is in use by another request: retry when it has finished"
         return RefusedError(409, message, param="session", code="session_busy", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, MemoryLimitError):
         return refused(str(error), code="pool_full")

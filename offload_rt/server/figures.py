@@ -16,17 +16,17 @@ _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 16
 _PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _WHOLE = (0.3, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 240, 480, 960, 1920)
 _TOKENS = (1, 10, 100, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000)
-"""Upper bounds of buckets: seconds, seconds per token, seconds, tokens."""
+"""Upper bounds of the histogram buckets: seconds, seconds per token, seconds, tokens."""
 
 _GAUGES = {
     "num_requests_waiting": ("waiting requests", "waiting"),
     "num_requests_running": ("running requests", "running"),
     "kv_pool_used_bytes": ("KV in host memory", "pool_used_bytes"),
-    "kv_pool_limit_bytes": ("limit of the KV in host memory", "pool_limit_bytes"),
-    "kv_kept_bytes": ("unused KV in host memory that is kept for prefix caching", "kept_bytes"),
+    "kv_pool_limit_bytes": ("capacity of the KV cache in host memory", "pool_limit_bytes"),
+    "kv_kept_bytes": ("KV in host memory that no request uses, kept for prefix caching", "kept_bytes"),
     "kv_device_bytes": ("KV on the device", "device_kv_bytes"),
-    "kv_store_bytes": ("files of the session store", "store_bytes"),
-    "weight_bytes": ("weights of the model", "weight_bytes"),
+    "kv_store_bytes": ("size of the session store on disk", "store_bytes"),
+    "weight_bytes": ("size of the model weights", "weight_bytes"),
 }
 _TOTALS = {
     "prompt_tokens": ("prompt tokens", "prompt_tokens"),
@@ -39,7 +39,7 @@ _TIERS = {
     "disk": "session_disk_tokens",
     "computed": "session_computed_tokens",
 }
-"""Metrics of the engine: name to help text and field of `EngineLoad`. For the last: tier to field."""
+"""Fields of `EngineLoad` with the tokens of each tier. `_GAUGES` and `_TOTALS` map metrics to (help text, field)."""
 
 PREFIX = "offload_rt_"
 
@@ -56,9 +56,11 @@ class Figures:
             made = Histogram(PREFIX + name, help, ["model_name"], registry=self._registry, buckets=buckets)
             return made.labels(model)
 
-        self._first = histogram("time_to_first_token_seconds", "arrival to first token", _FIRST_TOKEN)
-        self._token = histogram("time_per_output_token_seconds", "mean per request after the first token", _PER_TOKEN)
-        self._whole = histogram("e2e_request_latency_seconds", "arrival to last token", _WHOLE)
+        self._first = histogram("time_to_first_token_seconds", "time from arrival to first token", _FIRST_TOKEN)
+        self._token = histogram(
+            "time_per_output_token_seconds", "mean time per token after the first one, per request", _PER_TOKEN
+        )
+        self._whole = histogram("e2e_request_latency_seconds", "time from arrival to last token", _WHOLE)
         self._prompt = histogram("request_prompt_tokens", "prompt tokens of a request", _TOKENS)
         self._new = histogram("request_generation_tokens", "new tokens of a request", _TOKENS)
         self._ended = Counter(
@@ -74,7 +76,7 @@ class Figures:
         self._first.observe(seconds)
 
     def ended(self, reason: str, usage: Usage, seconds: float, after_first: float) -> None:
-        """Record a finished request. `after_first`: seconds since the first token."""
+        """Record a finished request. `after_first`: seconds from the first to the last token."""
         self._ended.labels(self._model, reason).inc()
         self._whole.observe(seconds)
         self._prompt.observe(usage.prompt)
@@ -105,7 +107,11 @@ class _EngineCollector(Collector):
             gauge = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
             gauge.add_metric([self._model], getattr(load, field))
             yield gauge
-        used = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "share of the host pool in use", labels=["model_name"])
+        used = GaugeMetricFamily(
+            PREFIX + "kv_cache_usage_perc",
+            "fraction of the KV cache in host memory that is in use",
+            labels=["model_name"],
+        )
         used.add_metric([self._model], load.pool_used_bytes / max(1, load.pool_limit_bytes))
         yield used
         for name, (help, field) in _TOTALS.items():

@@ -19,10 +19,10 @@ from .options import DELIVERY_SECONDS
 SESSION_HEADER = "x-session-id"
 
 BEGINNING = 2048
-"""Length in characters of the common prefix by which long prompts are routed."""
+"""Length in characters of the prefix by which long prompts are routed."""
 
 LEAST = 256
-"""Length of the common prefix for shorter prompts. Prompts below this length are routed to any replica."""
+"""Length in characters of the prefix used for shorter prompts. Prompts below it are routed to any replica."""
 
 _FIELDS = ("system", "instructions", "messages", "prompt", "input")
 """Prompt fields of all protocols, in the order of a chat template."""
@@ -31,22 +31,22 @@ _FIELDS = ("system", "instructions", "messages", "prompt", "input")
 def affinity(headers: Headers, body: bytes) -> str:
     """Return the routing key of a request, or "" if any replica may handle it.
 
-    The key is made from the header `x-session-id`, else from the API key and the `session` of the body, else from the
+    The key is derived from the header `x-session-id`, else from the API key and the field `session`, else from the
     beginning of the prompt.
     """
     if named := headers.get(SESSION_HEADER):
         return _digest("session", named)
     try:
-        asked = json.loads(body)
+        fields = json.loads(body)
     except (ValueError, RecursionError):
         return ""
-    if not isinstance(asked, dict):
+    if not isinstance(fields, dict):
         return ""
-    if isinstance(session := asked.get("session"), str):
+    if isinstance(session := fields.get("session"), str):
         key = headers.get("authorization") or headers.get("x-api-key") or ""
         return _digest("named", key, session)
     beginning = ""
-    for text in _texts([asked.get(name) for name in _FIELDS]):
+    for text in _texts([fields.get(name) for name in _FIELDS]):
         beginning += text[: BEGINNING - len(beginning)]
         if len(beginning) == BEGINNING:
             break
@@ -100,10 +100,13 @@ class ForwardedRequest:
 
 
 class Proxy:
-    """ASGI application that forwards each request with `ask(asked, affinity)` and sends the messages that it yields.
+    """ASGI application that forwards requests to replicas.
 
-    If the client disconnects, the iterator is closed. Reading stops after `max_body` bytes: the replica refuses larger
-    bodies.
+    Args:
+        ask: Takes a request and its routing key, and yields the messages of the response. It is closed if the client
+            disconnects.
+        max_body: Size in bytes after which the rest of a body is not read. The replica refuses larger bodies.
+        timeout: Maximum duration of a request in seconds.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class Proxy:
         self._ask, self._max_body, self._timeout = ask, max_body, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request. Cancel it some seconds after `timeout`, when the replica has reported its timeout."""
+        """Forward a request. Cancel it shortly after `timeout`, so that the replica can report the timeout first."""
         async with asyncio.timeout(self._timeout + DELIVERY_SECONDS):
             await self._forward(scope, receive, send)
 
@@ -120,8 +123,8 @@ class Proxy:
         body = await self._read(receive)
         if body is None:
             return
-        asked = ForwardedRequest({name: scope[name] for name in _PASSED if name in scope}, body)
-        answering = asyncio.ensure_future(self._answer(asked, affinity(Headers(scope=scope), body), send))
+        forwarded = ForwardedRequest({name: scope[name] for name in _PASSED if name in scope}, body)
+        answering = asyncio.ensure_future(self._answer(forwarded, affinity(Headers(scope=scope), body), send))
         left = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({answering, left}, return_when=asyncio.FIRST_COMPLETED)
@@ -144,17 +147,17 @@ class Proxy:
                 break
         return b"".join(parts)
 
-    async def _answer(self, asked: ForwardedRequest, key: str, send: Send) -> None:
+    async def _answer(self, forwarded: ForwardedRequest, key: str, send: Send) -> None:
         begun = False
         try:
-            async with aclosing(self._ask(asked, key)) as messages:  # type: ignore[type-var]
+            async with aclosing(self._ask(forwarded, key)) as messages:  # type: ignore[type-var]
                 async for message in messages:
                     begun = True
                     await send(message)
         except Exception as error:
             logger.warning("a replica did not respond", extra={"fields": {"error": f"{type(error).__name__}: {error}"}})
             if begun:
-                raise  # abort the connection, so that clients notice that the response is incomplete
+                raise  # aborts the connection, so that the client notices that the response is incomplete
             await _send_lost(send)
 
 
@@ -164,10 +167,10 @@ class Upstream:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def answer(self, asked: ForwardedRequest) -> AsyncIterator[Message]:
-        """Yield the messages of the application. Closing the iterator reports a disconnect to it."""
+    async def answer(self, forwarded: ForwardedRequest) -> AsyncIterator[Message]:
+        """Yield the messages of the application. Closing the iterator signals a disconnect to the application."""
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
-        gone, bodies = asyncio.Event(), [asked.body]
+        gone, bodies = asyncio.Event(), [forwarded.body]
 
         async def receive() -> Message:
             if bodies:
@@ -178,7 +181,7 @@ class Upstream:
         async def send(message: MutableMapping[str, Any]) -> None:
             sent.put_nowait(message)
 
-        task = asyncio.ensure_future(self._run(asked, receive, send))
+        task = asyncio.ensure_future(self._run(forwarded, receive, send))
         task.add_done_callback(lambda _: sent.put_nowait(None))
         try:
             while (message := await sent.get()) is not None:
@@ -187,8 +190,8 @@ class Upstream:
             gone.set()
             await task
 
-    async def _run(self, asked: ForwardedRequest, receive: Receive, send: Send) -> None:
-        await self._app(dict(asked.scope), receive, send)
+    async def _run(self, forwarded: ForwardedRequest, receive: Receive, send: Send) -> None:
+        await self._app(dict(forwarded.scope), receive, send)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -28,18 +28,18 @@ GONE = 499
 """Status in the log if the client disconnects before the response begins."""
 
 MOST_BODIES = 16
-"""Memory limit for incomplete bodies, in units of `max_body`. Further bodies are refused with 503."""
+"""Maximum total size of incomplete bodies, in units of `max_body`. Further bodies are refused with 503."""
 
 logger = logging.getLogger(__name__)
 
 
 class Gate:
-    """ASGI middleware. Every response has the header `x-request-id`, every request one log record."""
+    """ASGI middleware. It adds the header `x-request-id` to each response and logs each request once."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app, self._options = app, options
         self._receiving = 0
-        """Bytes of the incomplete bodies of all requests."""
+        """Total size in bytes of the incomplete bodies of all requests."""
         self._digests = [_digest(key) for key in options.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +87,7 @@ class Gate:
             await self._app(scope, _replayed(body, receive), send)
 
     def _check_host(self, headers: Headers) -> None:
-        """Refuse unknown host names if the server is local, to prevent DNS rebinding."""
+        """Raise RefusedError for unknown host names if the server is local, to prevent DNS rebinding."""
         name = _host_name(headers.get("host", ""))
         known = (*LOCAL_HOSTS, *self._options.allowed_hosts)
         if self._options.local and name and name not in known:
@@ -101,18 +101,18 @@ class Gate:
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", ""))
-        # Compare all keys in constant time, so that the duration reveals nothing about them.
+        # Compare with all keys in constant time, so that the duration reveals nothing about them.
         if sum(hmac.compare_digest(given, known) for known in self._digests) == 0:
             raise RefusedError(
                 401,
-                "wrong or missing API key: send 'Authorization: Bearer KEY' (or 'x-api-key: KEY')",
+                "missing or invalid API key: send 'Authorization: Bearer KEY' (or 'x-api-key: KEY')",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return given.hex()
 
     async def _body(self, headers: Headers, receive: Receive, deadline: float) -> bytes | None:
-        """Return the complete body, or None if the client disconnects before."""
+        """Return the complete body, or None if the client disconnects. Raises RefusedError."""
         limit, parts, size = self._options.max_body, [], 0
         announced = headers.get("content-length", "")
         if sum(len(name) + len(value) + len(": \r\n") for name, value in headers.raw) > MOST_HEAD_BYTES:
@@ -156,7 +156,7 @@ def _host_name(host: str) -> str:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields the body that was read, then the further messages of the connection."""
+    """Return a `receive` callable that first yields the body and then the further messages of the connection."""
     left: Sequence[bytes] = [body]
 
     async def again() -> Message:

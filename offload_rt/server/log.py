@@ -1,4 +1,4 @@
-"""Structured log on stderr: one JSON object per line, without prompts and responses unless `--log-prompts` is set."""
+"""Structured log on stderr: one JSON object per line. It contains prompts and responses only with `--log-prompts`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ class JsonLines(logging.Formatter):
 
 
 class Repetitions(logging.Filter):
-    """Pass the first `most` warnings, errors and refused requests of a kind per interval. The first record after the
-    interval carries how many were dropped, in its field `suppressed`."""
+    """Pass only the first `most` warnings, errors and refused requests of each kind per interval.
+
+    The field `suppressed` of the first record after an interval contains the numbers of dropped records.
+    """
 
     def __init__(self, most: int = 20, seconds: float = 10.0) -> None:
         super().__init__()

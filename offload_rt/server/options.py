@@ -16,19 +16,19 @@ ReasoningParser = Literal["auto", "think", "none"]
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses that other machines cannot reach."""
 
-
 DELIVERY_SECONDS = 2.0
-"""Seconds between `timeout` and the abort of a connection, to deliver the 408 response or the error event."""
+"""Seconds after `timeout` to deliver the 408 response or the error event before the connection is aborted."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Access, limits and formats of the server. Sizes and durations may be texts ("16MiB", "10m").
+    """Access, limits and formats of the server. Sizes and durations may be strings ("16MiB", "10m").
 
     Attributes:
         host: Address to listen on.
         port: Port to listen on. 0 chooses a free port.
-        api_keys: Keys that requests must present, also from OFFLOAD_RT_API_KEY. Without keys, no request needs one.
+        api_keys: API keys, of which each request must send one. Empty: requests need no key. The command line also
+            reads OFFLOAD_RT_API_KEY.
         served_model_name: Model name for clients. None: the hub id, or the last part of the path.
         max_waiting: Maximum number of waiting requests. Further requests get 429 with Retry-After.
         max_tokens_limit: Maximum number of new tokens per request. None: the model's context length.
@@ -37,19 +37,19 @@ class ServerOptions:
         timeout: Maximum duration of a request in seconds, from its arrival to the last byte of the response.
         max_connections: Maximum number of open connections. If all are in use, a new connection replaces the one whose
             client has been silent for longest. It is refused if every client waits for a response. None: half of the
-            process's file descriptors.
-        head_timeout: Seconds in which the head of a request must arrive.
+            process's limit on file descriptors.
+        head_timeout: Seconds within which the head of a request must arrive.
         send_timeout: Seconds after which a client that does not read its response is disconnected.
-        grace: Seconds that running requests may take during a shutdown.
+        grace: Seconds that running requests may take to finish during a shutdown.
         tool_parser: Format of tool calls. "auto" chooses by the chat template.
         reasoning_parser: Format of reasoning sections. "auto" chooses by the chat template.
         share_prefixes: Share cached prefixes among API keys. By default a key reuses only its own KV, so that
-            `cached_tokens` and latency reveal no prompts of other keys.
+            `cached_tokens` and latency do not reveal prompts of other keys.
         documents: Folder for conversations and responses. None: in memory.
         cors_origins: Origins whose pages may call the server from a browser.
-        allowed_hosts: Further host names of a server that listens on a local address. Other names are refused to
+        allowed_hosts: Additional host names that a server on a local address accepts. It refuses other names to
             prevent DNS rebinding.
-        log_prompts: Write prompts and responses to the log. By default it has only sizes and times.
+        log_prompts: Write prompts and responses to the log. By default it contains only sizes and times.
     """
 
     host: str = option("127.0.0.1", help="address to listen on; 0.0.0.0 for all", metavar="ADDRESS", group="server")

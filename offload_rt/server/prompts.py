@@ -21,10 +21,10 @@ from .tokenizing import TextTokenizer
 T = TypeVar("T")
 
 LONG = 1 << 18
-"""Length in characters above which a text is long. Long texts are tokenized one at a time."""
+"""Length in characters above which a text is long. Long texts are tokenized one after another."""
 
 TOKEN_SIZE = 4
-"""Characters that a token id counts for when a thread is chosen. A message counts for 16 times that plus its text."""
+"""Characters that a token id counts as for the choice of a thread. A message counts as 16 token ids plus its text."""
 
 SHORT_THREADS = 2
 """Threads for short texts."""
@@ -145,5 +145,5 @@ class Prompts:
             )
         except OffloadError:
             raise
-        except Exception as error:  # templates can raise any error for client input
+        except Exception as error:  # a template can raise any error for the input of a client
             raise refused(f"the chat template cannot render this conversation: {error}", "messages") from error

@@ -20,12 +20,12 @@ from .options import DELIVERY_SECONDS, ServerOptions
 
 KEEP_ALIVE_SECONDS = 30
 MOST_HEAD_BYTES = 64 << 10
-"""Maximum size of a request head. h11 checks incomplete heads, the gate checks complete ones."""
+"""Maximum size of a request head. h11 checks incomplete heads, `Gate` checks complete ones."""
 MOST_CONNECTIONS = 4096
 LEAST_CONNECTIONS = 16
 LISTEN_QUEUE = 2048
 REFUSED_SECONDS = 2.0
-"""Seconds in which the client of a refused connection can read the response."""
+"""Seconds that the client of a refused connection has to read the response."""
 
 
 def _refusal(status: str, message: str, kind: str) -> bytes:
@@ -41,7 +41,7 @@ LATE = _refusal("408 Request Timeout", "the head of the request did not arrive i
 
 
 class Connections:
-    """Open connections of one server, in the order of their last received data, oldest first.
+    """Open connections of one server, ordered by the time of their last received data, oldest first.
 
     At the limit, a new connection replaces the one whose client has been silent for longest. Clients that never
     completed a request head are replaced first. If every client waits for a response, the new connection is refused.
@@ -90,7 +90,7 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def awaits_client(self) -> bool:
-        """Whether the server waits for request data (and not the client for a response)."""
+        """Whether the server waits for request data, as opposed to the client for a response."""
         if self.transport.get_write_buffer_size():  # the response is complete, but not sent
             return False
         return self.cycle is None or self.cycle.response_complete or self.conn.their_state is h11.SEND_BODY

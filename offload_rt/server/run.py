@@ -1,4 +1,7 @@
-"""Start and shutdown of the server. SIGTERM or Ctrl-C lets running requests finish; a second one does not."""
+"""Start and shutdown of the server.
+
+After SIGTERM or Ctrl-C running requests may finish. A second signal stops them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ RETRY_AFTER = 2
 
 
 class Loading:
-    """Application that responds 503 until `make` has created the real application in a thread, then delegates to it.
+    """Application that responds with 503 while `make` creates the real application in a thread, then delegates to it.
 
     If `make` fails, `on_failure` is called and `error` holds the exception.
     """
@@ -104,7 +107,7 @@ async def _send_loading(scope: Scope, send: Send) -> None:
 
 
 def bound(options: ServerOptions) -> socket.socket:
-    """Return a bound socket, so that address errors appear before the model is loaded. Raises ConfigError."""
+    """Return a bound socket, so that address errors are raised before the model is loaded. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     found = socket.socket(family)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -117,7 +120,7 @@ def bound(options: ServerOptions) -> socket.socket:
 
 
 def serve(make_engine: Callable[[], AsyncLLM], options: ServerOptions, listener: socket.socket) -> None:
-    """Serve on `listener` until the process is stopped. Running requests then have `options.grace` seconds.
+    """Serve on `listener` until the process is stopped. Running requests then have `options.grace` seconds to finish.
 
     `make_engine` runs in a separate thread. Requests get 503 until it returns. Its exceptions are raised here.
     """
@@ -145,10 +148,8 @@ def serve(make_engine: Callable[[], AsyncLLM], options: ServerOptions, listener:
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Disable garbage collection during imports and model loading, then freeze the existing objects.
-
-    Collection would take a quarter of the start-up time and find no garbage.
-    """
+    """Disable garbage collection during imports and model loading, then freeze the existing objects."""
+    # Collection would take a quarter of the start-up time and find no garbage.
     gc.disable()
     try:
         yield

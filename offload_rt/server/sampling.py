@@ -41,31 +41,33 @@ class Room:
             )
         if tokens >= self.most:
             raise refused(
-                f"the prompt has at least {tokens:,} tokens, and the KV cache has room for {self.most:,}, including "
-                "the response: shorten the prompt, or raise --host-memory",
+                f"the prompt has at least {tokens:,} tokens, and the capacity of the KV cache is {self.most:,}, "
+                "including the response: shorten the prompt, or raise --host-memory",
                 code="pool_full",
             )
 
-    def tokens(self, prompt: int, asked: int | None, default: int | None = None) -> int:
+    def tokens(self, prompt: int, requested: int | None, default: int | None = None) -> int:
         """Return the maximum number of new tokens for a prompt of `prompt` tokens.
 
-        It is `asked` if given, else the smallest of `default` and the limits. The engine refuses requests that exceed
-        the KV cache. Raises RefusedError if the context length or the server's limit is exceeded.
+        It is `requested` if given, else the minimum of `default` and the limits. The engine refuses requests that
+        exceed the KV cache. Raises RefusedError if the context length or the server's limit is exceeded.
         """
         room = self.positions - prompt
         if prompt == 0:
             raise refused("the prompt is empty: send at least one token")
-        if room < 1 or (asked is not None and asked > room):
-            wanted = f"{prompt:,} in the prompt" + (f" and {asked:,} new ones" if asked else "")
+        if room < 1 or (requested is not None and requested > room):
+            wanted = f"{prompt:,} in the prompt" + (f" and {requested:,} new ones" if requested else "")
             raise refused(
                 f"this model's maximum context length is {self.positions:,} tokens, and you requested {wanted}: "
-                "shorten the prompt, or request fewer",
+                "shorten the prompt, or request fewer new tokens",
                 code="context_length_exceeded",
             )
-        if asked is not None and self._limit is not None and asked > self._limit:
-            raise refused(f"{asked:,} new tokens are more than this server's limit of {self._limit:,}", "max_tokens")
+        if requested is not None and self._limit is not None and requested > self._limit:
+            raise refused(
+                f"{requested:,} new tokens exceed this server's limit of {self._limit:,}: request fewer", "max_tokens"
+            )
         fits = max(1, self.most - prompt)
-        return asked or min(n for n in (default, room, fits, self._limit) if n is not None)
+        return requested or min(n for n in (default, room, fits, self._limit) if n is not None)
 
 
 def sampling_fields(body: SampledBody) -> dict[str, Any]:
@@ -81,18 +83,18 @@ def _bias(bias: dict[str, float]) -> dict[int, float]:
     return {int(token): value for token, value in bias.items()}
 
 
-def structured_outputs(asked: ResponseFormat | None, vllm: StructuredBody | None = None) -> dict[str, Any]:
+def structured_outputs(requested: ResponseFormat | None, vllm: StructuredBody | None = None) -> dict[str, Any]:
     """Return the `structured_outputs` field of `SamplingParams` for OpenAI's or vLLM's format, or no field.
 
     Raises RefusedError or ConfigError if the format is invalid.
     """
     if vllm is not None and (given := vllm.model_dump(exclude_none=True, by_alias=True)):
         return {"structured_outputs": StructuredOutputs(**given)}
-    if asked is None or asked.type == "text":
+    if requested is None or requested.type == "text":
         return {}
-    if asked.type == "json_object":
+    if requested.type == "json_object":
         return {"structured_outputs": StructuredOutputs(json={"type": "object"})}
-    schema = asked.json_schema.schema_ if asked.json_schema else None
+    schema = requested.json_schema.schema_ if requested.json_schema else None
     if schema is None:
         raise refused("response_format.json_schema.schema is missing: add the JSON schema", "response_format")
     return {"structured_outputs": StructuredOutputs(json=schema)}
@@ -125,7 +127,7 @@ def _call(function: dict[str, Any], place: str) -> dict[str, Any]:
 
 def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
     """Adjust the references of a schema (`#/$defs/...`) for its new position `place` in another schema."""
-    # A schema with `$id` is the base of its references at any position.
+    # References in a schema with `$id` are relative to that schema, wherever it is.
 
     def move(found: dict[str, Any]) -> dict[str, Any]:
         target = found.get("$ref")

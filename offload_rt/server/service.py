@@ -44,7 +44,7 @@ class EngineArguments:
 
     @property
     def named(self) -> dict[str, Any]:
-        """Arguments of `AsyncLLM.generate` that differ from their defaults."""
+        """Return the arguments of `AsyncLLM.generate` that differ from their defaults."""
         given = {"session": self.session, "trace": self.trace, "cache_salt": self.cache_salt}
         return {name: value for name, value in given.items() if value}
 
@@ -69,11 +69,11 @@ class Service:
         self.tools = tool_parser(options.tool_parser, self.prompts.template)
         self.reasoning = reasoning_parser(options.reasoning_parser, self.prompts.template)
 
-    def check_model(self, asked: str | None) -> None:
-        if asked is not None and asked != self.name:
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
             raise RefusedError(
                 404,
-                f"the model {asked!r} does not exist: this server has {self.name!r}",
+                f"the model {name!r} does not exist: this server has {self.name!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -81,29 +81,27 @@ class Service:
     def where(self, body: SampledBody, request: Request, *, trace: bool = False) -> EngineArguments:
         """Return the engine options of a request. Raises RefusedError for unsupported combinations."""
         if body.exact is not None and body.exact != (self.engine.llm.config.exact is not None):
-            raise refused(
-                "exact is set by the server: remove it, or restart the server with the other setting", "exact"
-            )
+            raise refused("exact differs from the server's setting, which requests cannot change: remove it", "exact")
         salt = self.salt(request, body.cache_salt)
         if body.session is None:
             return EngineArguments(body.policy, body.policy_options, None, trace, salt)
         if not self.remembers:
-            raise refused("this server stores no sessions: remove session, or start the server with --store", "session")
+            raise refused(
+                "this server does not store sessions: remove session, or start the server with --store", "session"
+            )
         if body.policy is not None:
             raise refused("a session always uses the server's policy: remove policy or session", "policy")
         session = session_of(request.scope["state"]["owner"], body.session)
         return EngineArguments(session=session, trace=trace, cache_salt=salt)
 
     def salt(self, request: Request, given: str | None) -> str:
-        """Return the cache salt of a request, made from its API key (if there are several) and its `cache_salt`.
-
-        The engine writes the salt to session files. It is keyed with a secret of this process, so that readers of the
-        files cannot test API keys against it. A session keeps its salt in its file, so the secret need not persist.
-        """
+        """Return the cache salt of a request, derived from its API key (if there are several) and its `cache_salt`."""
         owner = request.scope["state"]["owner"] if self._salts_keys else ""
         if not owner and not given:
             return ""
         text = f"{owner}:{given or ''}"
+        # The engine writes the salt to session files. The secret key prevents readers of these files from testing API
+        # keys against it. It need not persist, because a session keeps the salt of its file.
         return hmac.new(self._salt_key, text.encode(), hashlib.sha256).hexdigest()
 
     def params(self, **fields: Any) -> SamplingParams:
@@ -162,7 +160,7 @@ class Service:
         return self.remembers and await self.engine.delete_session(session)
 
     def forget(self, sessions: Sequence[str]) -> None:
-        """Delete the KV of evicted conversations in the background, except those in use: these are stored again."""
+        """Delete the KV of evicted conversations in the background, except of those in use, which are stored again."""
         for session in [name for name in sessions if self.remembers and not self.is_answering(name)]:
             task = asyncio.ensure_future(self._forget(session))
             self._forgetting.add(task)
@@ -218,7 +216,7 @@ class Service:
             self._note(request, ids, last, usage, reason, first - begun if first else None)
 
     def _for_client(self, error: OffloadError) -> str:
-        """Return an error message without the model's folder and without the memory use of other sessions."""
+        """Return an error message that reveals neither the model's folder nor the memory use of other sessions."""
         if isinstance(error, PoolFullError) and isinstance(error.__cause__, PoolFullError):
             logger.warning("not enough KV cache for a request: %s", error)
             error = error.__cause__
@@ -233,7 +231,7 @@ class Service:
         reason: str,
         first: float | None,
     ) -> None:
-        """Add the statistics of a request to its log record. Several prompts of one request are summed."""
+        """Add the statistics of a request to its log record, summed over its prompts."""
         notes: dict[str, Any] = request.scope["state"]["notes"]
         for name, count in (
             ("prompt_tokens", usage.prompt),

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from ..sessions.chat_render import encode_rendered
 
 PIECE = 1 << 16
-"""Characters that are tokenized together. Shorter texts are tokenized whole."""
+"""Minimum length of a piece in characters. Shorter texts are tokenized whole."""
 
 NFC_SHRINKS = 4
 """NFC shortens UTF-8 text at most by this factor. The maximum in Unicode 16 is 3.5, for U+0390."""
@@ -119,7 +119,7 @@ def _is_local(step: Mapping[str, Any], spaces: bool) -> bool:
 
 
 class TextTokenizer:
-    """Tokenize texts of any size. The tokenizer is analysed when the first long text arrives."""
+    """Tokenizer for texts of any size. The wrapped tokenizer is analysed when the first long text arrives."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -131,7 +131,7 @@ class TextTokenizer:
             text: The text.
             special_tokens: Whether to add the special tokens of the tokenizer.
             cancelled: Checked between the pieces of a long text.
-            check: Called with lower bounds of the token count of a long text. Raises to refuse the text.
+            check: Called with lower bounds of the token count of a long text. It may raise an error to reject the text.
 
         Raises:
             CancelledError: `cancelled` was set.

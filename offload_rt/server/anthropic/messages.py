@@ -26,7 +26,7 @@ _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 async def count_tokens(service: Service, body: CountRequest, request: Request) -> Response:
     """Count the tokens of a prompt.
 
-    A conversation that ends with an assistant message is counted without a generation prompt.
+    If the conversation ends with an assistant message, the generation prompt is not counted.
     """
     service.check_model(body.model)
     conversation = from_messages(body)
@@ -37,7 +37,7 @@ async def count_tokens(service: Service, body: CountRequest, request: Request) -
 
 
 async def messages(service: Service, body: MessagesRequest, request: Request) -> Response:
-    """Handle a request, streamed or not."""
+    """Handle a request. The response is an event stream if `stream` is true."""
     service.check_model(body.model)
     conversation = from_messages(body)
     refuse_prefill(conversation.messages, "messages")
@@ -66,7 +66,7 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the usage object. Fields of the schema that this server does not support are null."""
+    """Return the usage object. Unsupported fields of the schema are null."""
     absent = ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
     return dict.fromkeys(absent) | {
         "input_tokens": usage.prompt - usage.cached,
@@ -130,7 +130,7 @@ def _named(kind: str, **fields: Any) -> bytes:
 
 
 def _empty(block: dict[str, Any]) -> dict[str, Any]:
-    """Return a content block with its text or input cleared, for `content_block_start`."""
+    """Return a content block with empty text or input, for `content_block_start`."""
     return block | {
         name: {"text": "", "thinking": "", "input": {}}[name] for name in ("text", "thinking", "input") if name in block
     }

@@ -13,7 +13,7 @@ from ..openai.requests import Body, CacheSalt, Count, Texts
 
 
 class Turn(Body):
-    """A message: a text or a list of content blocks."""
+    """A message. Its content is a string or a list of content blocks."""
 
     role: Literal["user", "assistant"]
     content: str | list[dict[str, Any]]
@@ -72,7 +72,7 @@ def _tools(body: CountRequest) -> dict[str, Any]:
     for i, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
             raise refused(
-                f"tools.{i}.type: {tool.type!r} is not supported, only client tools are",
+                f"tools.{i}.type: {tool.type!r} is not supported: only client tools are",
                 f"tools.{i}.type",
             )
         function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema or {}}
@@ -82,7 +82,10 @@ def _tools(body: CountRequest) -> dict[str, Any]:
     if use.type in ("any", "tool") and (
         not tools or (use.type == "tool" and named not in [t.name for t in body.tools or ()])
     ):
-        raise refused("tool_choice requires a tool that is not in tools: add it, or change tool_choice", "tool_choice")
+        raise refused(
+            "tool_choice requires a tool, but tools does not contain it: add it to tools, or change tool_choice",
+            "tool_choice",
+        )
     choice = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}[use.type]
     return {"tools": tools, "choice": choice, "named": named}
 
@@ -120,7 +123,7 @@ def _call(block: dict[str, Any], at: str) -> dict[str, Any]:
 def _result(block: dict[str, Any], at: str) -> dict[str, Any]:
     content: Any = block.get("content")
     if not (content is None or isinstance(content, str) or _objects(content)):
-        raise refused(f"{at}.content must be a text or a list of content blocks", f"{at}.content")
+        raise refused(f"{at}.content must be a string or a list of content blocks", f"{at}.content")
     return {"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": text_of(content, at)}
 
 

@@ -32,10 +32,10 @@ MOST_SEGMENTS = 1024
 
 
 class TraceEvents:
-    """Trace events of one request: `head` first, then the results of `of`."""
+    """Create the trace events of one request: first `head`, then the results of `of`."""
 
     def __init__(self, llm: LLM, text: str, spans: Sequence[tuple[int, int]], tokens: int) -> None:
-        """Create the first event.
+        """Create `head`.
 
         Args:
             llm: Engine of the request.
@@ -91,11 +91,11 @@ class TraceEvents:
 
 
 async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
-    """Handle a request, streamed or not."""
+    """Handle a chat request. The response is an event stream if `stream` is true."""
     service.check_model(body.model)
     if body.trace and not body.stream:
-        raise refused("trace needs stream: true", "trace")
-    text, what = await _asked(service, body, request)
+        raise refused("trace requires stream: true", "trace")
+    text, job = await _asked(service, body, request)
     top = (body.top_logprobs or 0) if body.logprobs else None
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {
@@ -105,12 +105,12 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
         "model": service.name,
     }
     keep = _keeper(service, body, request)
-    steps, hold = answer(service, request, what), service.answering(what.where.session)
+    steps, hold = answer(service, request, job), service.answering(job.where.session)
     if body.stream:
         usage = bool(body.stream_options and body.stream_options.include_usage)
-        traced = await _traced(service, text, what) if body.trace else None
+        traced = await _traced(service, text, job) if body.trace else None
         return await streamed(request, _events(steps, head, top, usage, keep, traced, hold))
-    return json_answer(await until_gone(request, _whole(steps, head, top, what.params.n, keep, hold)))
+    return json_answer(await until_gone(request, _whole(steps, head, top, job.params.n, keep, hold)))
 
 
 Keep = Callable[[Sequence[Piece]], None]
@@ -132,16 +132,16 @@ def _keeper(service: Service, body: ChatRequest, request: Request) -> Keep:
     return keep
 
 
-async def _traced(service: Service, text: str, what: ChatJob) -> TraceEvents:
-    spans = await service.prompts.spans_of(text, len(what.ids))
-    async with service.engines.under(what.where.policy, what.where.policy_options) as engine:
-        return TraceEvents(engine.llm, text, spans, len(what.ids))
+async def _traced(service: Service, text: str, job: ChatJob) -> TraceEvents:
+    spans = await service.prompts.spans_of(text, len(job.ids))
+    async with service.engines.under(job.where.policy, job.where.policy_options) as engine:
+        return TraceEvents(engine.llm, text, spans, len(job.ids))
 
 
 async def _asked(service: Service, body: ChatRequest, request: Request) -> tuple[str, ChatJob]:
     """Render and tokenize the prompt. Return its text and the request."""
     if body.top_logprobs is not None and not body.logprobs:
-        raise refused("top_logprobs needs logprobs: true", "top_logprobs")
+        raise refused("top_logprobs requires logprobs: true", "top_logprobs")
     conversation = from_chat(body)
     text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
@@ -162,7 +162,7 @@ async def _events(
     traced: TraceEvents | None,
     hold: AbstractContextManager[None],
 ) -> AsyncGenerator[bytes, None]:
-    usage, calls, said = Usage(), dict[int, int](), list[Piece]()
+    usage, calls, pieces = Usage(), dict[int, int](), list[Piece]()
     null = {"usage": None} if with_usage else {}
     begun = False
 
@@ -186,17 +186,17 @@ async def _events(
         elif logprobs is not None:
             yield chunk(step.index, {"content": ""}, logprobs=logprobs)
 
-    with hold:  # until the response is stored: `keep` would undo a deletion in between
+    with hold:  # until the response is stored, because `keep` would undo a deletion in between
         try:
             async with aclosing(steps):
                 async for step in steps:
                     if not begun:
                         begun = True
-                        keep(said)
+                        keep(pieces)
                         if traced is not None:
                             yield event(head | {"choices": [], "trace": traced.head})
                     usage = step.usage
-                    said += step.pieces if step.index == 0 else ()
+                    pieces += step.pieces if step.index == 0 else ()
                     if step.watched is None:
                         for one in gained(step):
                             yield one
@@ -204,7 +204,7 @@ async def _events(
                         yield event(head | {"choices": [], "trace": new})
         finally:
             if begun:  # also if the client disconnects
-                keep(said)
+                keep(pieces)
     if with_usage:
         yield event(head | {"choices": [], "usage": usage_json(usage)})
     yield event("[DONE]")

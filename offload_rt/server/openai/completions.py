@@ -33,11 +33,11 @@ class _Prompt:
     """A prompt of a request.
 
     Attributes:
-        number: Number of the prompt in the request.
+        number: Position of the prompt in the request.
         ids: Token ids.
         echo: Text to echo before the completion.
-        first: Text of the first token if echoed tokens have log-probabilities. The first token has none, which would
-            contain its text.
+        first: Text of the first token if the prompt is echoed with log-probabilities. Other tokens get their text from
+            their log-probabilities, which the first token does not have.
     """
 
     number: int
@@ -47,13 +47,13 @@ class _Prompt:
 
 
 async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
-    """Handle a request, streamed or not."""
+    """Handle a completion request. The response is an event stream if `stream` is true."""
     service.check_model(body.model)
     n = body.n or 1
     if body.suffix:
         raise refused("suffix is not supported: remove it", "suffix")
     if (body.best_of or n) != n:
-        raise refused("best_of must equal n: ranking of completions is not supported", "best_of")
+        raise refused("best_of must equal n, because ranking is not supported", "best_of")
     prompts = await until_gone(request, _prompts(service, body))
     logprobs: dict[str, Any] = {} if body.logprobs is None else {"logprobs": body.logprobs}
     logprobs |= {"prompt_logprobs": body.logprobs} if logprobs and body.echo else {}
@@ -96,7 +96,7 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
 
 
 Step = tuple[list[dict[str, Any]], int, Usage]
-"""New parts of choices, the number of their prompt, and the token counts of the prompt so far."""
+"""New parts of choices, the position of their prompt, and the token counts of the prompt so far."""
 
 
 async def _one(
@@ -135,7 +135,7 @@ def _choice(index: int, echo: str, delta: Delta, top: int | None, offsets: dict[
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Step, None]]) -> AsyncGenerator[Step, None]:
-    """Yield the steps of several streams as they arrive. An error in one stream ends all."""
+    """Yield the steps of several streams as they arrive. An error in one stream ends all streams."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for step in only:
@@ -218,7 +218,7 @@ LEAST = -9999.0
 
 
 def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[Logprobs], top: int) -> dict[str, Any]:
-    """Return the chat format for tokens `[t]`, each with the `top` most probable alternatives."""
+    """Return log-probabilities of tokens `[t]` in the chat format, each with the `top` most probable alternatives."""
     content = []
     for token, there in zip(token_ids, logprobs, strict=True):
         best = sorted(there.items(), key=lambda item: item[1].rank)[:top]
@@ -229,11 +229,11 @@ def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[Logprobs], top: i
 def completion_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], top: int, offset: int, first: str = ""
 ) -> dict[str, Any]:
-    """Return the completion format for tokens `[t]`.
+    """Return log-probabilities of tokens `[t]` in the completion format.
 
     Args:
         token_ids: Tokens.
-        logprobs: Log-probabilities of each token. None for the first token of a prompt.
+        logprobs: Log-probabilities at each position, or None for the first token of a prompt.
         top: Number of alternatives for each token.
         offset: Character offset of the first token.
         first: Text of a token without log-probabilities.

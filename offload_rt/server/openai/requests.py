@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's APIs. Unknown fields are ignored; a known field of a wrong type is an error."""
+"""Request bodies of OpenAI's APIs. Unknown fields are ignored. A known field of a wrong type is an error."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ TokenIds = list[Annotated[int, Field(ge=0, le=INT64)]]
 Count = Annotated[int, Field(ge=1, le=INT64)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Texts = Annotated[list[Stop], Field(max_length=1000)]
-"""Number and length are limited so that the search for stop strings does not delay other requests."""
+"""Limited in number and length so that the search for stop strings does not delay other requests."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1000)]
-"""Requests with different salts do not share cached prefixes (vLLM's field)."""
+"""vLLM's `cache_salt`. Requests with different salts do not share cached prefixes."""
 Choices = Annotated[int, Field(ge=1, le=128)]
 
 
@@ -29,7 +29,7 @@ class StreamOptions(Body):
 
 
 class StructuredBody(Body):
-    """vLLM's `structured_outputs`. One field may be set."""
+    """vLLM's `structured_outputs`. At most one field may be set."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -40,7 +40,7 @@ class StructuredBody(Body):
 
 
 class SampledBody(Body):
-    """Common fields of chat and completion requests: OpenAI's, vLLM's extensions, and this server's extensions."""
+    """Common fields of chat and completion requests: OpenAI's, then extensions of vLLM, then of this server."""
 
     model: str | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -75,7 +75,7 @@ class SampledBody(Body):
 
 
 class Message(Body):
-    """A message. Further fields are passed to the chat template."""
+    """A message. Additional fields are passed to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

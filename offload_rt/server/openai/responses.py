@@ -116,7 +116,10 @@ class Items:
 
 
 async def respond(service: Service, body: ResponsesRequest, request: Request) -> Response:
-    """Handle a request, streamed or not, and store the response unless `store` is false."""
+    """Handle a request and store the response unless `store` is false.
+
+    The response is an event stream if `stream` is true.
+    """
     service.check_model(body.model)
     if body.background:
         raise refused("background is not supported: remove it, and wait for the response", "background")
@@ -161,8 +164,8 @@ class _Turn:
 
     Attributes:
         service: The service.
-        response: Session id made from the id of the response.
-        before: Session of the conversation that it continues, or None.
+        response: Session id derived from the id of the response.
+        before: Session of the conversation that the response continues, or None.
         answers: Generates the response in the given session.
         keep: Stores the response and its session.
     """
@@ -175,7 +178,7 @@ class _Turn:
 
     @contextmanager
     def begin(self) -> Iterator[tuple[str, AsyncGenerator[Step, None]]]:
-        """Lock the session of the response. Yield its id and the steps.
+        """Lock the session of the response, and yield its id and the generation steps.
 
         If another request is continuing the same conversation, the response gets a new session.
         """
@@ -215,7 +218,7 @@ def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[st
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
-        # Fields of Open Responses with fixed values.
+        # Fields of the Open Responses schema with fixed values.
         "background": False,
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,

@@ -71,13 +71,13 @@ def new_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
 def from_responses(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> Conversation:
     """Return the conversation of the instructions of a request and `messages`."""
     if not messages:
-        raise refused("input is empty: send a text or at least one item", "input")
+        raise refused("input is empty: send a string or at least one item", "input")
     refuse_prefill(messages, "input")
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     tools, choice = [], body.tool_choice
     for i, tool in enumerate(body.tools or ()):
         if tool.type != "function" or not tool.name:
-            raise refused(f"tools.{i}: only tools of type function with a name are supported", f"tools.{i}")
+            raise refused(f"tools.{i}: only tools of type 'function' with a name are supported", f"tools.{i}")
         spec = FunctionSpec(name=tool.name, description=tool.description, parameters=tool.parameters)
         tools.append(Tool(type="function", function=spec))
     named = (
@@ -90,15 +90,15 @@ def from_responses(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]
 
 def format_of(body: ResponsesRequest) -> ResponseFormat | None:
     """Return the `response_format` of the corresponding chat request."""
-    asked = body.text.format if body.text else None
-    if asked is None:
+    requested = body.text.format if body.text else None
+    if requested is None:
         return None
     schema = (
-        JsonSchema.model_validate({"name": asked.name, "schema": asked.schema_})
-        if asked.type == "json_schema"
+        JsonSchema.model_validate({"name": requested.name, "schema": requested.schema_})
+        if requested.type == "json_schema"
         else None
     )
-    return ResponseFormat(type=asked.type, json_schema=schema)
+    return ResponseFormat(type=requested.type, json_schema=schema)
 
 
 def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
@@ -124,7 +124,7 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
 
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not _readable(item.get("content")):
-        raise refused(f"{where}.content must be a text or a list of parts", f"{where}.content")
+        raise refused(f"{where}.content must be a string or a list of content parts", f"{where}.content")
     return {"role": _text(item, "role", where), "content": text_of(item.get("content"), where)}
 
 
@@ -135,5 +135,5 @@ def _readable(content: Any) -> bool:
 def _text(item: Mapping[str, Any], name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str) or not value:
-        raise refused(f"{where}.{name} must be a text", f"{where}.{name}")
+        raise refused(f"{where}.{name} must be a non-empty string", f"{where}.{name}")
     return value

@@ -12,20 +12,20 @@ from .pieces import InRow, Parser, Plain
 from .think import Think
 
 
-def tool_parser(asked: ToolParser, template: str) -> ToolParser:
+def tool_parser(configured: ToolParser, template: str) -> ToolParser:
     """Return the configured tool parser. "auto" chooses one by the tags in the chat template."""
-    if asked != "auto":
-        return asked
+    if configured != "auto":
+        return configured
     if hermes.OPEN in template:
         return "hermes"
     llama = '"parameters"' in template and ("python_tag" in template or "ipython" in template)
     return "llama3_json" if llama else "none"
 
 
-def reasoning_parser(asked: ReasoningParser, template: str) -> ReasoningParser:
+def reasoning_parser(configured: ReasoningParser, template: str) -> ReasoningParser:
     """Return the configured reasoning parser. "auto" chooses one by the tags in the chat template."""
-    if asked != "auto":
-        return asked
+    if configured != "auto":
+        return configured
     return "think" if think.CLOSE in template else "none"
 
 

@@ -13,8 +13,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 class Hermes:
     """Extract complete tool calls from a response.
 
-    Text between the tags that is not a call of a known tool remains content, tags included. Whitespace next to calls is
-    dropped. If the response ends without a closing tag, the call counts if its JSON is complete.
+    If the text between the tags is not a call of a known tool, it remains content with its tags. Whitespace next to
+    calls is dropped. A call without a closing tag at the end of the response is accepted if its JSON is complete.
     """
 
     def __init__(self, names: Sequence[str] | None = None) -> None:

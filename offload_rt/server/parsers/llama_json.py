@@ -13,7 +13,7 @@ TAG = "<|python_tag|>"
 class LlamaJson:
     """Parse a response that consists of tool calls only, separated by semicolons.
 
-    A response that begins with a brace or `TAG` is buffered until it is complete. If any part of it is not a call, the
+    A response that begins with `{` or `TAG` is buffered until it is complete. If any part of it is not a call, the
     whole response is content. Any other response is streamed as content.
     """
 

@@ -35,7 +35,7 @@ MOST_PROXY_REQUESTS = 10_000
 """Maximum number of concurrent requests of the proxy, which only waits for the replicas."""
 
 MOST_FOLDERS = 1000
-"""Maximum number of KV folders that are tried. If all fail, the reason is not that replicas lock them."""
+"""Maximum number of KV folders to try. If all fail, locks of other replicas cannot be the only reason."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Cluster:
 
     @property
     def size(self) -> dict[str, Any]:
-        """Options of the deployment for its number of replicas."""
+        """Deployment options for the number of replicas."""
         if self.most_replicas is None:
             return {"num_replicas": self.replicas}
         scaling = {
@@ -93,8 +93,8 @@ class Replica:
         self._app = build()
         self._upstream = Upstream(self._app)
 
-    async def answer(self, asked: ForwardedRequest) -> AsyncIterator[Message]:
-        async for message in self._upstream.answer(asked):
+    async def answer(self, forwarded: ForwardedRequest) -> AsyncIterator[Message]:
+        async for message in self._upstream.answer(forwarded):
             yield message
 
     async def __del__(self) -> None:
@@ -142,9 +142,9 @@ def _proxy(options: ServerOptions) -> Starlette:
 
     handle = serve.get_deployment_handle(ENGINE).options(stream=True)
 
-    async def ask(asked: ForwardedRequest, affinity: str) -> AsyncIterator[Message]:
+    async def ask(forwarded: ForwardedRequest, affinity: str) -> AsyncIterator[Message]:
         # Without a session id, Serve's router chooses any replica.
-        answers = (handle.options(session_id=affinity) if affinity else handle).answer.remote(asked)
+        answers = (handle.options(session_id=affinity) if affinity else handle).answer.remote(forwarded)
         try:
             async for message in answers:
                 yield message

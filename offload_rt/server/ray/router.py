@@ -10,10 +10,10 @@ from ..forwarding import give_way
 
 
 class AffinityRouter(ConsistentHashRouter):  # type: ignore[misc]
-    """Route requests of one session id to one replica unless it has much more load than another replica.
+    """Route requests of one session id to one replica, unless its load is much higher than that of another replica.
 
-    Serve's router uses the next replica on the ring only if the first one is full. This router does so if the first one
-    has more than `most_ahead` running requests more than another, according to the latest cached queue lengths.
+    Serve's router uses the next replica on the ring only if the first one is full. This router also uses it if the
+    first one has more than `most_ahead` running requests more than another, by the latest cached queue lengths.
     """
 
     def initialize_state(self, most_ahead: int = 4, **options: Any) -> None:

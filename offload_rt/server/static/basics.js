@@ -1,5 +1,5 @@
-// What all of the page needs: elements, sizes, questions to the server that it came from.
-// No text of a model or a user ever becomes markup: elements are made one by one.
+// Helpers for all modules: elements, number formats, requests to the server, local storage.
+// Text of models and users never becomes markup: elements are created one by one.
 
 export const $ = (id) => document.getElementById(id);
 

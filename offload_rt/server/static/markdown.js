@@ -1,4 +1,4 @@
-// The part of markdown that models write: code, headings, lists, emphasis, links.
+// Render the Markdown that models usually write: code, headings, lists, emphasis, links.
 import { make } from "./basics.js";
 
 const INLINE = /`([^`]+)`|\*\*([^*]+)\*\*|\*([^*\s][^*]*)\*|\[([^\]]+)\]\((https?:\/\/[^\s)]+)\)/g;
@@ -24,7 +24,7 @@ function inline(parent, text) {
 }
 
 export function markdown(parent, text) {
-  let open = null; // the list or paragraph that lines are added to
+  let open = null; // list or paragraph to which lines are added
   const lines = text.split("\n");
   for (let i = 0; i < lines.length; i++) {
     const line = lines[i];

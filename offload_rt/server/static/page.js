@@ -1,14 +1,14 @@
-// Talks with the server that it came from.
+// The chat page: conversation, requests, settings and server statistics.
 import { $, count, headers, make, rows, say, server, size } from "./basics.js";
 import { markdown } from "./markdown.js";
 import { Sessions } from "./sessions.js";
 import * as watch from "./watch.js";
 
-const SHOWN_FILE = 2000; // characters of an added file that the conversation shows
+const SHOWN_FILE = 2000; // maximum number of characters shown of an attached file
 
 let model = "";
 let messages = []; // {role, content, thought, file, failed}
-let running = null; // the request under way
+let running = null; // the current request
 let added = null; // {name, text}
 const sessions = new Sessions((found) => { messages = found; draw(); });
 
@@ -51,7 +51,7 @@ function redrawLast() {
   if (atEnd) log.scrollTop = log.scrollHeight;
 }
 
-// What was answered, and the newest question: a question without an answer is not sent again.
+// Messages to send: the answered questions with their answers, and the newest question.
 function sent() {
   const list = messages.slice(0, -1).filter((message, i, all) => {
     const next = messages[i + 1];
@@ -74,7 +74,7 @@ function asked() {
   return JSON.stringify(body);
 }
 
-// XMLHttpRequest, for it tells how far an upload is; fetch does not.
+// Uses XMLHttpRequest because fetch does not report upload progress.
 function ask(question) {
   messages.push({ role: "user", content: question, file: added || undefined }, { role: "assistant", content: "" });
   const answer = messages.at(-1), withFile = added !== null, begun = performance.now();
@@ -106,10 +106,10 @@ function ask(question) {
   request.onload = () => {
     if (request.status !== 200) answer.failed = problem(request);
     const rate = answer.tokens > 1 && first ? `, ${((answer.tokens - 1) / (performance.now() - first) * 1000).toFixed(1)} tokens/s` : "";
-    const reused = answer.cached ? `, ${count(answer.cached)} of ${count(answer.read)} prompt tokens were there` : "";
-    ended(answer.failed || (first ? `Done: first token after ${((first - begun) / 1000).toFixed(1)} s${rate}${reused}.` : "Done."));
+    const reused = answer.cached ? `, ${count(answer.cached)} of ${count(answer.read)} prompt tokens reused` : "";
+    ended(answer.failed || (first ? `Done. First token after ${((first - begun) / 1000).toFixed(1)} s${rate}${reused}.` : "Done."));
   };
-  request.onerror = () => { answer.failed = "The server does not answer."; ended(answer.failed); };
+  request.onerror = () => { answer.failed = "The server does not respond."; ended(answer.failed); };
   request.onabort = () => ended("Stopped.");
   request.send(asked());
   $("send").disabled = true;
@@ -135,7 +135,7 @@ function take(block, answer) {
 }
 
 function problem(request) {
-  try { return JSON.parse(request.responseText).error.message; } catch { return `The server answered ${request.status}.`; }
+  try { return JSON.parse(request.responseText).error.message; } catch { return `The server responded with status ${request.status}.`; }
 }
 
 function ended(text) {
@@ -162,22 +162,22 @@ async function figures() {
   if (document.hidden) return;
   try {
     const answer = await server("v1/load");
-    if (answer.status === 401) { say("This server asks for an API key: enter it under Settings."); $("settings").open = true; return; }
+    if (answer.status === 401) { say("This server requires an API key: enter it under Settings."); $("settings").open = true; return; }
     const load = await answer.json();
     if (!model) await named();
     const held = make("span", `${size(load.pool_used_bytes)} of ${size(load.pool_limit_bytes)} `);
     held.append(meter(load.pool_used_bytes, load.pool_limit_bytes));
     rows($("tiers"), [
       ["Weights", size(load.weight_bytes)], ["KV on the device", size(load.device_kv_bytes)],
-      ["KV in host memory", held], ["kept for what may come", size(load.kept_bytes)],
+      ["KV in host memory", held], ["kept for prefix caching", size(load.kept_bytes)],
       ["Sessions on disk", size(load.store_bytes)],
     ]);
     rows($("load"), [
       ["Running", count(load.running)], ["Waiting", count(load.waiting)],
-      ["Prompt tokens", count(load.prompt_tokens)], ["of them reused", count(load.cached_tokens)],
-      ["Of sessions, from host memory", count(load.session_host_tokens)],
-      ["from disk", count(load.session_disk_tokens)], ["computed again", count(load.session_computed_tokens)],
-      ["New tokens", count(load.generated_tokens)], ["Over the link", size(load.link_bytes)],
+      ["Prompt tokens", count(load.prompt_tokens)], ["reused from the prefix cache", count(load.cached_tokens)],
+      ["Session tokens from host memory", count(load.session_host_tokens)],
+      ["from disk", count(load.session_disk_tokens)], ["recomputed", count(load.session_computed_tokens)],
+      ["New tokens", count(load.generated_tokens)], ["KV transferred", size(load.link_bytes)],
     ]);
   } catch {
     rows($("load"), [["No connection", "—"]]);
@@ -213,7 +213,7 @@ $("stop").addEventListener("click", () => { if (running) running.abort(); });
 $("fresh").addEventListener("click", () => {
   if (running) running.abort();
   sessions.fresh();
-  say("A new conversation.");
+  say("New conversation started.");
   $("text").focus();
 });
 $("upload").addEventListener("change", () => {
@@ -224,10 +224,10 @@ $("upload").addEventListener("change", () => {
   reader.onload = () => {
     added = { name: file.name, text: reader.result };
     $("file-progress").value = 0;
-    say(`${file.name} goes with the next message.`);
+    say(`${file.name} will be sent with the next message.`);
     $("text").focus();
   };
-  reader.onerror = () => say(`${file.name} cannot be read.`);
+  reader.onerror = () => say(`${file.name} could not be read.`);
   $("file-name").textContent = `${file.name} (${size(file.size)})`;
   $("file").hidden = false;
   reader.readAsText(file);
@@ -241,5 +241,5 @@ $("key").addEventListener("change", async () => {
   await sessions.begin();
 });
 
-figures().then(() => sessions.begin()); // answers have the model's name: it comes first
+figures().then(() => sessions.begin()); // first, because answers are labelled with the model name
 setInterval(figures, 2000);

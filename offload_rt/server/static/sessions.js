@@ -1,16 +1,16 @@
-// Conversations to come back to: the server's, where it keeps sessions; else the one that this browser keeps.
+// Stored conversations: those of the server if it stores sessions, else one in the browser.
 import { $, make, say, server, store, stored } from "./basics.js";
 
 export class Sessions {
   // open(messages) shows a conversation.
   constructor(open) {
     this.open = open;
-    this.kept = false; // whether the server keeps sessions
-    this.known = []; // names of those that it has
+    this.kept = false; // whether the server stores sessions
+    this.known = []; // ids of the sessions on the server
     this.name = stored("session") || fresh();
   }
 
-  // What a request says of its session.
+  // Session field of a request.
   get field() { return this.kept ? { session: this.name } : {}; }
 
   async begin() {
@@ -28,7 +28,7 @@ export class Sessions {
       this.known = found.data.map((each) => each.id);
       $("sessions").hidden = !found.store;
       $("session-list").replaceChildren(...found.data.map((each) => this.entry(each)));
-    } catch { /* the figures say that there is no connection */ }
+    } catch { /* the server statistics show that there is no connection */ }
   }
 
   entry(each) {
@@ -49,7 +49,7 @@ export class Sessions {
     store("session", name);
     this.open(answer?.ok ? (await answer.json()).messages.map(shown) : []);
     await this.list();
-    if (!quietly) { say("The conversation is here again."); $("text").focus(); }
+    if (!quietly) { say("Conversation restored."); $("text").focus(); }
   }
 
   async remove(name) {
@@ -67,12 +67,12 @@ export class Sessions {
     for (const button of $("session-list").querySelectorAll("[aria-current]")) button.removeAttribute("aria-current");
   }
 
-  // To be called when messages have changed.
+  // Call this after messages have changed.
   async keep(messages) {
     store("session", this.name);
     if (this.kept) await this.list();
     else if (!store("conversation", JSON.stringify(messages))) {
-      say("This conversation is too long for the browser to keep: it is lost when the page is closed.");
+      say("This conversation is too long for the browser's storage and will be lost when the page is closed.");
     }
   }
 }
@@ -88,7 +88,7 @@ function here() {
   } catch { return []; }
 }
 
-// A message as the server has it: what stands before the question may be a file.
+// Convert a message from the server. An attached file precedes the question in its content.
 function shown(message) {
   const content = typeof message.content === "string" ? message.content : "";
   if (!message.file_name) return { role: message.role, content, thought: message.reasoning_content };

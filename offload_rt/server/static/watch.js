@@ -1,14 +1,14 @@
-// What the runtime does for an answer, live: how far the prompt is read, what each layer attends to in each step, what
-// crosses the link, and where in the prompt the selected tokens stand.
+// Live trace of a request: prefill progress, attention by layer and step, transferred bytes, and the positions of
+// selected tokens in the prompt.
 import { $, count, make, percent, rows, size } from "./basics.js";
 
-const STEPS = 150; // columns of the picture
+const STEPS = 150; // maximum number of columns of the picture
 const PLACES = 6;
 const SHADES = 8;
 
-let head = null; // of the prompt: policy, layers, segments
-let attended = []; // of each step, of each layer
-let total = []; // of each segment: how often selected, in all steps and in the latest
+let head = null; // first trace event: policy, layers, prompt segments
+let attended = []; // exact attention fraction `[steps][layers]`
+let total = []; // number of selections per segment, in all steps and in the latest one
 let latest = [];
 let spans = [];
 let bytes = 0;
@@ -27,7 +27,7 @@ export function begin() {
 
 export function end() {
   $("reading").hidden = true;
-  if (!head) $("looked-text").textContent = "Nothing was traced.";
+  if (!head) $("looked-text").textContent = "No trace was received.";
 }
 
 export function take(trace) {
@@ -58,9 +58,9 @@ function start(trace) {
   $("prompt-text").replaceChildren(...spans);
   const selecting = trace.layers - trace.dense_layers.length;
   $("looked-text").textContent = selecting
-    ? `The ${count(trace.prompt_tokens)} tokens of the prompt; the darker, the more layers, heads and steps selected them. `
-      + `${selecting} of ${trace.layers} layers select; the first ${trace.sinks} tokens and the newest ${trace.recent} are always attended to and not counted.`
-    : `The policy ${trace.policy} attends to all ${count(trace.prompt_tokens)} tokens in every layer: nothing is selected.`;
+    ? `The ${count(trace.prompt_tokens)} tokens of the prompt. Darker tokens were selected by more layers, heads and steps. `
+      + `${selecting} of ${trace.layers} layers select tokens. The first ${trace.sinks} and the most recent ${trace.recent} tokens are always attended to and not counted.`
+    : `The policy ${trace.policy} attends to all ${count(trace.prompt_tokens)} tokens in every layer. There is no selection.`;
   $("looked").hidden = !trace.segments.length;
 }
 
@@ -79,7 +79,7 @@ function matrix() {
   pen.clearRect(0, 0, canvas.width, canvas.height);
   const shown = attended.slice(-STEPS);
   if (!shown.length) {
-    canvas.setAttribute("aria-label", "No step yet");
+    canvas.setAttribute("aria-label", "No steps yet");
     $("matrix-text").textContent = "";
     return;
   }
@@ -92,9 +92,9 @@ function matrix() {
   pen.globalAlpha = 1;
   const means = shown[0].map((_, layer) => shown.reduce((sum, step) => sum + step[layer], 0) / shown.length);
   const least = means.indexOf(Math.min(...means)), most = means.indexOf(Math.max(...means));
-  const text = `Layers from top to bottom, steps from left to right. Mean ${percent(mean(means))}; `
-    + `least layer ${least} (${percent(means[least])}), most layer ${most} (${percent(means[most])}).`;
-  canvas.setAttribute("aria-label", `Share of the context attended to. ${text}`);
+  const text = `Layers from top to bottom, steps from left to right. Mean ${percent(mean(means))}, `
+    + `lowest in layer ${least} (${percent(means[least])}), highest in layer ${most} (${percent(means[most])}).`;
+  canvas.setAttribute("aria-label", `Exact attention fraction. ${text}`);
   $("matrix-text").textContent = text;
 }
 
@@ -104,9 +104,9 @@ function figures() {
   const last = attended.at(-1);
   rows($("answer-figures"), [
     ["Steps", count(steps)],
-    ["Attended in the last step", last ? percent(mean(last)) : "—"],
-    ["Over the link, this answer", size(bytes)],
-    ["of it in the last step", size(bytes - before)],
+    ["Exact fraction, last step", last ? percent(mean(last)) : "—"],
+    ["KV transferred, this answer", size(bytes)],
+    ["in the last step", size(bytes - before)],
   ]);
 }
 
@@ -129,7 +129,7 @@ function strip(counts, most) {
   pen.globalAlpha = 1;
 }
 
-// Of all choices that layers, heads and steps had, the share that fell on a token of the segment.
+// Mean fraction of layers, heads and steps that selected a token of the segment.
 function share(number) {
   const made = ($("latest").checked ? 1 : steps) * (head.layers - head.dense_layers.length) * head.kv_heads;
   return number / Math.max(1, made * head.segment_tokens);
@@ -160,7 +160,7 @@ function jump(i) {
   for (const span of spans) span.removeAttribute("id");
   spans[i].id = "here";
   const text = $("prompt-text");
-  text.scrollTop = spans[i].offsetTop - text.clientHeight / 3; // nothing but the text moves
+  text.scrollTop = spans[i].offsetTop - text.clientHeight / 3; // unlike scrollIntoView, scrolls only the text
   text.focus({ preventScroll: true });
 }
 

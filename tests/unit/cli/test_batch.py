@@ -119,9 +119,9 @@ def test_prompts_that_begin_alike_come_together(monkeypatch: pytest.MonkeyPatch,
     ("line", "why"),
     [
         ("{", "not a valid request"),
-        ("[]", "an object"),
+        ("[]", "a JSON object"),
         ('{"id": 1}', "'prompt' or 'messages'"),
-        ('{"prompt": 5}', "a text or a list of token ids"),
+        ('{"prompt": 5}', "a string or a list of token ids"),
         ('{"prompt": "a", "temprature": 1}', "temprature"),
         ('{"prompt": "a", "temperature": -1}', "temperature"),
         ('{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}', "twice"),
@@ -149,4 +149,4 @@ def test_from_the_command_line(
         assert main([*arguments[:3], str(tmp_path / "new"), "--ray", "2"]) == 2
         assert "pip install 'offload-rt[ray]'" in capsys.readouterr().err
     (tmp_path / "other").write_text("text\n", encoding="utf-8")
-    assert main([*arguments[:3], str(tmp_path / "other")]) == 2 and "give another file" in capsys.readouterr().err
+    assert main([*arguments[:3], str(tmp_path / "other")]) == 2 and "choose another file" in capsys.readouterr().err

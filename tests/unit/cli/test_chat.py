@@ -42,7 +42,7 @@ def test_a_chat_comes_back_with_all_that_was_said(
     paste.write_text("First line.\nSecond line.\n")
     talk(store, f'Once upon a time\n\n/nonsense\n/read "{paste}" and what then?\n/read /none\n/save\n', monkeypatch)
     out, err = capsys.readouterr()
-    assert "new session 'book'" in err and "no command '/nonsense'" in err and "cannot read '/none'" in err
+    assert "new session 'book'" in err and "unknown command '/nonsense'" in err and "cannot read '/none'" in err
     assert "saved" in err and len(out.strip()) > 10
     assert err.count("stopped at --max-new-tokens") == 2, "an answer that a limit ended is not the model's last word"
     talk(store, "/history\n/stats\nGo on\n/stats\n/fork other\n/truncate 40\n/quit\nnever read\n", monkeypatch)

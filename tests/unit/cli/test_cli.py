@@ -106,7 +106,7 @@ def test_a_text_is_taken_whole_or_shortened_as_was_said(cli: Cli, pages: Path, t
         "5",
         "--ignore-eos",
     )
-    cli(*given).fails_with(str(pages), "room for 75", "--truncate tail")
+    cli(*given).fails_with(str(pages), "75 fit beside the answer", "--truncate tail")
     run = cli(*given, "--truncate", "middle", "--stats-json", str(stats))
     assert run.code == 0, run.err
     assert json.loads(stats.read_text())["prompt_tokens"] == 75
@@ -160,15 +160,18 @@ def test_skew_then_generate_with_the_artifact(
 def test_info(cli: Cli) -> None:
     run = cli("info", "reference", "--context", "2000", "--dtype", "bfloat16", "--device", "cpu")
     assert (run.code, run.err) == (0, "")
-    assert "It fits here." in run.out
+    assert "It fits in memory." in run.out
     assert re.search(r"KV of one token +│ 4 KiB ", run.out)  # 2 (K, V) * 8 layers * 2 heads * 64 * 2 bytes
     assert re.search(r"KV of the context +│ 8 MiB ", run.out)  # 32 chunks of 64 tokens
     run = cli("info", "reference", "--context", "100000", "--policy", "full", "--host-memory", "100MiB")
-    assert "It does not fit here." in run.out
+    assert "It does not fit in memory." in run.out
     assert "100 MiB" in run.out
-    assert "2,048 positions" in run.out
+    assert "2,048 tokens" in run.out
     beyond = cli("info", "reference", "--context", "4096")
-    assert "It fits here.\nThe model was made for 2,048 positions; quality beyond is not known." in beyond.out
+    assert (
+        "It fits in memory.\nThe context length of the model is 2,048 tokens; the quality of longer texts is unknown."
+        in beyond.out
+    )
 
 
 def test_reader_that_leaves_early_is_no_error(pages: Path) -> None:

@@ -110,19 +110,3 @@ def test_there_are_as_many_threads_as_a_container_has_processors(
 ) -> None:
     """Where the user said nothing, and it is less than torch would count."""
     assert environment_after("OMP_NUM_THREADS", given, before) == threads
-
-
-@pytest.mark.parametrize(
-    ("given", "before", "policy"),
-    [
-        ({}, "", "PASSIVE"),
-        ({"OMP_WAIT_POLICY": "ACTIVE"}, "", "ACTIVE"),
-        ({"GOMP_SPINCOUNT": "10"}, "", "None"),
-        ({}, "sys.modules['torch'] = sys; ", "None"),
-    ],
-)
-def test_threads_wait_without_spinning_unless_the_user_said_how(
-    given: dict[str, str], before: str, policy: str
-) -> None:
-    """Where torch is imported already it is too late, and the environment stays as it was."""
-    assert environment_after("OMP_WAIT_POLICY", given, before) == policy

@@ -85,7 +85,7 @@ def test_a_started_file_is_continued_and_a_foreign_one_refused(
 def test_a_document_is_cut_to_what_the_model_holds(script: ModuleType, llm: LLM) -> None:
     text = "word " * 5000
     assert len(script.document_tokens(llm, text, 100, None, "tail")) == llm.geometry.max_positions - 100
-    with pytest.raises(InputError, match="--truncate tail leaves its end out"):
+    with pytest.raises(InputError, match="--truncate tail to drop its end"):
         script.document_tokens(llm, text, 100, None)
     assert len(script.document_tokens(llm, text, 100, 50)) == 50
     with pytest.raises(InputError, match="--document-tokens 2040 must be between 1 and 1948"):

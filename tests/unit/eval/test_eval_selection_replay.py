@@ -115,7 +115,7 @@ def test_a_recording_cut_short_is_whole(tmp_path: Path) -> None:
 
 
 def test_what_is_no_recording(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no recording"):
+    with pytest.raises(InputError, match="is not a recording"):
         Recording.open(tmp_path)
     run = made(tmp_path / "run")
     with pytest.raises(InputError, match="not empty"):
@@ -318,7 +318,7 @@ def test_the_command_makes_a_page_without_links(
     assert "</script><b>no</b> & so on." in "".join(data["texts"])
     assert len(data["reads"]) == len(data["texts"]) - data["first"] > 0
     assert main(("generate", "reference", "--prompt-file", str(book), *flags)) == 2
-    assert "it exists already" in capsys.readouterr().err
+    assert "it already exists" in capsys.readouterr().err
     assert main(("eval", "replay", str(tmp_path))) == 2
     with pytest.raises(InputError, match="no text"):
         write_page(made(tmp_path / "ids"), tmp_path / "no.html")

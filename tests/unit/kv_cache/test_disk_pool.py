@@ -370,7 +370,7 @@ def test_statistics_say_what_a_disk_was_read(tmp_path: Path) -> None:
         file = llm.runner.pool.file
         assert file is not None and stats.disk_bytes_read < file.use.bytes_read, "of the second run alone"
         shown = "".join(str(row) for row in stats_table(stats).columns[0]._cells)
-        assert "KV on disk" in shown and "selected rows in host memory" in shown
+        assert "KV on disk" in shown and "selected KV entries in host memory" in shown
 
 
 def test_models_with_sliding_layers_and_forks(tmp_path: Path) -> None:
@@ -546,7 +546,7 @@ def test_info_plans_a_context_on_disk(tmp_path: Path, capsys: pytest.CaptureFixt
     flags = ["--host-memory", "64MiB", "--disk", str(tmp_path / "rows"), "--disk-limit", "512MiB"]
     assert main(["info", model, "--context", "400000", *flags]) == 0
     told = capsys.readouterr().out
-    assert "disk: KV of the context" in told and "host: KV cache of the disk" in told and "It fits here." in told
+    assert "disk: KV of the context" in told and "host: KV cache of the disk" in told and "It fits in memory." in told
     assert main(["info", model, "--context", "1000000", *flags]) == 0
     assert "raise --disk-limit" in capsys.readouterr().out and not (tmp_path / "rows").exists()
 

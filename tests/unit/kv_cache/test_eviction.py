@@ -235,14 +235,14 @@ def test_rows_that_a_fork_holds_are_spared() -> None:
 
 
 def test_what_cannot_be_evicted_is_refused() -> None:
-    with pytest.raises(ConfigError, match="moves them"):
+    with pytest.raises(ConfigError, match="moves tokens to other slots"):
         make_llm("h2o", {"budget": 0.2}, 3, "lru")
     with pytest.raises(ConfigError, match="did you mean 'lru'"):
         make_llm("full", {}, 3, "lrru")
     with pytest.raises(ConfigError, match="protects"):
         make_llm("full", {}, 3, {"policy": "fifo", "protects": "none"})
     llm = make_llm("infinigen", {"recent": 200}, 3, "counter")
-    with pytest.raises(PoolFullError, match="none to overwrite: 4 sinks, 200 recent"):
+    with pytest.raises(PoolFullError, match="can be evicted: 4 sinks, 200 recent"):
         llm.generate([tiny_prompt(100)], SamplingParams(max_tokens=200))
     assert llm.runner.pool.bytes_held == 0
 

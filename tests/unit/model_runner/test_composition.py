@@ -59,7 +59,7 @@ class Cell:
     def refusal(self) -> str:
         """What the error says; empty where the cell must equal its reference."""
         if self.eviction and self.policy in KNOWS_PLACES:
-            return "cannot run with eviction"
+            return "does not support eviction"
         if self.session and self.policy in LEARNS_FROM_QUERIES:
             return "learns from every query"
         if self.session and self.eviction:
@@ -189,4 +189,4 @@ def printed() -> str:
     )
 
 
-REASONS = ("cannot run with eviction", "learns from every query", "eviction overwrites tokens in place")
+REASONS = ("does not support eviction", "learns from every query", "eviction overwrites tokens in place")

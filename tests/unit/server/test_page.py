@@ -93,7 +93,7 @@ def test_type_stream_stop_reload_and_come_back(browser: Browser, model: Path, tm
         said = page.locator("article.assistant").inner_text()
         assert len(said) > len("tiny")
         expect(page.locator("#places button").first).to_contain_text("%")
-        assert page.locator("#matrix").get_attribute("aria-label") != "No step yet"
+        assert page.locator("#matrix").get_attribute("aria-label") != "No steps yet"
         ask(page, "On and on.", 4000)
         expect(page.locator("#status")).to_have_text("Answering…")
         page.keyboard.press("Escape")
@@ -111,7 +111,7 @@ def test_type_stream_stop_reload_and_come_back(browser: Browser, model: Path, tm
         assert page.locator("article.assistant").nth(0).inner_text() == said
         ask(page, "And then?")
         done(page)
-        expect(page.locator("#status")).to_contain_text("prompt tokens were there")
+        expect(page.locator("#status")).to_contain_text("prompt tokens reused")
         page.click("#fresh")
         expect(page.locator("article")).to_have_count(0)
         page.locator("#session-list button").first.click()

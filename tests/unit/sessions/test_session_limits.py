@@ -164,7 +164,7 @@ def test_what_is_left_of_a_session_with_lost_rows_is_computed_as_a_text_of_its_o
 def test_models_that_cannot_be_cut_refuse(tmp_path: Path) -> None:
     session = make_llm(name="gpt2", positions=100).session("s", tmp_path / "gpt2")
     answer(session, tiny_prompt(60))
-    with pytest.raises(ModelError, match="a table of 100"):
+    with pytest.raises(ModelError, match="has 100"):
         session.send(tiny_prompt(60), SHORT)
     assert len(session.tokens) == 66
     session.close()

@@ -579,6 +579,6 @@ def test_a_first_load_says_that_it_calibrates(
     monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
     model = tiny_model("llama", seed=11)
     LLM(model, host_memory="8MiB")
-    assert "calibrating LlamaForCausalLM for selection, once" in capsys.readouterr().err
+    assert "calibrating LlamaForCausalLM (once)" in capsys.readouterr().err
     LLM(model, host_memory="8MiB")
     assert "calibrating" not in capsys.readouterr().err

@@ -251,7 +251,7 @@ def test_a_recording_that_cannot_be(field: str, value: Any, tmp_path: Path) -> N
     shutil.copytree(BEFORE / "recording", tmp_path / "recording")
     about = tmp_path / "recording" / "run.json"
     about.write_text(json.dumps(json.loads(about.read_text()) | {field: value}))
-    with pytest.raises(InputError, match="is damaged: no run has such values"):
+    with pytest.raises(InputError, match="is damaged: its values are impossible"):
         list(Recording.open(tmp_path / "recording").steps())
 
 

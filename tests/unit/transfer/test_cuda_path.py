@@ -160,7 +160,7 @@ def test_where_kernels_do_not_find_host_memory_the_host_copies_rows(name: str, t
     expected = on_cpu(replace(cell, scene=scene, name=f"{name}, copied"), tmp_path)
     with (
         simulated(Late((1, 2)), in_place=False),
-        pytest.warns(UserWarning, match="copied together by the host") as said,
+        pytest.warns(UserWarning, match="the host gathers KV before copying it") as said,
     ):
         assert replace(cell, scene=scene).run("cuda", tmp_path) == expected
     assert len(said) == 1

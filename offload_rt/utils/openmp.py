@@ -1,0 +1,91 @@
+"""Control the OpenMP library that torch has loaded: its threads per caller, and how they wait.
+
+An OpenMP thread of GCC's library (libgomp) spins for about 3 ms after each operation. On a machine that is not idle it
+then takes a processor from the thread that it waits for, and from other processes. `OMP_WAIT_POLICY=passive` prevents
+this, but libgomp reads it only once, when torch is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+WAIT_VARIABLES = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})
+"""Environment variables with which a user decides how OpenMP threads wait."""
+
+
+@cache
+def stop_spinning() -> bool:
+    """Make the threads of libgomp sleep soon after each operation, also if torch was imported long ago.
+
+    libgomp spins 100 times instead of 300,000 times while it manages more threads than there are processors
+    (`gomp_throttled_spin_count_var`). So this function starts one more than there are, which sleep
+    until the process ends.
+
+    Returns:
+        Whether it did so: not with another OpenMP library, and not if the user set one of `WAIT_VARIABLES`.
+    """
+    library = _library("libgomp.so.1")
+    if library is None or os.environ.keys() & WAIT_VARIABLES:
+        return False
+    threads, started = library.omp_get_num_procs() + 1, threading.Event()
+
+    def hold() -> None:
+        # A parallel region that does nothing. libgomp keeps its threads as long as the calling thread lives.
+        nothing = ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p)
+        library.GOMP_parallel(nothing, None, ctypes.c_uint(threads), ctypes.c_uint(0))
+        started.set()
+        threading.Event().wait()
+
+    threading.Thread(target=hold, daemon=True, name="offload-rt openmp").start()
+    started.wait()
+    return True
+
+
+@cache
+def thread_setter() -> Callable[[int], Any]:
+    """Return a function that sets OpenMP's number of threads for the calling thread only.
+
+    `torch.set_num_threads` also sets the number for threads that are started later, so it is used only if torch's
+    OpenMP library is not found.
+    """
+    count = torch.get_num_threads()
+    for name in ("libgomp.so.1", "libomp.so", "libiomp5.so"):
+        if (library := _library(name)) is None:
+            continue
+        set_threads = library.omp_set_num_threads
+        set_threads.argtypes, set_threads.restype = [ctypes.c_int], None
+        set_threads(count + 1)
+        found = torch.get_num_threads() == count + 1
+        set_threads(count)
+        if found:
+            return set_threads
+    return torch.set_num_threads
+
+
+@cache
+def mkl_thread_setter() -> Callable[[int], int]:
+    """Return a function that sets MKL's number of threads for the calling thread and returns the one before (0: none).
+
+    After `torch.set_num_threads`, MKL does not follow OpenMP's number.
+    """
+    try:
+        set_threads = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD).MKL_Set_Num_Threads_Local
+    except (OSError, AttributeError):
+        return lambda threads: 0
+    set_threads.argtypes, set_threads.restype = [ctypes.c_int], ctypes.c_int
+    return lambda threads: int(set_threads(threads))
+
+
+def _library(name: str) -> ctypes.CDLL | None:
+    """Return the library `name` if this process has loaded it."""
+    try:
+        return ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None

@@ -1,0 +1,49 @@
+"""The measurement of threads: a row for each case and policy, ratios to the first policy and the first number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload_rt.cli import main
+from offload_rt.eval.speed import threads
+
+TEXT = "The river was high that spring, and nobody crossed it. " * 20
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    count = torch.get_num_threads()
+    monkeypatch.setattr(threads, "_in_a_process", threads.measure_case)
+    yield
+    torch.set_num_threads(count)
+
+
+def measured(tmp_path: Path, context: int) -> int:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    flags = ["--text", str(text), "--out", str(tmp_path / "out"), "--context", str(context), "--tokens", "3"]
+    return main(
+        ["eval", "threads", "reference", *flags, "--threads", "1,2", "--busy", "0.5", "--policies", "full,auto"]
+    )
+
+
+def test_each_case_has_a_row_and_its_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measured(tmp_path, 100) == 0
+    rows = json.loads((tmp_path / "out" / "threads.json").read_text())["rows"]
+    assert [(row["threads"], row["policy"]) for row in rows] == [(1, "full"), (1, "auto"), (2, "full"), (2, "auto")]
+    for row in rows:
+        full, one = (
+            next(other for other in rows if (other["threads"], other["policy"]) == key)
+            for key in ((row["threads"], "full"), (1, row["policy"]))
+        )
+        assert row["to_full"] == row["median"] / full["median"] and row["to_one"] == row["median"] / one["median"]
+
+
+def test_a_text_that_is_too_short_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measured(tmp_path, 5_000) == 2
+    assert "5,000 are needed: give a longer one" in capsys.readouterr().err

@@ -1,0 +1,48 @@
+"""Threads of torch's OpenMP library: after `stop_spinning` they do not use processors while they wait."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from offload_rt.utils.openmp import WAIT_VARIABLES, stop_spinning
+
+OPERATIONS = 40
+CODE = f"""
+import time, torch
+torch.set_num_threads(2)
+from offload_rt.utils.openmp import stop_spinning
+values = torch.ones(1 << 20)
+{{stop}}
+values.add_(1)
+began = time.process_time()
+for _ in range({OPERATIONS}):
+    values.add_(1)
+    time.sleep(0.01)
+print(time.process_time() - began)
+"""
+
+
+def processor_seconds(stop: str) -> float:
+    environment = {name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(stop=stop)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
+
+
+@pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="this torch has no OpenMP")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: OpenMP starts no threads")
+def test_threads_sleep_after_an_operation_although_torch_was_imported_first() -> None:
+    spinning, sleeping = processor_seconds(""), processor_seconds("assert stop_spinning()")
+    assert sleeping < spinning / 10, "CPU time of operations with pauses between them, seconds"
+
+
+def test_the_variables_of_the_user_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert not stop_spinning.__wrapped__()
