@@ -86,13 +86,11 @@ def takes(q: torch.Tensor) -> DecodeAttention | None:
     or there is no compiled code."""
     if q.dtype not in (torch.bfloat16, torch.float32) or q.device.type != "cpu" or q.shape[-1] % 32:
         return None
-    return _code(q.shape[-1], q.dtype)
+    library = native.compiled("decode_attention", HEAD_DIM=q.shape[-1], BFLOAT16=int(q.dtype == torch.bfloat16))
+    return None if library is None else _code(library)
 
 
 @cache
-def _code(head_dim: int, dtype: torch.dtype) -> DecodeAttention | None:
-    library = native.compiled("decode_attention", HEAD_DIM=head_dim, BFLOAT16=int(dtype == torch.bfloat16))
-    if library is None:
-        return None
+def _code(library: ctypes.CDLL) -> DecodeAttention:
     library.finish.restype = None
     return DecodeAttention(library)

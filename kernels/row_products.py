@@ -52,7 +52,10 @@ def takes(weight: torch.Tensor) -> RowProducts | None:
     """Return the code for a weight `[out, in]`, or None if its type or shape is not supported, or it cannot run."""
     if weight.device.type != "cpu" or weight.shape[1] % 32 or not weight.is_contiguous():
         return None
-    return _code(weight.dtype) if weight.dtype in (torch.bfloat16, torch.float32) else None
+    if weight.dtype not in (torch.bfloat16, torch.float32):
+        return None
+    library = native.compiled("row_products", BFLOAT16=int(weight.dtype == torch.bfloat16))
+    return None if library is None else _code(library)
 
 
 @cache
@@ -63,6 +66,5 @@ def torch_multiplies_bfloat16() -> bool:
 
 
 @cache
-def _code(dtype: torch.dtype) -> RowProducts | None:
-    library = native.compiled("row_products", BFLOAT16=int(dtype == torch.bfloat16))
-    return None if library is None else RowProducts(library)
+def _code(library: ctypes.CDLL) -> RowProducts:
+    return RowProducts(library)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from offload_rt.kernels import decode_attention, native, row_products, team
+from offload_rt.kernels import native, row_products, team
 from offload_rt.utils import native_code, native_libraries
 
 _CACHED = (
     native._low_bit,
     native.compiled,
-    decode_attention._code,
-    row_products._code,
     row_products.torch_multiplies_bfloat16,
     team._library,
     native_libraries._origin,
