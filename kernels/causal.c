@@ -1,7 +1,8 @@
-/* Exact causal attention of bfloat16 rows on a processor: what `causal.py` defines, scores and softmax in float32.
+/* Exact causal attention of many queries: what `causal.py` defines, scores and softmax in float32.
 
-Compiled by native.py for one head dimension (HEAD_DIM). Keys and values are packed once a call. A tile of queries then
-goes through all blocks of keys that any of them sees, six queries at a time, whose sums stay in registers.
+Compiled for one head dimension (HEAD_DIM) and one type of rows (BFLOAT16 or float32). Keys and values are packed once a
+call. A tile of queries then goes through all blocks of keys that any of them sees, six queries at a time, whose sums stay
+in registers. The floor is arithmetic: 2 * HEAD_DIM products for each pair of a query and a key.
 
 With products of bfloat16 (AVX512-BF16), one instruction adds two products to each of 16 sums: of two channels of 16 keys
 in scores, of two tokens of 16 channels in outputs. Elsewhere keys and values are packed as float32. */
@@ -12,7 +13,13 @@ in scores, of two tokens of 16 channels in outputs. Elsewhere keys and values ar
 #define ROWS 6                    /* queries at a time */
 #define TILE 96                   /* queries of a tile, a multiple of ROWS */
 
-#if defined(__AVX512BF16__)
+#if BFLOAT16
+typedef uint16_t Number;
+#else
+typedef float Number;
+#endif
+
+#if BFLOAT16 && defined(__AVX512BF16__)
 #define BF16_DOT 1
 typedef uint32_t Packed;          /* two bfloat16 */
 typedef uint32_t Query;
@@ -32,60 +39,60 @@ typedef float Query;
 head r % group's query r / group, which sees the last `window` of the tokens up to `reach` + r / group. `begun`: out and
 lse have the attention over other tokens, and become that over both. */
 typedef struct {
-    const uint16_t *q, *k, *v;
-    void *out;          /* bfloat16; float32 where there is lse */
+    const Number *q, *k, *v;
+    void *out;          /* like q; float32 where there is lse */
     Packed *packed;     /* [kv_heads][blocks][BLOCK]; NULL for one tile a head, which packs what it reads */
     const float *sinks; /* [kv_heads * group], or NULL */
     float *lse;         /* [kv_heads * group][m]: the natural log of what a softmax divides by, -inf of none; or NULL */
-    const int64_t *ids; /* [kv_heads][n]: the row of each token, for keys and values that lie anywhere; or NULL */
     int64_t q_head, q_token, k_head, k_token, v_head, v_token, out_head, out_token;
     int64_t kv_heads, group, m, n, first, window, reach, begun;
     float scale, softcap; /* 0: scores are not capped */
 } Call;
 
+INLINE float as_float(Number x) {
+#if BFLOAT16
+    return number(x);
+#else
+    return x;
+#endif
+}
+
+INLINE f32 load_numbers(const Number *at) {
+#if BFLOAT16
+    return load_bf16(at);
+#else
+    return load(at);
+#endif
+}
+
 static inline int64_t blocks_of(const Call *call) { return (call->n - call->first + KEYS - 1) / KEYS; }
-
-static inline int64_t row_of(const Call *call, int64_t head, int64_t token) {
-    return call->ids ? call->ids[head * call->n + token] : token;
-}
-
-/* Asks for the row of a token that comes a block later: where rows lie in no cache, that hides most of the waiting. */
-static inline void ask_for(const Call *call, const uint16_t *k, const uint16_t *v, int64_t head, int64_t token) {
-    if (token >= call->n) return;
-    int64_t row = row_of(call, head, token);
-    for (int c = 0; c < HEAD_DIM; c += 32) {
-        __builtin_prefetch(k + row * call->k_token + c);
-        __builtin_prefetch(v + row * call->v_token + c);
-    }
-}
 
 /* Packs block `b` of KV head `head`, keys [QUERY][KEYS] and values; what the last block lacks is 0. */
 static void pack_block(const Call *call, int64_t head, int64_t b, Packed *restrict keys) {
     int64_t start = call->first + b * KEYS, left = call->n - start;
-    const uint16_t *k = call->k + head * call->k_head, *v = call->v + head * call->v_head;
+    const Number *k = call->k + head * call->k_head, *v = call->v + head * call->v_head;
     Packed *restrict values = keys + HALF;
     int count = left < KEYS ? (int)left : KEYS;
     if (count < KEYS) memset(keys, 0, BLOCK * sizeof *keys);
     for (int t = 0; t < count; t++) {
-        const uint16_t *row = k + row_of(call, head, start + t) * call->k_token;
-        ask_for(call, k, v, head, start + t + KEYS);
+        const Number *row = k + (start + t) * call->k_token;
 #if BF16_DOT
         for (int j = 0; j < PAIRS; j++) memcpy(&keys[j * KEYS + t], row + 2 * j, 4);
 #else
-        for (int c = 0; c < HEAD_DIM; c++) keys[c * KEYS + t] = number(row[c]);
+        for (int c = 0; c < HEAD_DIM; c++) keys[c * KEYS + t] = as_float(row[c]);
 #endif
     }
 #if BF16_DOT
     for (int t = 0; t < count; t += 2) {
-        const uint16_t *even = v + row_of(call, head, start + t) * call->v_token;
-        const uint16_t *odd = t + 1 < count ? v + row_of(call, head, start + t + 1) * call->v_token : even;
+        const Number *even = v + (start + t) * call->v_token;
+        const Number *odd = t + 1 < count ? v + (start + t + 1) * call->v_token : even;
         uint32_t odd_counts = t + 1 < count ? 0xffff0000u : 0;
         for (int c = 0; c < HEAD_DIM; c++) values[t / 2 * HEAD_DIM + c] = even[c] | ((uint32_t)odd[c] << 16 & odd_counts);
     }
 #else
     for (int t = 0; t < count; t++) {
-        const uint16_t *row = v + row_of(call, head, start + t) * call->v_token;
-        for (int c = 0; c < HEAD_DIM; c += LANES) store(&values[t * HEAD_DIM + c], load_bf16(row + c));
+        const Number *row = v + (start + t) * call->v_token;
+        for (int c = 0; c < HEAD_DIM; c += LANES) store(&values[t * HEAD_DIM + c], load_numbers(row + c));
     }
 #endif
 }
@@ -97,14 +104,6 @@ void pack(const void *given, int64_t part) {
 }
 
 #define NOTHING -1e30f /* lower than any score, and less of it is still a number */
-
-/* x in units of ln 2, capped: cap * tanh(x / cap), from 1 - 2 / (1 + e^2y) for y >= 0. */
-INLINE f32 capped(f32 x, float cap) {
-    const u32 sign = (u32)all(-0.0f);
-    f32 decays = exp2_of((f32)((u32)(x * all(2.0f * LOG2E / cap)) | sign));
-    f32 tanh = (all(1.0f) - decays) / (all(1.0f) + decays);
-    return (f32)((u32)tanh | ((u32)x & sign)) * all(cap * LOG2E);
-}
 
 /* What is known of the queries of a tile: rows, out and sums of weights not yet brought to the end. */
 typedef struct {
@@ -158,11 +157,10 @@ INLINE void block_scores(const Tile *tile, int row, const Packed *block, float s
 
 /* Makes weights of the scores of query `row`; returns what its sums so far are to be multiplied with. */
 INLINE float block_weights(const Call *call, Tile *tile, int row, int64_t start, int edge, float *s) {
-    const f32 factor = all(call->softcap ? call->scale : call->scale * LOG2E);
+    const f32 scale = all(call->scale);
     f32 most = all(-3e38f), sum = all(0.0f);
     for (int c = 0; c < KEYS; c += LANES) {
-        f32 x = load(s + c) * factor;
-        store(s + c, call->softcap ? capped(x, call->softcap) : x);
+        store(s + c, capped(load(s + c) * scale, call->softcap) * LOG2E);
     }
     if (edge) {
         int first, behind;
@@ -258,11 +256,11 @@ static void begin_row(const Call *call, Tile *tile, int r, int64_t query, int64_
     if (call->begun && some) memcpy(tile->out[r], (float *)call->out + place, sizeof tile->out[r]);
 }
 
-INLINE void read_query(Query *query, const uint16_t *row) {
+INLINE void read_query(Query *query, const Number *row) {
 #if BF16_DOT
     memcpy(query, row, HEAD_DIM * 2);
 #else
-    for (int c = 0; c < HEAD_DIM; c += LANES) store(query + c, load_bf16(row + c));
+    for (int c = 0; c < HEAD_DIM; c += LANES) store(query + c, load_numbers(row + c));
 #endif
 }
 
@@ -285,7 +283,7 @@ static void end_tile(const Call *call, const Tile *tile, int64_t head, int64_t f
         const f32 share = all(1.0f / tile->mass[r]);
         for (int c = 0; c < HEAD_DIM; c += LANES) {
             f32 row = load(&tile->out[r][c]) * share;
-            if (call->lse)
+            if (call->lse || !BFLOAT16)
                 store((float *)call->out + place + c, row);
             else
                 store_bf16((uint16_t *)call->out + place + c, row);

@@ -1,4 +1,4 @@
-"""Exact attention of bfloat16 KV on a CPU by `causal.c`, faster than torch's kernel (scores and softmax in float32).
+"""Exact attention of many queries on a CPU by `causal.c`, faster than torch's kernels (scores and softmax in float32).
 
 Memory besides inputs and output: for many queries, a packed copy of the visible keys and values.
 """
@@ -9,7 +9,6 @@ import ctypes
 
 import torch
 
-from ..core import ScatteredRows
 from . import native, team
 
 KEYS = 64  # of a packed block
@@ -22,7 +21,7 @@ class _Call(ctypes.Structure):
     """`Call` of causal.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "packed", "sinks", "lse", "ids")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "packed", "sinks", "lse")),
         *((f"{name}_{step}", ctypes.c_int64) for name in ("q", "k", "v", "out") for step in ("head", "token")),
         *((name, ctypes.c_int64) for name in ("kv_heads", "group", "m", "n", "first", "window", "reach", "begun")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
@@ -31,10 +30,12 @@ class _Call(ctypes.Structure):
 
 def takes(q: torch.Tensor) -> ctypes.CDLL | None:
     """Return the code for queries q `[..., d]` and KV like them, or None: another type or head dimension, no compiled
-    code, or a processor with AMX, which torch uses."""
-    if q.dtype != torch.bfloat16 or q.device.type != "cpu" or q.shape[-1] % 32 or native.has_tiles():
+    code, or bfloat16 on a processor with AMX, which torch uses."""
+    if q.dtype not in (torch.bfloat16, torch.float32) or q.device.type != "cpu" or q.shape[-1] % 32:
         return None
-    return native.compiled("causal", HEAD_DIM=q.shape[-1])
+    if q.dtype == torch.bfloat16 and native.has_tiles():
+        return None
+    return native.compiled("causal", HEAD_DIM=q.shape[-1], BFLOAT16=int(q.dtype == torch.bfloat16))
 
 
 def attend_causal(
@@ -53,18 +54,6 @@ def attend_causal(
     sinks = None if sinks is None else sinks.float().contiguous()
     _attend(library, q, k, v, out, scale, min(window or k.shape[1], k.shape[1]), softcap, sinks)
     return out
-
-
-def attend_rows(
-    library: ctypes.CDLL, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of queries q `[Hkv, G, d]`, each over all rows k, v `[Hkv, n, d]`, n >= 1: out `[Hkv, G, d]` and lse `[Hkv, G]`,
-    both float32, as `reference.attend_part` defines them (scores capped where there is a softcap)."""
-    kv_heads, group, d = q.shape
-    out = torch.empty(kv_heads * group, 1, d, dtype=torch.float32)
-    lse = torch.empty(kv_heads, group, dtype=torch.float32)
-    _attend(library, q.reshape(-1, 1, d), k, v, out, scale, k.shape[1], softcap, None, lse)
-    return out.view(kv_heads, group, d), lse
 
 
 def attend_further(
@@ -86,19 +75,6 @@ def attend_further(
     _attend(library, q, k, v, out, scale, k.shape[1], softcap, None, lse, reach=reach, begun=True)
 
 
-def attend_scattered(
-    library: ctypes.CDLL, q: torch.Tensor, rows: ScatteredRows, scale: float, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend_rows` over rows that lie anywhere, read there once."""
-    out = torch.empty(q.shape, dtype=torch.float32)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32)
-    queries, outs = (x.flatten(0, 1).unsqueeze(1) for x in (q, out))
-    (kv_heads, n), ids = rows.ids.shape, rows.ids.contiguous()
-    k, v = (x.expand(kv_heads, -1, -1) for x in (rows.k, rows.v))
-    _attend(library, queries, k, v, outs, scale, n, softcap, None, lse, ids)
-    return out, lse
-
-
 def _attend(
     library: ctypes.CDLL,
     q: torch.Tensor,
@@ -110,21 +86,23 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
     lse: torch.Tensor | None = None,
-    ids: torch.Tensor | None = None,
     reach: int | None = None,
     begun: bool = False,
 ) -> None:
-    """q and out `[H, m, d]`, k and v `[Hkv, n, d]`; out is float32 where there is lse `[H, m]`. With ids int64
-    `[Hkv, n]`, the rows of k and v `[Hkv, R, d]` that are meant. reach: the token up to which the first query sees, the
-    next one up to the next; None is n - m. begun: out and lse have what was attended to before."""
-    (heads, m, d), (kv_heads, n) = q.shape, k.shape[:2] if ids is None else ids.shape
+    """Attend with q `[H, m, d]` to k and v `[Hkv, n, d]`, and store out `[H, m, d]` and lse `[H, m]`.
+
+    Args:
+        reach: The last token that the first query sees; each further query sees one more. None is n - m.
+        begun: out and lse hold the attention to other tokens, and become that to all.
+    """
+    (heads, m, d), (kv_heads, n) = q.shape, k.shape[:2]
     reach = n - m if reach is None else reach
     first = max(0, reach - window + 1)
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     tiles = -(-heads // kv_heads * m // library.tile_rows())
     blocks = -(-(n - first) // KEYS)
     packed = torch.empty(kv_heads * blocks * library.block_bytes(), dtype=torch.uint8) if tiles > 1 else None
-    places = [None if x is None else x.data_ptr() for x in (q, k, v, out, packed, sinks, lse, ids)]
+    places = [None if x is None else x.data_ptr() for x in (q, k, v, out, packed, sinks, lse)]
     (q_head, q_token, _), (k_head, k_token, _) = q.stride(), k.stride()
     (v_head, v_token, _), (out_head, out_token, _) = v.stride(), out.stride()
     call = _Call(

@@ -268,13 +268,6 @@ static void add_values(const uint8_t *values, const Weight weights[][BLOCK], int
     }
 }
 
-/* s as cap * tanh(s / cap), from e^(-2 |s| / cap); unchanged if cap is 0. */
-INLINE f32 capped(f32 s, float cap) {
-    if (cap == 0.0f) return s;
-    f32 decays = exp2_of(-2.0f * LOG2E * abs_of(s) / cap);
-    return with_sign(cap * (1.0f - decays) / (1.0f + decays), s);
-}
-
 INLINE float capped_peak(float peak, float cap) { return capped(all(peak), cap)[0]; }
 
 /* Sets the bits of a head's tokens that are outside [start, stop) or in skip. */

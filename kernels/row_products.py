@@ -25,7 +25,7 @@ class _Call(ctypes.Structure):
     """`Call` of row_products.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out", "prepared")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),
         *((name, ctypes.c_int64) for name in ("rows", "outs", "ins", "size")),
     ]
 
@@ -35,28 +35,16 @@ class RowProducts:
     """The compiled code for one type of weights."""
 
     library: ctypes.CDLL
-    needs_room: bool
-    run: int
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x `[..., in]` times weight `[out, in]` plus bias `[out]`, `[..., out]`, summed in float32."""
         (outs, ins), x = weight.shape, x.contiguous()
         out = x.new_empty(*x.shape[:-1], outs)
-        room = torch.empty(x.numel(), dtype=torch.float32) if self.needs_room else x
         size = max(1, PART_BYTES // (ins * weight.element_size()))
-        call = _Call(
-            x.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            room.data_ptr(),
-            x.numel() // ins,
-            outs,
-            ins,
-            size,
-        )
+        places = [None if each is None else each.data_ptr() for each in (x, weight, bias, out)]
+        call = _Call(*places, x.numel() // ins, outs, ins, size)
         threads = team.threads() if weight.nbytes >= WORTH_THREADS else 1
-        self.library.linear(ctypes.byref(call), self.run, threads)
+        team.run(self.library.linear, call, -(-outs // size), threads)
         return out
 
 
@@ -64,7 +52,10 @@ def takes(weight: torch.Tensor) -> RowProducts | None:
     """Return the code for a weight `[out, in]`, or None if its type or shape is not supported, or it cannot run."""
     if weight.device.type != "cpu" or weight.shape[1] % 32 or not weight.is_contiguous():
         return None
-    return _code(weight.dtype) if weight.dtype in (torch.bfloat16, torch.float32) else None
+    if weight.dtype not in (torch.bfloat16, torch.float32):
+        return None
+    library = native.compiled("row_products", BFLOAT16=int(weight.dtype == torch.bfloat16))
+    return None if library is None else _code(library)
 
 
 @cache
@@ -75,10 +66,5 @@ def torch_multiplies_bfloat16() -> bool:
 
 
 @cache
-def _code(dtype: torch.dtype) -> RowProducts | None:
-    library = native.compiled("row_products", BFLOAT16=int(dtype == torch.bfloat16))
-    if library is None:
-        return None
-    library.linear.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-    library.linear.restype = None
-    return RowProducts(library, bool(library.needs_room()), team.run_pointer())
+def _code(library: ctypes.CDLL) -> RowProducts:
+    return RowProducts(library)

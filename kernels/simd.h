@@ -200,4 +200,47 @@ INLINE f32 exp2_of(f32 x) {
     return (f32)((u32)power + ((u32)rounded_x << 23));
 }
 
+/* s as cap * tanh(s / cap), from e^(-2 |s| / cap); unchanged if cap is 0. */
+INLINE f32 capped(f32 s, float cap) {
+    if (cap == 0.0f) return s;
+    f32 decays = exp2_of(-2.0f * LOG2E * abs_of(s) / cap);
+    return with_sign(cap * (1.0f - decays) / (1.0f + decays), s);
+}
+
+/* Lane i is the sum of the lanes of x[i]. */
+INLINE f32 lane_sums(const f32 x[LANES]) {
+#if defined(__aarch64__)
+    float32x4_t first = vpaddq_f32((float32x4_t)x[0], (float32x4_t)x[1]);
+    return (f32)vpaddq_f32(first, vpaddq_f32((float32x4_t)x[2], (float32x4_t)x[3]));
+#elif defined(WIDE_VECTORS)
+    __m512 four[4], even, odd;
+    for (int i = 0; i < 4; i++) {
+        __m512 a = (__m512)x[4 * i], b = (__m512)x[4 * i + 1], c = (__m512)x[4 * i + 2], d = (__m512)x[4 * i + 3];
+        __m512d ab = (__m512d)(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
+        __m512d cd = (__m512d)(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
+        four[i] = (__m512)_mm512_unpacklo_pd(ab, cd) + (__m512)_mm512_unpackhi_pd(ab, cd);
+    }
+    even = _mm512_shuffle_f32x4(four[0], four[1], 0x88) + _mm512_shuffle_f32x4(four[0], four[1], 0xdd);
+    odd = _mm512_shuffle_f32x4(four[2], four[3], 0x88) + _mm512_shuffle_f32x4(four[2], four[3], 0xdd);
+    return (f32)(_mm512_shuffle_f32x4(even, odd, 0x88) + _mm512_shuffle_f32x4(even, odd, 0xdd));
+#elif defined(__AVX2__)
+    __m256 four[2];
+    for (int i = 0; i < 2; i++) {
+        __m256 a = (__m256)x[4 * i], b = (__m256)x[4 * i + 1], c = (__m256)x[4 * i + 2], d = (__m256)x[4 * i + 3];
+        __m256d ab = (__m256d)(_mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b));
+        __m256d cd = (__m256d)(_mm256_unpacklo_ps(c, d) + _mm256_unpackhi_ps(c, d));
+        four[i] = (__m256)_mm256_unpacklo_pd(ab, cd) + (__m256)_mm256_unpackhi_pd(ab, cd);
+    }
+    return (f32)(_mm256_permute2f128_ps(four[0], four[1], 0x20) + _mm256_permute2f128_ps(four[0], four[1], 0x31));
+#elif defined(__x86_64__)
+    __m128d ab = (__m128d)(_mm_unpacklo_ps((__m128)x[0], (__m128)x[1]) + _mm_unpackhi_ps((__m128)x[0], (__m128)x[1]));
+    __m128d cd = (__m128d)(_mm_unpacklo_ps((__m128)x[2], (__m128)x[3]) + _mm_unpackhi_ps((__m128)x[2], (__m128)x[3]));
+    return (f32)((__m128)_mm_unpacklo_pd(ab, cd) + (__m128)_mm_unpackhi_pd(ab, cd));
+#else
+    f32 sums;
+    for (int i = 0; i < LANES; i++) sums[i] = sum_of(x[i]);
+    return sums;
+#endif
+}
+
 #endif

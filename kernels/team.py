@@ -37,13 +37,6 @@ def run(function: Any, call: ctypes.Structure, parts: int, threads: int) -> None
     library.team_run(function, ctypes.byref(call), parts, threads)
 
 
-def run_pointer() -> int:
-    """Return the address of `team_run`, for C code that prepares a call and then shares out its parts."""
-    library = _library()
-    assert library is not None, "the library of the caller was compiled, so this one can be"
-    return ctypes.cast(library.team_run, ctypes.c_void_p).value or 0
-
-
 def share(compute: Callable[[int], None], parts: int) -> None:
     """Call `compute(part)` for each part in `range(parts)`, by up to `threads()` threads including this one.
 

@@ -1,5 +1,6 @@
-"""Each C kernel of the decode step at each instruction set level of this processor: time against the floors of memory
-and arithmetic (`kernels/low_bit.c` and `best_scores.c` derive them). One thread."""
+"""Time each C kernel at each instruction set level of this processor against the floors of memory and arithmetic.
+
+One thread. The kernels' sources in `kernels/` derive the floors."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import torch
 
-from ...kernels import low_bit_cpu, native
+from ...kernels import causal_cpu, decode_attention, low_bit_cpu, native, row_products
 from ...kernels.low_bit import Layout, LowBitQuery
 from ...kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages
 from ...utils.native_code import LEVEL_VARIABLE, available_levels
@@ -27,6 +30,12 @@ CODE_PRODUCTS = {"scalar": 4, "neon": 8, "avx2": 16, "avx512": 32, "avx512_bf16"
 VALUE_PRODUCTS = {"scalar": 2, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 32}
 EXPONENTIAL, RANKING = 14, 4
 """Vector instructions for LANES scores."""
+
+COPIES = 30
+QUERIES = 256
+"""Tokens whose queries attend together in prefill."""
+WEIGHT = (1536, 576)
+"""Shape of a linear layer of SmolLM2's MLP, read for one row."""
 
 PER_CYCLE = 2
 """Vector instructions. Some processors do one of 512 bits instead."""
@@ -62,8 +71,10 @@ def kernel_report(tokens: Sequence[int], repeats: int) -> Report:
             os.environ[LEVEL_VARIABLE] = level
             native.forget()
             for count in tokens:
-                for case in low_bit_cases(level, count):
+                for case in (*low_bit_cases(level, count), *attention_cases(level, count)):
                     rows.append({"level": level, "tokens": count} | _measure(case, rate, clock, repeats))
+            for case in linear_cases(level):
+                rows.append({"level": level, "tokens": 1} | _measure(case, rate, clock, repeats))
     finally:
         torch.set_num_threads(threads)
         os.environ.pop(LEVEL_VARIABLE, None)
@@ -103,6 +114,53 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
     yield Case("select", ranked, scores * RANKING // LANES[level], lambda: asked.top(n))
     mixed = products // VALUE_PRODUCTS[level] + exponentials
     yield Case("mix", values + 4 * scores, mixed, lambda: asked.tail(skip))
+
+
+def attention_cases(level: str, tokens: int) -> Iterator[Case]:
+    """Attention to all tokens, of one query per head (decode) and of the last QUERIES tokens (prefill)."""
+    for dtype in (torch.bfloat16, torch.float32):
+        q = torch.randn(HEADS * GROUP, min(QUERIES, tokens), D).to(dtype)
+        k, v = torch.randn(2, HEADS, tokens, D).to(dtype)
+        decode, prefill = decode_attention.takes(q), causal_cpu.takes(q)
+        if decode is not None:
+            call = partial(decode.attend, q[:, 0].view(HEADS, GROUP, D), k, v, 0.125, None)
+            pairs = HEADS * GROUP * tokens
+            yield Case(
+                f"decode attention, {_name(dtype)}", 2 * k.nbytes, pairs * (2 * D + EXPONENTIAL) // LANES[level], call
+            )
+        if prefill is not None:
+            causal = partial(causal_cpu.attend_causal, prefill, q, k, v, 0.125, None, None, None)
+            pairs = HEADS * GROUP * sum(range(tokens - q.shape[1] + 1, tokens + 1))
+            products = 2 * D // _products_at_once(level, dtype)
+            yield Case(
+                f"prefill attention, {_name(dtype)}",
+                2 * k.nbytes,
+                pairs * (products + EXPONENTIAL) // LANES[level],
+                causal,
+            )
+
+
+def linear_cases(level: str) -> Iterator[Case]:
+    """A linear layer of one row. Its weights change from call to call, so that they come from memory."""
+    for dtype in (torch.bfloat16, torch.float32):
+        weights = [torch.randn(WEIGHT).to(dtype) for _ in range(COPIES)]
+        if (code := row_products.takes(weights[0])) is not None:
+            products = weights[0].numel() // (LANES[level] * _products_at_once(level, dtype))
+            call = partial(_next_product, code, torch.randn(1, WEIGHT[1]).to(dtype), cycle(weights))
+            yield Case(f"linear, {_name(dtype)}", weights[0].nbytes, products, call)
+
+
+def _next_product(code: row_products.RowProducts, x: torch.Tensor, weights: Iterator[torch.Tensor]) -> torch.Tensor:
+    return code.linear(x, next(weights), None)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _products_at_once(level: str, dtype: torch.dtype) -> int:
+    """Return how many products an instruction adds to each number of a vector."""
+    return 2 if level == "avx512_bf16" and dtype == torch.bfloat16 else 1
 
 
 def _measure(case: Case, rate: float, clock: float, repeats: int) -> Row:

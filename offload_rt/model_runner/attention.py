@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core import KVPart
-from ..kernels import causal_cpu
+from ..kernels import decode_attention
 from ..kernels.dispatch import attend_counted, attend_runs
 from ..kernels.reference import attention_weights, merge_lse
 from ..kernels.segments import Run
@@ -49,10 +49,10 @@ def _attend_part(
     """Attention of q `[Hkv, G, d]` over one part, by the fastest kernel: out `[Hkv, G, d]` and lse `[Hkv, G]`."""
     if part.counts is not None:
         return attend_counted(q.contiguous(), part.k, part.v, part.counts, scale)
-    if (library := causal_cpu.takes(q)) is not None:
+    if (code := decode_attention.takes(q)) is not None:
         if (rows := part.scattered) is not None:
-            return causal_cpu.attend_scattered(library, q, rows, scale, softcap)
-        return causal_cpu.attend_rows(library, q, part.k, part.v, scale, softcap)
+            return code.attend_scattered(q, rows, scale, softcap)
+        return code.attend(q, part.k, part.v, scale, softcap)
     weights, lse = attention_weights(q, part.k, scale, softcap)
     return part.mix(weights).to(lse.dtype), lse
 

@@ -12,6 +12,12 @@ compares it with plain loops on random data. */
 
 int check_low_bit(void);
 int check_best_scores(void);
+int check_row_products_bfloat16(void);
+int check_row_products_float32(void);
+int check_attention_bfloat16(void);
+int check_attention_float32(void);
+int check_decode_attention_bfloat16(void);
+int check_decode_attention_float32(void);
 
 /* The same numbers on every machine. */
 static uint64_t random_state = 88172645463325252ULL;

@@ -8,7 +8,6 @@ from offload_rt.utils import native_code, native_libraries
 _CACHED = (
     native._low_bit,
     native.compiled,
-    row_products._code,
     row_products.torch_multiplies_bfloat16,
     team._library,
     native_libraries._origin,

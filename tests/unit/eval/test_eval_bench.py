@@ -397,7 +397,12 @@ def test_c_kernels_are_timed_at_each_level(tmp_path: Path) -> None:
         pytest.skip("no C compiler")
     assert main(["eval", "cpu-kernels", "--tokens", "512", "--repeats", "1", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "cpu_kernels.json").read_text())["rows"]
-    expected = [(level, kernel) for level in available_levels() for kernel in ("score", "select", "mix")]
-    assert [(row["level"], row["kernel"]) for row in rows] == expected
+    dense = [
+        f"{kernel}, {dtype}"
+        for dtype in ("bfloat16", "float32")
+        for kernel in ("decode attention", "prefill attention", "linear")
+    ]
+    expected = [(level, kernel) for level in available_levels() for kernel in ("score", "select", "mix", *dense)]
+    assert sorted((row["level"], row["kernel"]) for row in rows) == sorted(expected)
     assert all(row["us"] > 0 and row["times_floor"] > 0 for row in rows)
     assert native.low_bit(64, 4, 3) is not None and "OFFLOAD_RT_CPU_LEVEL" not in os.environ

@@ -1,0 +1,59 @@
+"""Generation at each instruction set level of this processor equals transformers' greedy tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_models import assert_greedy, tiny_checkpoint, tiny_prompt
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.kernels import causal_cpu, decode_attention, row_products
+from offload_rt.models.row_linear import RowLinear
+
+PROMPT = tiny_prompt(300)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "llama", head_dim=32, dtype=torch.bfloat16)
+
+
+def reference(folder: str) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.requires_grad_(False)
+
+
+def generated(folder: str | Path, level: str, dtype: str, threads: int) -> list[int]:
+    """Return greedy tokens after PROMPT. Everything that C code can compute is computed by it."""
+    own = getattr(torch, dtype)
+    for takes in (causal_cpu.takes, decode_attention.takes, row_products.takes):
+        if takes(torch.empty(1, 32, dtype=own)) is None:
+            pytest.skip(f"there is no code for {level}")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with LLM(folder, policy="full", dtype=dtype, max_model_len=400) as llm:
+            assert any(isinstance(module, RowLinear) for layer in llm.runner.model.layers for module in layer.modules())
+            [output] = llm.generate([PROMPT], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
+    finally:
+        torch.set_num_threads(before)
+    return list(output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_float32_gives_greedy_tokens(threads: int, level: str, checkpoint: str) -> None:
+    tokens = generated(checkpoint, level, "float32", threads)
+    assert_greedy(reference(checkpoint), PROMPT, tokens)
+
+
+def test_bfloat16_gives_likely_tokens(level: str, checkpoint: str) -> None:
+    """Rounding decides among tokens whose logits are nearly equal: of 24 tokens, all are within 2 % of the range."""
+    tokens = generated(checkpoint, level, "bfloat16", 2)
+    model = reference(checkpoint)
+    logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    lost = (logits.amax(1) - chosen) / (logits.amax(1) - logits.amin(1))
+    assert len(tokens) == 24 and lost.max() < 0.02
