@@ -171,7 +171,7 @@ def test_a_full_pool_says_what_is_missing() -> None:
     blocks = pool.new_block_table(5 * CHUNK)
     with pytest.raises(PoolFullError) as caught:
         pool.new_block_table(3 * CHUNK)
-    for text in ("3 chunks of 64 tokens (24 KiB)", "of 6 only 1", "2 too few (16 KiB)", "from 48 KiB", "to 64 KiB"):
+    for text in ("3 blocks of 64 tokens (24 KiB)", "of 6 only 1", "2 too few (16 KiB)", "from 48 KiB", "to 64 KiB"):
         assert text in str(caught.value)
     pool.commit(blocks, 5 * CHUNK - 1)
     fork = pool.fork(blocks)
