@@ -1,8 +1,8 @@
 """Transfers if the compute device is the CPU: attention reads KV in the host pool.
 
 A dense layer copies nothing. A sparse layer copies nothing either if the CPU kernels read KV in place
-(`kernels.decode_attention`). Otherwise it gathers Hkv * (resident + n) * d numbers of K into a scratch buffer, and of V too
-if query heads share a KV head. The gather is an `index_select` of whole vectors, which is faster than `torch.gather`.
+(`kernels.decode_attention`). Otherwise it gathers Hkv * (resident + n) * d numbers of K into a scratch buffer, and of V
+too if query heads share a KV head. The gather is an `index_select` of whole vectors, faster than `torch.gather`.
 
 Byte counts are those of a machine with separate device memory: fetched candidates and all new KV written back.
 """
