@@ -119,7 +119,7 @@ def test_a_skew_artifact_is_used_and_its_model_named(tmp_path: Path, capsys: pyt
         (["perplexity", "reference", "--text", BOOK, "--budgets", "a"], "is no list of numbers"),
         (
             ["perplexity", "reference", "--text", BOOK, "--context", "512", "--policies", "h2o", "--budgets", "0.1"],
-            "budget=0.1 of 512 tokens is 51, and sinks=4 and recent=64",
+            "budget=0.1 of 512 tokens is 51 tokens, which sinks=4 and recent=64 use up",
         ),
         (["retrieval", "reference", "--kinds", "chian"], "did you mean 'chain'"),
         (["retrieval", "reference", "--path", "wrong"], "path='wrong'"),
