@@ -40,13 +40,14 @@ class StoreFolder:
     """Manage the files of one store in the folder `path`, at most `options.limit` bytes including temporary files.
 
     One process writes under an advisory lock (`fcntl.flock`), which the kernel releases when the process ends. Any
-    number of processes read. The index is built at start from file names, sizes and modification times. `options.policy`
-    defines the eviction order from the modification times, which `touch` updates, and from the paths given to `expect`.
-    Pinned files are not evicted. Thread-safe: `mutex` guards the index, and callers hold it to combine several calls.
+    number of processes read. The index is built at start from file names, sizes and modification times.
+    `options.policy` defines the eviction order from the modification times, which `touch` updates, and from the paths
+    given to `expect`. Pinned files are not evicted. Thread-safe: `mutex` guards the index, and callers hold it to
+    combine several calls.
 
-    Files are readable only by their owner. Opening for writing repairs the modes of the store's files and subfolders. It
-    repairs the mode of `path` itself if the folder holds only files of the store. Symbolic links in place of subfolders
-    are not followed.
+    Files are readable only by their owner. Opening for writing repairs the modes of the store's files and subfolders.
+    It repairs the mode of `path` itself if the folder holds only files of the store. Symbolic links in place of
+    subfolders are not followed.
 
     Args:
         path: Folder of the store.
@@ -190,7 +191,7 @@ class StoreFolder:
             self._index.enter(path, size)
 
     def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
-        """Remove a temporary file and release its reservation. Store the message of `error`, if any, in `last_error`."""
+        """Remove a temporary file and release its reservation. If `error` is given, set `last_error`."""
         with self.mutex:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
