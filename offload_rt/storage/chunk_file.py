@@ -98,9 +98,7 @@ def header_bytes(data: bytes) -> int:
 def data_offset(layers: int) -> int:
     """Return the byte offset of layer 0."""
     # The offset is known before the checksums are, because these have a fixed width.
-    size = (
-        _FIXED.size + len(_body(bytes(KEY_BYTES), 0, (0,) * layers)) + 20
-    )  # 20: maximum number of digits of layer_bytes
+    size = _FIXED.size + len(_body(bytes(KEY_BYTES), 0, (0,) * layers)) + 20  # 20: maximum digits of layer_bytes
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

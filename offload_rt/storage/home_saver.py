@@ -26,7 +26,7 @@ class HomeSaver(Saver):
     For blocks with a home, the worker only waits for pending writes and commits. A block is not committed if any of its
     writes failed. Its unnamed file remains the home of the pool block, unless the KV was never complete (`abort`).
 
-    Space is reserved and files are created on the compute thread, which waits for the disk in any case.
+    The files of homes are created on the compute thread, which waits for the disk in any case.
     """
 
     def __init__(self, store: ChunkStore, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER) -> None:
