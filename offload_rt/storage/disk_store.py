@@ -107,7 +107,7 @@ class DiskStore:
     def __contains__(self, key: bytes) -> bool:
         return self._path(key) in self._folder
 
-    # ---------------------------------------------------------------------------------------------------------- chunks
+    # ---------------------------------------------------------------------------------------------------------- blocks
 
     def find(self, parent: bytes, lineage: str, tokens: bytes) -> DiskChunk | None:
         """Return the block with these tokens (little-endian int64) that follows `parent`, or None for a miss."""
