@@ -1,1 +1,1 @@
-"""Chunks of KV on disk, and who writes, reads and orders them."""
+"""Disk storage of KV blocks: stores, saver, loader and eviction policies."""

@@ -1,16 +1,16 @@
-"""The file of a stored chunk: a header, and one block of bytes for each layer.
+"""File format of a stored KV block: a header followed by the data of each layer.
 
     magic, header length, xxh3-64 of the header     (fixed, 24 bytes)
     header: JSON                                    (key, layers, checksums)
     zeros up to the next multiple of 4096
-    layer 0, layer 1, ...                           (`[Hkv, n, 2 (K, V), d]` each, as the pool's numbers are)
+    layer 0, layer 1, ...                           (`[Hkv, n, 2 (K, V), d]` each, in the data type of the pool)
 
-A chunk of fewer than 64 tokens is the tail of a session. The layers of a full one end with zeros up to a multiple of
-4096, so that a pool on disk can read its KV in place, past the page cache (`pool.homes`).
+A block of fewer than 64 tokens is the last one of a session. The layers of a full block are zero-padded to a multiple
+of 4096 bytes, so that an on-disk pool can read the KV in place, bypassing the page cache (`kv_cache.disk.homes`).
 
-The key is a BLAKE2b digest of 256 bits of the namespace, all chunks before, the lineage and the tokens. It is the
-whole identity of a chunk: finding two contents with one digest takes 2^128 attempts, so equal keys mean equal contents.
-Tokens themselves are not in the file. They would survive there in clear text after their session was deleted.
+The key is a 256-bit BLAKE2b digest of the namespace, all preceding blocks, the KV provenance and the tokens. It fully
+identifies a block: a collision takes 2^128 attempts, so equal keys mean equal contents. The file does not contain the
+tokens, because they would remain there in clear text after their session was deleted.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 import xxhash
 
 LAYOUT_VERSION = 2
-"""The version of what keys and histories mean. It is part of every namespace, so that others miss."""
+"""Version of the key derivation and of the histories. It is part of every namespace, so other versions are misses."""
 
 FILE_VERSION = 3
-"""The version of the file. Versions 1 and 2 held tokens in clear text; `storage.old_format` removes them."""
+"""Version of the file format. Versions 1 and 2 held tokens in clear text; `sessions.old_format` removes them."""
 
 KEY_BYTES = 32
 MAGIC = b"OFFLDKV\n"
@@ -37,7 +37,13 @@ _LARGEST_HEADER = 1 << 20
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """The header of a chunk's file. layer_bytes: bytes of one layer's block; checksums: xxh3-64 of each layer's."""
+    """Header of a block file.
+
+    Attributes:
+        key: Key of the block.
+        layer_bytes: Stored bytes per layer.
+        checksums: xxh3-64 of the data of each layer.
+    """
 
     key: bytes
     layer_bytes: int
@@ -45,16 +51,16 @@ class ChunkHeader:
 
     @property
     def data_offset(self) -> int:
-        """Where layer 0 begins."""
+        """Byte offset of layer 0."""
         return data_offset(len(self.checksums))
 
     @property
     def file_bytes(self) -> int:
-        """Size of the whole file."""
+        """File size in bytes."""
         return self.data_offset + len(self.checksums) * self.layer_bytes
 
     def encode(self) -> bytes:
-        """Return the bytes before layer 0."""
+        """Return the header, zero-padded up to layer 0."""
         body = _body(self.key, self.layer_bytes, self.checksums)
         fixed = _FIXED.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
         return (fixed + body).ljust(self.data_offset, b"\0")
@@ -82,7 +88,7 @@ class ChunkHeader:
 
 
 def header_bytes(data: bytes) -> int:
-    """Return how many bytes of a file hold its header, read from the first of them; 0 if they are no header's."""
+    """Return the header size in bytes, given the first bytes of a file, or 0 if they are not a valid header."""
     if len(data) < _FIXED.size:
         return 0
     magic, size, _ = _FIXED.unpack_from(data)
@@ -90,13 +96,14 @@ def header_bytes(data: bytes) -> int:
 
 
 def data_offset(layers: int) -> int:
-    """Return where layer 0 begins, in bytes. It is known before any checksum is: these have a fixed width."""
-    size = _FIXED.size + len(_body(bytes(KEY_BYTES), 0, (0,) * layers)) + 20  # 20: the most digits of layer_bytes
+    """Return the byte offset of layer 0."""
+    # The offset is known before the checksums are, because these have a fixed width.
+    size = _FIXED.size + len(_body(bytes(KEY_BYTES), 0, (0,) * layers)) + 20  # 20: maximum digits of layer_bytes
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def checksum(block: bytes | bytearray | memoryview) -> int:
-    """Return the xxh3-64 of a layer's block."""
+    """Return the xxh3-64 of the data of a layer."""
     return xxhash.xxh3_64_intdigest(block)
 
 

@@ -1,5 +1,7 @@
-"""What the runtime asks of a storage tier below host memory. A further tier is one file that implements `StorageTier`
-(or `ChunkStore` alone, where it never holds sessions)."""
+"""Interfaces of the storage tiers below host memory.
+
+To add a tier, implement `StorageTier`, or only `ChunkStore` if the tier never holds sessions.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,16 @@ from ..kv_cache.prefix_tree import chunk_key
 
 @dataclass(frozen=True)
 class NamedChunk:
-    """A chunk of a sequence under its name in a store. index: its place in the block table; parent: the key of the
-    chunk before it; lineage: how its rows were computed; tokens: little-endian int64, 8 bytes each; key: the digest of
-    the three (`pool.prefix_tree.chunk_key`); group: whose layers' rows it holds (`pool.layer_groups`)."""
+    """A KV block of a sequence with its key in a store.
+
+    Attributes:
+        index: Index in the block table.
+        parent: Key of the preceding block.
+        lineage: KV provenance, which describes how the KV was computed.
+        tokens: Token ids as little-endian int64, 8 bytes each.
+        key: Digest of parent, lineage and tokens (`kv_cache.prefix_tree.chunk_key`).
+        group: Layer group whose KV the block holds (`kv_cache.layer_groups`).
+    """
 
     index: int
     parent: bytes
@@ -26,51 +35,55 @@ class NamedChunk:
 
     @property
     def count(self) -> int:
-        """Returns n, the tokens of the chunk (at most 64)."""
+        """Number of tokens n, at most 64."""
         return len(self.tokens) // 8
 
     def window(self, group: int) -> NamedChunk:
-        """Returns the name of the same tokens' rows in a group of sliding layers."""
+        """Return the block that holds the KV of the same tokens in a group of sliding-window layers."""
         lineage = f"{self.lineage} window {group}"
         key = chunk_key(self.key, lineage, self.tokens)
         return NamedChunk(self.index, self.key, lineage, self.tokens, key, group)
 
 
 class StoredChunk(Protocol):
-    """A chunk that a store has found. Reading a layer of it may still fail."""
+    """A KV block found in a store. Reading one of its layers may still fail."""
 
     @property
     def key(self) -> bytes:
-        """The chunk's key."""
+        """Key of the block."""
         ...
 
     @property
     def count(self) -> int:
-        """n, the tokens of the chunk (at most 64)."""
+        """Number of tokens n, at most 64."""
         ...
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer's block."""
+        """Stored bytes per layer."""
         ...
 
     def read_layer(self, layer: int, into: memoryview) -> bool:
-        """Fills `into`, which has exactly `layer_bytes` bytes, with the block `[Hkv, n, 2 (K, V), width]` of `layer`.
-        Returns whether they are the bytes that were written; False is a miss. Any thread may call."""
+        """Read the KV `[Hkv, n, 2 (K, V), width]` of `layer` into a buffer of exactly `layer_bytes` bytes.
+
+        Thread-safe. Returns False, a miss, if the data differs from what was written.
+        """
         ...
 
     def home(self) -> Home | None:
-        """The chunk's file, open, for a pool on disk to read rows from as long as it likes, whatever becomes of the
-        chunk here; None where there is none that can be read so."""
+        """Open the block's file so that an on-disk KV pool can read KV entries in place.
+
+        The file stays readable after the block is evicted. Returns None if the tier cannot provide such a file.
+        """
         ...
 
     def check_layer(self, layer: int, home: Home, into: memoryview) -> bool:
-        """`read_layer` from what `home` gave, to whole blocks of memory (`disk.direct_file.aligned`)."""
+        """Like `read_layer`, but read from `home` into aligned memory (`kv_cache.disk.direct_file.aligned`)."""
         ...
 
 
 class PlacedChunk(NamedTuple):
-    """A stored chunk and where it belongs: its place in a block table, and the group whose layers' rows it holds."""
+    """A stored block with its index in a block table and the layer group whose KV it holds."""
 
     place: int
     chunk: StoredChunk
@@ -78,143 +91,181 @@ class PlacedChunk(NamedTuple):
 
 
 class ChunkWriter(Protocol):
-    """A chunk on its way into a store: one `write` for each layer, in any order and from any one thread, then `commit`
-    or `abort`. Nobody finds the chunk before `commit`. A block is `[Hkv, n, 2 (K, V), width]`, and of a full chunk
-    zeros up to whole blocks of a disk (`pool.file_layout.chunk_layer_bytes`)."""
+    """Write one KV block to a store.
+
+    Call `write` once per layer, in any order and from one thread at a time, then `commit` or `abort`. The block cannot
+    be found before `commit`. The data of a layer is `[Hkv, n, 2 (K, V), width]`. For full blocks, it is zero-padded to
+    the disk alignment (`kv_cache.disk.file_layout.chunk_layer_bytes`).
+    """
 
     def home(self) -> Home | None:
-        """The chunk's file, for a pool on disk to write layers to in place of `write` and to read them from as long as
-        it likes, whatever becomes of the chunk here; None where there is none that can be used so."""
+        """Open the block's file so that an on-disk KV pool can write layers to it, in place of `write`.
+
+        The file stays readable after the block is evicted. Returns None if the tier cannot provide such a file.
+        """
         ...
 
     def write(self, layer: int, block: memoryview) -> None:
-        """Takes the block `[Hkv, n, 2 (K, V), width]` of `layer`, as bytes."""
+        """Write the KV `[Hkv, n, 2 (K, V), width]` of `layer`, as bytes."""
         ...
 
     def commit(self) -> bool:
-        """Makes the chunk durable, as far as the tier can, and then visible. Returns False where the tier refused, or a
-        layer is missing."""
+        """Make the block durable, as far as the tier supports it, and then visible.
+
+        Returns False if a write failed or a layer is missing.
+        """
         ...
 
     def abort(self) -> None:
-        """Gives the chunk up. Nothing happens after `commit`."""
+        """Discard the block. Has no effect after `commit`."""
         ...
 
 
 class ChunkSink(Protocol):
-    """What a `Saver` needs of a store."""
+    """Part of a store that a `Saver` uses."""
 
     @property
     def layers(self) -> int:
-        """The blocks of every chunk: L, or where layers slide those of a group (`pool.layer_groups`)."""
+        """Layers per stored block: L, or the layers of a group in sliding-window models (`kv_cache.layer_groups`)."""
         ...
 
     def begin(self, parent: bytes, lineage: str, tokens: bytes, layer_bytes: int) -> ChunkWriter | None:
-        """Takes room for a chunk of `layer_bytes` bytes in each layer. Returns None where it is stored already, or
-        where it cannot be."""
+        """Reserve space for a block of `layer_bytes` bytes per layer.
+
+        Returns None if the block is already stored or cannot be stored.
+        """
         ...
 
 
 class ChunkStore(ChunkSink, Protocol):
-    """Chunks of KV rows by key, each with one block of bytes for every layer. What is found is always what was written:
-    damage, eviction and other content under the same key are misses. Any thread may call any method.
+    """Thread-safe store of KV blocks by key, with one byte string per layer.
+
+    Lookups return only data that was written. Damaged, evicted or mismatching blocks are misses.
     """
 
     @property
     def root(self) -> bytes:
-        """The parent key of first chunks: it stands for the model, the number format and the layout."""
+        """Parent key of first blocks, derived from the model, the KV data type and the layout."""
         ...
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of everything stored, what is being written at its full size."""
+        """Bytes of all stored data. Files being written count at full size."""
         ...
 
     @property
     def last_error(self) -> str:
-        """Why the tier last refused to write, for people; empty where it never did."""
+        """Readable message of the last failed write; empty if none failed."""
         ...
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether the chunk with this key is stored, as far as is known without reading it."""
+        """Return whether a block with this key is stored, without reading it."""
         ...
 
     def find(self, parent: bytes, lineage: str, tokens: bytes) -> StoredChunk | None:
-        """Returns the chunk with exactly these tokens (little-endian int64) behind `parent`; None is a miss."""
+        """Return the block with these tokens (little-endian int64) that follows `parent`, or None for a miss."""
         ...
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Removes chunks; unknown ones are ignored."""
+        """Remove blocks. Unknown keys are ignored."""
         ...
 
     def retain(self, keys: Container[bytes], space: str | None = None) -> int:
-        """Remove all chunks but `keys`, of this namespace or of the one with digest `space`. Return the bytes that were
-        freed. Raise StoreError if a chunk cannot be removed."""
+        """Remove all blocks except `keys`.
+
+        Args:
+            keys: Keys of the blocks to keep.
+            space: Digest of the namespace to clean; defaults to this one.
+
+        Returns:
+            The number of freed bytes.
+
+        Raises:
+            StoreError: A block cannot be removed.
+        """
         ...
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Takes note that `keys`, a path from the first chunk on, was used now: its end leaves before its beginning."""
+        """Mark `keys`, a path from the first block on, as used now. Later blocks are evicted before earlier ones."""
         ...
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Takes note that waiting turns will use `keys`, stored or not, soonest first, and nothing else."""
+        """Set the complete list of keys that waiting turns will use, soonest first. Keys need not be stored."""
         ...
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Keeps `keys`, stored or not, from being evicted until as many `unpin`."""
+        """Protect `keys`, stored or not, from eviction. Pins are counted; each needs one `unpin`."""
         ...
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Takes a pin back."""
+        """Undo one `pin`."""
         ...
 
     def close(self) -> None:
-        """Ends the use of the store. Nothing may be called after it but itself."""
+        """Close the store. Only `close` may be called afterwards."""
         ...
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document that is whole. damage: empty for what was written last; else what is wrong with that (with its name),
-    so that this is what was written before it."""
+    """Content of an intact document.
+
+    Attributes:
+        data: Content of the document.
+        damage: Empty if `data` is the newest generation. Otherwise, the reason why the newest generation cannot be
+            read, and `data` is the generation before it.
+    """
 
     data: bytes
     damage: str = ""
 
 
 class DocumentStore(Protocol):
-    """Small documents by name, which are never evicted: the histories of sessions. A name is a kind and a
-    digest (`storage.folder.NAME`). It never contains what a user chose."""
+    """Store of small named documents, such as session histories. Documents are never evicted.
+
+    A name consists of a kind and a digest (`storage.folder.NAME`). It never contains text chosen by a user.
+    """
 
     def put(self, name: str, data: bytes) -> None:
-        """Writes a document, whole or not at all, and keeps what it was before. Raises StoreError."""
+        """Write a document atomically and keep the previous generation. Raises StoreError on failure."""
         ...
 
     def get(self, name: str) -> Document | None:
-        """Returns a document, as it was before where what was written last is damaged; None where there is none. Raises
-        StoreError where there is one and nothing of it is whole."""
+        """Return the newest intact generation of a document, or None if the document does not exist.
+
+        Raises:
+            StoreError: The document exists, but no generation is intact.
+        """
         ...
 
     def documents(self) -> Mapping[str, Document | None]:
-        """Returns all documents of every model: "namespace/name" -> document, None where nothing of it is whole."""
+        """Return the documents of all models by "namespace/name"; None if no generation is intact."""
         ...
 
     def delete(self, name: str, owns: Callable[[bytes], bool | None] | None = None) -> bool:
-        """Delete every generation and copy of the document `name`, or "namespace/name" as `documents` says it.
+        """Delete every generation and copy of a document.
 
-        owns: whether a document with this content is the one to delete, for every file of the namespace, because a
-        file may have been renamed. None: the content does not say; then, as for unreadable files, the name decides.
-        Return False if there was none. Raise StoreError if a file cannot be removed.
+        Args:
+            name: Name of the document, or "namespace/name" as returned by `documents`.
+            owns: Decides from the content of a file whether it belongs to the document. It is called for every file of
+                the namespace, because files may have been renamed. If it returns None or the file is unreadable, the
+                file name decides.
+
+        Returns:
+            False if the document did not exist.
+
+        Raises:
+            StoreError: A file cannot be removed.
         """
         ...
 
 
 class StorageTier(ChunkStore, DocumentStore, Protocol):
-    """What sessions need of the tier below host memory: their chunks and their histories."""
+    """Storage tier below host memory that holds the KV blocks and the histories of sessions."""
 
 
 def read_through(store: ChunkStore, name: NamedChunk) -> bool:
-    """Reads every layer of the chunk `name`, so that the store notices damage. Returns whether it is there, whole."""
+    """Read every layer of a block so that the store detects damage. Return whether the block is stored and intact."""
     chunk = store.find(name.parent, name.lineage, name.tokens)
     if chunk is None:
         return False

@@ -1,4 +1,4 @@
-"""The disk tier: one file per chunk, found by key, compared by content, written whole or not at all."""
+"""Disk tier with one file per KV block. Files are found by key, verified by checksum and written atomically."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from .writer import FileChunkWriter
 
 @dataclass(frozen=True)
 class DiskChunk:
-    """A chunk that a `DiskStore` has found (`chunk_store.StoredChunk`): its file and the file's header. count: n, the
-    tokens of the chunk."""
+    """A KV block found in a `DiskStore`, with its file and file header (`chunk_store.StoredChunk`)."""
 
     store: DiskStore
     key: bytes
@@ -34,15 +33,16 @@ class DiskChunk:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer's block."""
+        """Stored bytes per layer."""
         return self.header.layer_bytes
 
     def read_layer(self, layer: int, into: memoryview) -> bool:
-        """Fills `into` with one layer's block; False is a miss (`DiskStore.read_layer`)."""
+        """Read the data of one layer into `into`. Return False for a miss (`DiskStore.read_layer`)."""
         return self.store.read_layer(self, layer, into)
 
     def home(self) -> Home | None:
-        """The file, open to be read; None where it cannot be, or its layers are no whole blocks."""
+        """Open the file for reading in place. Return None for a partial block or if the file cannot be opened."""
+        # Only the layers of full blocks are padded to the disk alignment, which direct reads need.
         if self.count < CHUNK:
             return None
         try:
@@ -51,20 +51,30 @@ class DiskChunk:
             return None
 
     def check_layer(self, layer: int, home: Home, into: memoryview) -> bool:
-        """`read_layer` of the file that `home` opened, to whole blocks of memory."""
+        """Like `read_layer`, but read from the file opened by `home` into aligned memory."""
         return self.store.check_layer(self, layer, home.file.handle, into)
 
 
 class DiskStore:
-    """Chunks and small documents in a folder (`chunk_store.StorageTier`), within `options.limit` bytes of files.
+    """Store KV blocks and small documents in a folder of at most `options.limit` bytes (`chunk_store.StorageTier`).
 
-    Files of one namespace (model, number format, layout) lie in a folder of its digest. A chunk's file is named by its
-    key and says the key in its header. Damage of any kind, a file of another key, and a file that vanishes between two
-    calls are misses; the writer removes a damaged file.
+    Each namespace (model, KV data type, layout) has a subfolder named by its digest. The file name of a block is its
+    key, and the file header repeats the key. Damaged files, files with another key and files that vanish between two
+    calls are misses. The writing process removes damaged files.
 
-    One process writes, any number read, without an index: a file is there or not, and is never changed after its name
-    appeared. Files are open only during a call, or as long as somebody has the `home` of a chunk. Any thread may call.
-    Raises StoreError where the folder cannot be used or another process writes to it.
+    One process writes, and any number of processes read. Readers need no shared index, because a file never changes
+    after it gets its final name. A file is open only during a call, or while its `home` is in use. Thread-safe.
+
+    Args:
+        folder: Root folder of the store.
+        namespace: Text that identifies the model, the KV data type and the layout.
+        layers: Layers stored per block.
+        options: Limit, eviction policy and time to live.
+        read_only: Open without the write lock; nothing is written or evicted.
+        clock: Returns nanoseconds since 1970.
+
+    Raises:
+        StoreError: The folder cannot be used, or another process writes to it.
     """
 
     def __init__(
@@ -77,7 +87,6 @@ class DiskStore:
         read_only: bool = False,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        """layers: L, blocks of every chunk; clock: nanoseconds since 1970."""
         self.options = options or StoreOptions()
         self.namespace, self.layers = namespace, layers
         self.root = root_key(namespace)
@@ -87,34 +96,34 @@ class DiskStore:
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of all files, those being written at their full size."""
+        """Bytes of all files. Files being written count at full size."""
         return self._folder.bytes_used
 
     @property
     def last_error(self) -> str:
-        """What the disk last refused; empty where it never did."""
+        """Message of the last failed write; empty if none failed."""
         return self._folder.last_error
 
     def __contains__(self, key: bytes) -> bool:
         return self._path(key) in self._folder
 
-    # ---------------------------------------------------------------------------------------------------------- chunks
+    # ---------------------------------------------------------------------------------------------------------- blocks
 
     def find(self, parent: bytes, lineage: str, tokens: bytes) -> DiskChunk | None:
-        """Returns the chunk with exactly these tokens (little-endian int64) behind `parent`; None is a miss."""
+        """Return the block with these tokens (little-endian int64) that follows `parent`, or None for a miss."""
         key = chunk_key(parent, lineage, tokens)
         path = self._path(key)
         if not self._folder.read_only and path not in self._folder:
             return None
         header = read_header(path)
-        # The name of a file proves nothing: it may have been renamed, or written for another number of layers.
+        # The file name is no proof: the file may have been renamed, or written for another number of layers.
         if header is None or header.key != key or len(header.checksums) != self.layers:
             self._folder.discard(path)
             return None
         return DiskChunk(self, key, path, header, len(tokens) // TOKEN_BYTES)
 
     def read_layer(self, chunk: DiskChunk, layer: int, into: memoryview) -> bool:
-        """Fills `into` (exactly one layer's bytes). Returns whether they are what was written; False is a miss."""
+        """Read one layer into `into`, a buffer of exactly `layer_bytes` bytes. Return False for a miss."""
         if len(into) != chunk.header.layer_bytes:
             return False
         try:
@@ -127,7 +136,7 @@ class DiskStore:
             os.close(handle)
 
     def check_layer(self, chunk: DiskChunk, layer: int, handle: int, into: memoryview) -> bool:
-        """`read_layer` of a chunk's file that is open."""
+        """Like `read_layer`, but read from an open file. A damaged file is discarded."""
         header = chunk.header
         try:
             whole = os.preadv(handle, [into], header.data_offset + layer * header.layer_bytes) == header.layer_bytes
@@ -139,8 +148,11 @@ class DiskStore:
         return False
 
     def begin(self, parent: bytes, lineage: str, tokens: bytes, layer_bytes: int) -> FileChunkWriter | None:
-        """Takes room for a chunk and starts its file. Returns None where it is stored already, or where it cannot be:
-        there is no room within the limit, or the disk refuses (`last_error`)."""
+        """Reserve space for a block and create its file.
+
+        Returns None if the block is already stored, the limit leaves no space, or the file cannot be created
+        (`last_error`).
+        """
         assert not self._folder.read_only
         key = chunk_key(parent, lineage, tokens)
         path = self._path(key)
@@ -156,32 +168,38 @@ class DiskStore:
             return None
 
     def remove(self, keys: Iterable[bytes], space: str | None = None) -> None:
-        """Removes chunks, of this namespace or the one with digest `space`; unknown ones are ignored."""
+        """Remove blocks of this namespace or of the one with digest `space`. Unknown keys are ignored."""
         for key in keys:
             self._folder.discard(self._path(key, space))
 
     def retain(self, keys: Container[bytes], space: str | None = None) -> int:
-        """Remove all chunks but `keys`, of this namespace or of the one with digest `space`. Return the bytes that were
-        freed. Raise StoreError if a chunk cannot be removed."""
+        """Remove all blocks except `keys` from this namespace or from the one with digest `space`.
+
+        Returns the number of freed bytes. Raises StoreError if a block cannot be removed.
+        """
         own = self._own if space is None else self._folder.path / space
         return self._folder.remove(path for path in chunk_paths(own) if bytes.fromhex(path.stem) not in keys)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Takes note that `keys`, a path from the first chunk on, was used now: its end leaves before its beginning.
-        With policy fifo nothing changes."""
+        """Mark `keys`, a path from the first block on, as used now. Later blocks are evicted before earlier ones.
+
+        Has no effect with the fifo policy.
+        """
         self._folder.touch([self._path(key) for key in keys])
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Takes note that waiting turns will use `keys`, stored or not, soonest first, and nothing else: with policy
-        lookahead these leave last, from the end on."""
+        """Set the complete list of keys that waiting turns will use, soonest first. Keys need not be stored.
+
+        The lookahead policy evicts these blocks last, starting with the end of the list.
+        """
         self._folder.expect([self._path(key) for key in keys])
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Keeps `keys`, stored or not, from being evicted until as many `unpin`."""
+        """Protect `keys`, stored or not, from eviction. Pins are counted; each needs one `unpin`."""
         self._folder.pin(self._path(key) for key in keys)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Takes a pin back."""
+        """Undo one `pin`."""
         self._folder.unpin(self._path(key) for key in keys)
 
     def _path(self, key: bytes, space: str | None = None) -> Path:
@@ -191,15 +209,15 @@ class DiskStore:
     # ------------------------------------------------------------------------------------------------------- documents
 
     def put(self, name: str, data: bytes) -> None:
-        """Writes a small document, whole or not at all (`Documents.put`). Raises StoreError."""
+        """Write a small document atomically (`Documents.put`). Raises StoreError on failure."""
         self._documents.put(name, data)
 
     def get(self, name: str) -> Document | None:
-        """Returns a document; None where there is none. Raises StoreError where none of its generations is whole."""
+        """Return a document, or None if it does not exist. Raises StoreError if no generation is intact."""
         return self._documents.get(name)
 
     def documents(self) -> dict[str, Document | None]:
-        """Returns all documents of every namespace, "namespace digest/name" -> document, None where it is damaged."""
+        """Return the documents of all namespaces by "namespace digest/name"; None if no generation is intact."""
         return self._documents.documents()
 
     def delete(self, name: str, owns: Callable[[bytes], bool | None] | None = None) -> bool:
@@ -207,9 +225,9 @@ class DiskStore:
         return self._documents.delete(name, owns)
 
     def close(self) -> None:
-        """Lets the next writer in. Nothing may be called after it but itself."""
+        """Release the write lock. Only `close` may be called afterwards."""
         self._folder.close()
 
     def check_integrity(self) -> None:
-        """Asserts that index, files and limit agree (nobody may be writing)."""
+        """Assert that the index, the files and the limit agree. No write may be in progress."""
         self._folder.check_integrity()

@@ -1,7 +1,7 @@
-"""Small files by name, the last two generations of each: one that is damaged costs what was written last, never all.
+"""Small named files with two generations each. If the newest one is damaged, only the last change is lost.
 
-A document is written under a temporary name and synced; the one before it gets a second name (`.before`), and only then
-does the new one take its place. Whenever the process ends, the newest name holds a whole document, the old or the new.
+A document is written to a temporary file and synced. The current generation then gets a second name (`.before`), and
+the new file replaces it. If the process ends at any point, the document's own name still holds an intact generation.
 """
 
 from __future__ import annotations
@@ -22,18 +22,25 @@ from .index import BEFORE, DOCUMENTS
 
 
 class Documents:
-    """The documents of the namespace in the folder `own`, within the limit of the store's `folder`
-    (`chunk_store.DocumentStore`)."""
+    """Documents of the namespace in the folder `own` (`chunk_store.DocumentStore`).
+
+    They count towards the limit of the store's `folder`.
+    """
 
     def __init__(self, folder: StoreFolder, own: Path, options: StoreOptions) -> None:
         self._folder, self._own, self._options = folder, own, options
         self._writing = threading.Lock()
 
     def put(self, name: str, data: bytes) -> None:
-        """Writes a document, whole or not at all, and keeps the one before it. Chunks make room for it, within the
-        limit and on a full disk, in the end also pinned ones (reading one that is gone is a miss). A damaged one that
-        it replaces is put aside. Documents are written one after the other; chunks are read, written and removed while
-        the disk is waited for. Raises StoreError."""
+        """Write a document atomically and keep the previous generation.
+
+        KV blocks are evicted if the limit or the disk leaves no space. Pinned blocks go last; reading an evicted block
+        is a miss. If the replaced document is damaged, it is set aside. Documents are written one at a time, but
+        operations on blocks continue meanwhile.
+
+        Raises:
+            StoreError: The document is too large, the store is full, or the file cannot be written.
+        """
         folder = self._folder
         assert not folder.read_only
         newest, before = self._paths(name)
@@ -56,7 +63,7 @@ class Documents:
             sync_folder(self._own)
 
     def _take_room(self, newest: Path, size: int) -> Path:
-        """Returns the temporary file of a document that will be `newest`. Raises StoreError where there is no room."""
+        """Reserve space and return the temporary file for `newest`. Raises StoreError if the store is full."""
         folder = self._folder
         with folder.mutex:
             if not (folder.make_room(size) or folder.make_room(size, pinned=True)):
@@ -67,7 +74,7 @@ class Documents:
             return folder.hold(newest, size)
 
     def _write(self, newest: Path, before: Path, temporary: Path, record: bytes) -> None:
-        """Makes `record` the newest generation. Raises OSError, and then the newest is what it was."""
+        """Make `record` the newest generation. If it raises OSError, the newest generation is unchanged."""
         folder = self._folder
         write_document(temporary, record)
         with folder.mutex:
@@ -79,19 +86,23 @@ class Documents:
             folder.finish(temporary, newest, len(record))
 
     def _keep(self, newest: Path, before: Path, record: bytes) -> None:
-        """Makes what `newest` holds the generation before, without ever taking it from its own name."""
+        """Make the content of `newest` the previous generation, without removing it from its own name."""
         temporary = self._folder.temporary(before)
         try:
             os.link(newest, temporary)
         except OSError:  # file systems without hard links
             write_document(temporary, record)
         os.replace(temporary, before)
-        temporary.unlink(missing_ok=True)  # of two names of one file, as a process leaves that ends here, none moves
+        # `os.replace` does nothing if a crash left both names linked to the same file.
+        temporary.unlink(missing_ok=True)
         self._folder.enter(before, len(record))
 
     def get(self, name: str) -> Document | None:
-        """Returns the newest whole generation of a document; None where there is no such document. Raises StoreError
-        where there is one and none of its generations can be read; nothing is changed then."""
+        """Return the newest intact generation of a document, or None if the document does not exist.
+
+        Raises:
+            StoreError: The document exists, but no generation can be read. No file is changed.
+        """
         newest, before = self._paths(name)
         first, second = read_document(newest), read_document(before)
         if first.data is not None:
@@ -106,8 +117,7 @@ class Documents:
         raise StoreError(" and ".join(said))
 
     def documents(self) -> dict[str, Document | None]:
-        """Returns all documents of every namespace: "namespace digest/name" -> the newest whole generation, None where
-        none is whole."""
+        """Return the newest intact generation of all documents by "namespace digest/name"; None if none is intact."""
         names = {(path.parent, path.stem) for path in self._files() if path.suffix in (DOCUMENTS, BEFORE)}
         found: dict[str, Document | None] = {}
         for space, name in sorted(names):
@@ -118,12 +128,20 @@ class Documents:
         return found
 
     def delete(self, name: str, owns: Callable[[bytes], bool | None] | None = None) -> bool:
-        """Delete all generations and put-aside copies of a document of this namespace, or of "namespace digest/name".
+        """Delete all generations and set-aside copies of a document.
 
-        owns: whether a file with this content is one of them, whatever its name is; None if the content does not say.
-        Then, and for unreadable files, the name decides. The newest generation is deleted last: if the process ends in
-        between, the document is still there, whole. Return False if there was none. Raise StoreError if a file cannot
-        be deleted.
+        The newest generation is deleted last. If the process ends in between, the document still exists.
+
+        Args:
+            name: Name of a document of this namespace, or "namespace digest/name".
+            owns: Decides from the content of a file whether it belongs to the document, whatever its name. If it
+                returns None or the file is unreadable, the file name decides.
+
+        Returns:
+            False if the document did not exist.
+
+        Raises:
+            StoreError: A file cannot be deleted.
         """
         newest, _ = self._paths(name)
         doomed = []
@@ -137,14 +155,14 @@ class Documents:
         return bool(doomed)
 
     def _paths(self, name: str) -> tuple[Path, Path]:
-        """The files of both generations, the newest first."""
+        """Return the files of both generations, the newest first."""
         space, _, name = name.rpartition("/")
         assert NAME.fullmatch(name), name
         folder = self._folder.path / space if space else self._own
         return folder / f"{name}{DOCUMENTS}", folder / f"{name}{BEFORE}"
 
     def _files(self, *only: Path) -> Iterator[Path]:
-        """Return the documents' files, except temporary ones, of the namespaces with folders `only`, or of all."""
+        """Yield the document files, except temporary ones, of the namespace folders `only`, or of all namespaces."""
         for space in spaces(self._folder.path):
             if not only or space in only:
                 known = (path for path in space.iterdir() if DOCUMENT_FILE.fullmatch(path.name))

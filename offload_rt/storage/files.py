@@ -1,7 +1,7 @@
-"""Files of the store that are read or written in one go: headers of chunks, and documents.
+"""Read and write small files of the store in one operation: block headers and documents.
 
-A store may be damaged in any way, or hold what others put there: only regular files are opened, never a link or a pipe,
-and never more bytes are read than a whole file can have.
+A store may be damaged or contain foreign files. Only regular files are opened, never links or pipes, and the number of
+bytes read is limited.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from ..utils.private_files import open_private
 from .chunk_file import ChunkHeader, header_bytes
 
 LARGEST_DOCUMENT = 1 << 28
-"""Bytes of a document's file; a larger one is none of ours."""
+"""Maximum size of a document file in bytes. A larger file was not written by the store."""
 
 _DIGEST = 8
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a document's file gave: its content, or why there is none. Both empty: there is no such file."""
+    """Result of reading a document file: its content, or a description of the damage.
+
+    If the file does not exist, `data` is None and `damage` is empty.
+    """
 
     data: bytes | None
     damage: str = ""
 
 
 def open_regular(path: Path) -> int:
-    """Returns a handle to read a file. Raises OSError, also where it is not a regular one."""
+    """Open a regular file for reading and return its descriptor. Raises OSError, also for other kinds of files."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return handle
@@ -41,12 +44,12 @@ def open_regular(path: Path) -> int:
 
 
 def seal(data: bytes) -> bytes:
-    """Returns the content of a document's file: its checksum and itself."""
+    """Return the content of a document file: the checksum followed by the data."""
     return xxhash.xxh3_64(data).digest() + data
 
 
 def write_document(path: Path, record: bytes) -> None:
-    """Writes a new file, durable before anybody gives it another name. Raises OSError, and then it is gone again."""
+    """Write and sync a file. On failure, remove it and re-raise the error."""
     try:
         with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(record)
@@ -59,7 +62,7 @@ def write_document(path: Path, record: bytes) -> None:
 
 
 def read_document(path: Path) -> Reading:
-    """Returns the document that `seal` sealed, or what is wrong with it."""
+    """Read a document file and verify its checksum."""
     try:
         handle = open_regular(path)
     except FileNotFoundError:
@@ -78,7 +81,7 @@ def read_document(path: Path) -> Reading:
 
 
 def read_header(path: Path) -> ChunkHeader | None:
-    """Returns the header of a chunk's file; None unless it is whole and the file has the size it says."""
+    """Return the header of a block file, or None if it is damaged or does not match the file size."""
     try:
         with os.fdopen(open_regular(path), "rb", buffering=0) as file:
             data = file.read(8192)
@@ -93,7 +96,7 @@ def read_header(path: Path) -> ChunkHeader | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable. Raises OSError."""
+    """Sync a folder so that its file names are durable. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

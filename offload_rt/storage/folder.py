@@ -1,4 +1,4 @@
-"""The folder of a disk store: one writer at a time, its files within a limit, and what leaves when there is no room."""
+"""Folder of a disk store: write lock, size limit and eviction of files."""
 
 from __future__ import annotations
 
@@ -19,36 +19,47 @@ from ..utils.private_files import make_private, make_private_folder, open_privat
 from .index import BEFORE, DOCUMENTS, DiskIndex
 
 CHUNKS, DAMAGED = ".kv", ".damaged"
-"""Suffixes of chunks, and of documents that were put aside."""
+"""Suffixes of KV block files and of damaged documents that were set aside."""
 
 SPACE = re.compile(r"[0-9a-f]{32}")
-"""Name of the folder of a namespace: its digest."""
+"""Folder name of a namespace: its digest."""
 
 _TEMPORARY, _LOCK = ".tmp", "lock"
 _FAN = re.compile(r"[0-9a-f]{2}")
 _CHUNK_FILE = re.compile(r"[0-9a-f]{64}(\.kv|\.\d+\.\d+\.tmp)")
 NAME = re.compile(r"[a-z]+-[0-9a-f]{32,64}(?:-[0-9a-f]{1,4})?")
 DOCUMENT_FILE = re.compile(rf"{NAME.pattern}(\.doc|\.before|\.damaged|\.\d+\.\d+\.tmp)")
-"""Names of documents, and of the store's files. No part of them is text that a user chose, so no such text is parsed.
-Whatever else a user keeps in the folder matches none of them, and is neither counted nor touched."""
+"""Patterns of document names and of document files.
+
+No part of a name is text chosen by a user, so no such text is parsed. Other files in the folder match no pattern. They
+are neither counted nor changed.
+"""
 
 
 class StoreFolder:
-    """The files of one store in the folder `path`, never more than `options.limit` bytes, temporaries included.
+    """Manage the files of one store in the folder `path`, at most `options.limit` bytes including temporary files.
 
-    One process writes, under an advisory lock (`fcntl.flock`, which ends with the process however it ends); any number
-    read. The index is a scan of names, sizes and times at start: the order of eviction is that of `options.policy` over
-    modification times, which `touch` moves, and over what `expect` said. Eviction spares what is pinned. Any thread may
-    call; one lock (`mutex`) guards the index, and callers hold it where two calls belong together.
+    One process writes under an advisory lock (`fcntl.flock`), which the kernel releases when the process ends. Any
+    number of processes read. The index is built at start from file names, sizes and modification times.
+    `options.policy` defines the eviction order from the modification times, which `touch` updates, and from the paths
+    given to `expect`. Pinned files are not evicted. Thread-safe: `mutex` guards the index, and callers hold it to
+    combine several calls.
 
-    Only their owner can read the files. Opening for writing repairs the modes of everything that is the store's, and of
-    `path` itself if it was created here or holds nothing else. A link in place of a subfolder is not followed.
+    Files are readable only by their owner. Opening for writing repairs the modes of the store's files and subfolders.
+    It repairs the mode of `path` itself if the folder holds only files of the store. Symbolic links in place of
+    subfolders are not followed.
 
-    Raises StoreError where the folder cannot be used or another process writes to it.
+    Args:
+        path: Folder of the store.
+        options: Limit, eviction policy and time to live.
+        read_only: Open without the write lock; nothing is written or evicted.
+        clock: Returns nanoseconds since 1970.
+
+    Raises:
+        StoreError: The folder cannot be used, or another process writes to it.
     """
 
     def __init__(self, path: Path, options: StoreOptions, *, read_only: bool, clock: Callable[[], int]) -> None:
-        """clock: nanoseconds since 1970."""
         self.path, self.read_only = path, read_only
         self.last_error = ""
         self.mutex = threading.RLock()
@@ -70,7 +81,7 @@ class StoreFolder:
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of all files, those being written at their full size."""
+        """Bytes of all files. Files being written count at full size."""
         return self._index.bytes_used
 
     def __contains__(self, path: Path) -> bool:
@@ -78,7 +89,7 @@ class StoreFolder:
 
     @contextlib.contextmanager
     def usable(self) -> Iterator[None]:
-        """Turns an OSError of what is done within into a StoreError that names the folder."""
+        """Convert an OSError raised in the context into a StoreError that names the folder."""
         try:
             yield
         except StoreError:
@@ -89,11 +100,10 @@ class StoreFolder:
                 "room where you may write"
             ) from error
 
-    # ------------------------------------------------------------------------------------------------ order of leaving
+    # ------------------------------------------------------------------------------------------------- eviction order
 
     def touch(self, paths: Sequence[Path]) -> None:
-        """Takes note that `paths` were used now, the last one first: it leaves before those ahead of it. With policy
-        fifo nothing changes."""
+        """Mark `paths` as used now. Later paths are evicted before earlier ones. Has no effect with the fifo policy."""
         if self.read_only:
             return
         with self.mutex:
@@ -101,25 +111,32 @@ class StoreFolder:
                 self._index.use(path)
 
     def expect(self, paths: Sequence[Path]) -> None:
-        """Takes note that `paths`, known or not, will be used, soonest first, and nothing else."""
+        """Set the complete list of paths that will be used, soonest first. Unknown paths are allowed."""
         with self.mutex:
             self._index.window(paths)
 
     def pin(self, paths: Iterable[Path]) -> None:
-        """Keeps `paths`, known or not, from being evicted until as many `unpin`."""
+        """Protect `paths`, known or not, from eviction. Pins are counted; each needs one `unpin`."""
         with self.mutex:
             self._index.pin(paths)
 
     def unpin(self, paths: Iterable[Path]) -> None:
-        """Takes a pin back."""
+        """Undo one `pin`."""
         with self.mutex:
             self._index.unpin(paths)
 
-    # ----------------------------------------------------------------------------------------------------------- room
+    # ---------------------------------------------------------------------------------------------------------- space
 
     def make_room(self, size: int, *, pinned: bool = False) -> bool:
-        """Evicts until `size` more bytes fit within the limit, with `pinned` also what is pinned. Returns False where
-        that cannot be, and then nothing is evicted."""
+        """Evict files until `size` more bytes fit within the limit.
+
+        Args:
+            size: Bytes needed.
+            pinned: Also evict pinned files, if nothing else is left.
+
+        Returns:
+            False if the space cannot be made. If too few bytes can be evicted, no file is removed.
+        """
         with self.mutex:
             victims = self._index.victims(size, pinned=pinned)
             for path in victims or ():
@@ -127,8 +144,10 @@ class StoreFolder:
             return victims is not None and not any(path in self._index for path in victims)
 
     def make_disk_room(self, size: int) -> bool:
-        """Removes chunks, the next to leave first, until a full disk has `size` bytes more. Returns False, and removes
-        nothing, where all of them are not enough."""
+        """Remove block files in eviction order until a full disk has `size` more bytes.
+
+        Returns False and removes nothing if all block files together are too small.
+        """
         with self.mutex:
             chunks = self._index.chunks()
             if sum(have for _, have in chunks) < size:
@@ -140,35 +159,39 @@ class StoreFolder:
             return True
 
     def reserve(self, path: Path, size: int) -> Path | None:
-        """Takes `size` bytes for the file `path`. Returns the temporary file to write; None where `path` is there
-        already, or where there is no room."""
+        """Reserve `size` bytes for the new file `path`.
+
+        Returns the temporary file to write, or None if `path` already exists or there is no space.
+        """
         with self.mutex:
             if path in self._index or not self.make_room(size):
                 return None
             return self.hold(path, size)
 
     def hold(self, path: Path, size: int) -> Path:
-        """Takes `size` bytes, for which room was made, for the file `path`, which may replace another one. Returns the
-        temporary file to write, for `finish` or `give_up`."""
+        """Reserve `size` bytes for the file `path`, which may replace an existing one.
+
+        The caller has made the space. Returns the temporary file to write; pass it to `finish` or `give_up`.
+        """
         with self.mutex:
             self._index.reserved += size
             return self.temporary(path)
 
     def temporary(self, path: Path) -> Path:
-        """Returns the name of a new temporary file beside `path`."""
+        """Return the name of a new temporary file in the folder of `path`."""
         with self.mutex:
             self._temporaries += 1
             return path.with_name(f"{path.stem}.{os.getpid()}.{self._temporaries}{_TEMPORARY}")
 
     def finish(self, temporary: Path, path: Path, size: int) -> None:
-        """Gives a reserved file, which is whole and durable, its name. Raises OSError."""
+        """Rename a completely written and synced temporary file to `path`. Raises OSError."""
         with self.mutex:
             os.replace(temporary, path)
             self._index.reserved -= size
             self._index.enter(path, size)
 
     def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
-        """Removes what was written of a reserved file; `error` says what the disk refused, if it did."""
+        """Remove a temporary file and release its reservation. If `error` is given, set `last_error`."""
         with self.mutex:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -177,12 +200,12 @@ class StoreFolder:
                 self.last_error = f"cannot write {str(temporary)!r}: {error.strerror or error}"
 
     def enter(self, path: Path, size: int) -> None:
-        """Takes note of a file that was written, or replaced."""
+        """Add a written or replaced file to the index."""
         with self.mutex:
             self._index.enter(path, size)
 
     def put_aside(self, path: Path) -> None:
-        """Renames a damaged document, so that nobody finds it and a person still can."""
+        """Rename a damaged document. The store no longer finds it, but the file can still be inspected."""
         with self.mutex, contextlib.suppress(OSError):
             aside = path.with_suffix(DAMAGED)
             status = path.lstat()
@@ -192,16 +215,19 @@ class StoreFolder:
                 self._index.enter(aside, status.st_size)
 
     def discard(self, path: Path) -> None:
-        """Removes a file that is damaged or not wanted any more; readers leave that to the writer."""
+        """Remove a damaged or unneeded file. Has no effect in a read-only store."""
         if self.read_only:
             return
-        with self.mutex, contextlib.suppress(OSError):  # what cannot be removed still counts
+        with self.mutex, contextlib.suppress(OSError):  # a file that cannot be removed still counts
             self._check_inside(path)
             path.unlink(missing_ok=True)
             self._index.forget(path)
 
     def remove(self, paths: Iterable[Path]) -> int:
-        """Remove files that must not stay. Return their bytes. Raise StoreError after the last one if any is left."""
+        """Remove files and return their total size in bytes.
+
+        All files are tried. Raises StoreError at the end if any of them could not be removed.
+        """
         assert not self.read_only
         freed, refused = 0, ""
         for path in paths:
@@ -209,7 +235,7 @@ class StoreFolder:
                 with self.mutex:
                     self._check_inside(path)
                     status = path.lstat()
-                    if not stat.S_ISDIR(status.st_mode):  # a folder in place of a file holds nothing of ours
+                    if not stat.S_ISDIR(status.st_mode):  # a folder in place of a file is not part of the store
                         path.unlink()
                         freed += status.st_size
                     self._index.forget(path)
@@ -224,12 +250,13 @@ class StoreFolder:
         return freed
 
     def make_subfolder(self, path: Path) -> None:
-        """Create a folder below this one that only its owner can read. Raise OSError, also for a link in its place."""
+        """Create a subfolder that only its owner can read. Raises OSError, also if a symbolic link is in its place."""
         make_private_folder(path)
         self._check_inside(path / "any")
 
     def _check_inside(self, path: Path) -> None:
-        """Raise OSError if a folder between the store's and `path` is a link: the file may be anybody's."""
+        """Raise OSError if a folder between the store folder and `path` is a symbolic link."""
+        # Behind a link, the file may belong to another program.
         for folder in path.relative_to(self.path).parents:
             if (self.path / folder).is_symlink() and folder != Path():
                 raise OSError(ELOOP, "a link is in the place of a folder of the store")
@@ -237,7 +264,7 @@ class StoreFolder:
     # --------------------------------------------------------------------------------------------------- lock and scan
 
     def close(self) -> None:
-        """Lets the next writer in. A second call does nothing."""
+        """Release the write lock. A second call has no effect."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -257,7 +284,7 @@ class StoreFolder:
         os.pwrite(self._lock, f"process {os.getpid()}\n".encode(), 0)
 
     def _scan(self) -> None:
-        """Enters what is there. Temporaries of a writer that died are removed."""
+        """Add the existing files to the index. A writer removes temporary files left by a crashed process."""
         found = []
         for path in self._ours():
             with contextlib.suppress(OSError):
@@ -271,8 +298,8 @@ class StoreFolder:
                 self._index.write_stamp(path)
 
     def _protect(self) -> None:
-        """Take everybody else's access to the store's folders and files away, also to those of earlier versions."""
-        with contextlib.suppress(PermissionError):  # another user's folder, in which this one may write
+        """Restrict the store's folders and files to their owner, including files written by earlier versions."""
+        with contextlib.suppress(PermissionError):  # the folder belongs to another user but is writable
             if all(path.name == _LOCK or SPACE.fullmatch(path.name) for path in self.path.iterdir()):
                 make_private(self.path)
         for space in spaces(self.path):
@@ -288,7 +315,7 @@ class StoreFolder:
                         make_private(file)
 
     def _ours(self) -> Iterator[Path]:
-        """Return all regular files that have names of the store's."""
+        """Yield all regular files whose names match the store's patterns."""
         for space in spaces(self.path):
             found = (path for path in space.iterdir() if DOCUMENT_FILE.fullmatch(path.name))
             for path in itertools.chain(found, _chunk_files(space)):
@@ -296,7 +323,7 @@ class StoreFolder:
                     yield path
 
     def check_integrity(self) -> None:
-        """Asserts that index, files and limit agree (nobody may be writing)."""
+        """Assert that the index, the files and the limit agree. No write may be in progress."""
         with self.mutex:
             self._index.check_integrity()
             files, there = self._index.files, set(self._ours())
@@ -305,12 +332,12 @@ class StoreFolder:
 
 
 def spaces(folder: Path) -> list[Path]:
-    """Return the folders of all namespaces in the store at `folder`."""
+    """Return the namespace folders of the store at `folder`."""
     return sorted(path for path in folder.iterdir() if SPACE.fullmatch(path.name) and _is_folder(path))
 
 
 def chunk_paths(space: Path) -> Iterator[Path]:
-    """Return everything in the folder of a namespace that has a chunk's name, of whatever kind it is."""
+    """Yield all entries in a namespace folder with the name of a block file. They need not be regular files."""
     return (path for path in _chunk_files(space) if path.suffix == CHUNKS)
 
 

@@ -1,4 +1,4 @@
-"""Saving chunks of a pool on disk: their rows are written once, to the store's files, and stay there."""
+"""Saving blocks of an on-disk KV pool without a copy: the pool keeps using the files of the store."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from .saver import WRITE_BUFFER, Saver, Saving, layer_block
 
 
 class HomeSaver(Saver):
-    """`Saver` for a pool on disk. A full chunk gets a home (`pool.homes`) when it is named: the file that its writer
-    has begun, to which its layers then go as they are computed. One whose rows are all in memory when it is whole goes
-    home then. Nothing of these is read: the worker waits until what is on its way has arrived, and commits. Other
-    chunks (tails, what lies in the pool's own file already, what may not have another open file) are read when they are
-    whole, and written.
+    """`Saver` for an on-disk KV pool.
 
-    A store takes room, and begins files, on the thread that computes, which waits for the disk with its rows anyway.
-    A chunk that has left its home is read too; one of which the disk did not take everything does not appear. A file
-    that does not appear stays its chunk's home, without a name, unless its rows were never whole (`abort`).
+    A home is the store file that holds the KV of a pool block (`kv_cache.disk.homes`). Blocks are saved in three ways:
+
+    * A full block of which nothing is computed yet gets a home in `begin`. Its layers are then written directly to the
+      file as they are computed.
+    * A block that is complete and still in memory is written to a home after its last layer.
+    * All other blocks are read from the pool and written to the store when they are complete. These are partial blocks,
+      blocks that are already in the pool's own file, blocks that exceed the limit of open files, and blocks that have
+      left their home.
+
+    For blocks with a home, the worker only waits for pending writes and commits. A block is not committed if any of its
+    writes failed. Its unnamed file remains the home of the pool block, unless the KV was never complete (`abort`).
+
+    The files of homes are created on the compute thread, which waits for the disk in any case.
     """
 
     def __init__(self, store: ChunkStore, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER) -> None:
@@ -30,8 +36,7 @@ class HomeSaver(Saver):
         super().__init__(store, pool, rows, buffer_bytes)
 
     def layer_done(self, saving: Saving, layer: int) -> None:
-        """`Saver.layer_done`. After the last layer chunks that were filled in parts go home, as far as they are in
-        memory."""
+        """Mark `layer` as complete. After the last layer, write complete blocks that are in memory to their homes."""
         if layer == self._last:
             for i, (chunk, identity) in enumerate(zip(saving.chunks, saving.ids, strict=True)):
                 if i not in saving.homes and chunk.count == CHUNK:
@@ -39,7 +44,7 @@ class HomeSaver(Saver):
         super().layer_done(saving, layer)
 
     def abort(self, saving: Saving) -> None:
-        """`Saver.abort`. What lies in homes of tokens that were not computed to the end is nobody's."""
+        """Give up blocks with incomplete layers, and discard the incomplete KV in their homes."""
         self.flush()
         unfinished = [
             saving.ids[i]
@@ -51,7 +56,7 @@ class HomeSaver(Saver):
         self._file.discard(unfinished)
 
     def _house(self, saving: Saving, i: int, chunk: NamedChunk, identity: int) -> bool:
-        """Whether the i-th chunk has a home now: one of which nothing was computed, or is on its way from the store."""
+        """Give the i-th block a home if it has no KV yet. Return whether it has one now."""
         if chunk.count < CHUNK or identity < 0 or chunk.index * CHUNK < saving.blocks.length:
             return False
         if not self._file.blank(identity) or not self._begin_home(saving, i, chunk):
@@ -59,7 +64,7 @@ class HomeSaver(Saver):
         return self._file.house(identity, saving.homes[i]) or self._no_home(saving, i)
 
     def _bring(self, saving: Saving, i: int, chunk: NamedChunk, identity: int) -> None:
-        """The rows of the i-th chunk, which is whole, go home, if they are in memory."""
+        """Write the i-th block, which is complete, to a home if its KV is in memory."""
         if self._file.buffered(identity) and self._begin_home(saving, i, chunk):
             layers = len(self._pool.groups.layers_of(chunk.group))
             if not self._file.bring_home(identity, saving.homes[i], layers):
@@ -71,7 +76,7 @@ class HomeSaver(Saver):
         return False
 
     def _begin_home(self, saving: Saving, i: int, chunk: NamedChunk) -> bool:
-        """Whether the store has begun a file for the i-th chunk in which its rows can lie."""
+        """Create a store file for the i-th block that can be its home. Return success."""
         if i in saving.refused or (writer := self._begin_writer(saving, i, chunk)) is None:
             return False
         if (home := writer.home()) is None:
@@ -81,14 +86,14 @@ class HomeSaver(Saver):
         return True
 
     def _write(self, saving: Saving, layer: int) -> None:
-        """Saves every chunk when all its layers are done, parents first."""
+        """Save the blocks after their last layer, parents first."""
         if saving.ended or layer < self._last:
             return
         self._rows.settle(saving.blocks)
         for i, chunk in enumerate(saving.chunks):
             try:
                 self._save(saving, i, chunk)
-            except DiskError:  # rows that cannot be read, or were not written: they are computed again
+            except DiskError:  # KV that cannot be read or was not written is recomputed
                 if (writer := saving.writers.get(i)) is not None:
                     writer.abort()
         self._end(saving)

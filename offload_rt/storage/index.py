@@ -1,4 +1,4 @@
-"""Which files of a store count, how many bytes they have, and which leave when room is needed. No file is opened."""
+"""In-memory index of the files of a store: sizes, eviction order, pins and time to live. It opens no file."""
 
 from __future__ import annotations
 
@@ -12,25 +12,33 @@ from pathlib import Path
 from .policies import Order, make_live_order
 
 DOCUMENTS, BEFORE = ".doc", ".before"
-"""Suffixes of files that never leave by themselves: documents, and what they were before."""
+"""Suffixes of files that are never evicted: documents and their previous generations."""
 
 _STAYING = (DOCUMENTS, BEFORE)
 
 
 @dataclass
 class _File:
-    """A file that counts: its size in bytes, and when it was last used (fifo: written), in nanoseconds since 1970."""
+    """Size of a file in bytes, and its last use (fifo: creation) in nanoseconds since 1970."""
 
     size: int
     used: int
 
 
 class DiskIndex:
-    """Files by path, in the order of `policy`. Stamps only ever grow, so that a clock that goes backwards disturbs
-    nothing; what seems to come from the future counts as used now. Not thread-safe: the store's lock guards it."""
+    """Index files by path, in the eviction order of `policy`.
+
+    Time stamps increase monotonically, so a clock that goes backwards does not change the order. Time stamps in the
+    future are replaced by the current time. Not thread-safe: the store's lock guards the index.
+
+    Args:
+        limit_bytes: Maximum total size; None for no limit.
+        policy: One of `LIVE_POLICIES`.
+        ttl: Seconds after the last use when a file expires. Expired files are removed when space is made.
+        clock: Returns nanoseconds since 1970.
+    """
 
     def __init__(self, limit_bytes: int | None, policy: str, ttl: float | None, clock: Callable[[], int]) -> None:
-        """ttl: seconds since the last use after which a file leaves when room is made; clock: nanoseconds."""
         self.limit_bytes = limit_bytes
         self.files: dict[Path, _File] = {}
         self.reserved = 0
@@ -44,15 +52,18 @@ class DiskIndex:
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of all files, those being written at their full size."""
+        """Bytes of all files. Files being written count at full size."""
         return self._stored + self.reserved
 
     def __contains__(self, path: Path) -> bool:
         return path in self.files
 
     def load(self, found: Iterable[tuple[int, Path, int]]) -> list[Path]:
-        """Enters files that were there before: (time of modification, path, size), in any order. Returns those that
-        seem to come from the future: they count as used now, one after the other (`write_stamp`)."""
+        """Add existing files, given as (modification time, path, size) in any order.
+
+        Returns the files with a modification time in the future. They count as used now, and the caller updates their
+        modification time (`write_stamp`).
+        """
         now, ahead = self._clock(), []
         for used, path, size in sorted(found, key=lambda one: (one[0], str(one[1]))):
             self._stamp = used if used <= now else max(now, self._stamp + 1)
@@ -64,7 +75,7 @@ class DiskIndex:
         return ahead
 
     def enter(self, path: Path, size: int) -> None:
-        """A file was written."""
+        """Add a written or replaced file."""
         self.forget(path)
         self.files[path] = _File(size, 0)
         self._stored += size
@@ -74,35 +85,44 @@ class DiskIndex:
         self._mark(path)
 
     def use(self, path: Path) -> None:
-        """A file was used; unknown ones are ignored."""
+        """Mark a file as used now. Unknown files are ignored, and the fifo policy ignores all uses."""
         if self._renew and path in self.files:
             self._order.enter(path)
             self._mark(path)
 
     def forget(self, path: Path) -> None:
-        """A file is gone."""
+        """Remove a file from the index."""
         if (file := self.files.pop(path, None)) is not None:
             self._stored -= file.size
             self._order.leave(path)
 
     def window(self, paths: Sequence[Path]) -> None:
-        """Takes note that waiting requests will use `paths`, soonest first: they leave last, from the end on."""
+        """Set the files that waiting requests will use, soonest first. Lookahead evicts them last, from the end on."""
         self._wanted = set(paths)
         for path in self._order.window(paths):
             self._mark(path)
 
     def pin(self, paths: Iterable[Path]) -> None:
-        """`victims` spares `paths`, known or not, until as many `unpin`."""
+        """Exclude `paths`, known or not, from `victims`. Pins are counted; each needs one `unpin`."""
         self._pins.update(paths)
 
     def unpin(self, paths: Iterable[Path]) -> None:
-        """Takes a pin back."""
+        """Undo one `pin`."""
         self._pins.subtract(Counter(paths))
         self._pins += Counter()
 
     def victims(self, size: int, *, pinned: bool = False) -> list[Path] | None:
-        """Returns what has to leave so that `size` more bytes fit: what is too old, then the next ones in order. With
-        `pinned` also pinned ones, if nothing else is left; never documents. Returns None where that is not enough."""
+        """Return the files to evict so that `size` more bytes fit.
+
+        Expired files come first, then the others in eviction order. Documents are never evicted.
+
+        Args:
+            size: Bytes needed.
+            pinned: Also evict pinned files, if nothing else is left.
+
+        Returns:
+            The files to evict, or None if evicting all candidates is not enough.
+        """
         horizon = self._clock() - int(self._ttl * 1e9) if self._ttl is not None else -1
         used, limit = self.bytes_used + size, self.limit_bytes
         gone, spared = [], []
@@ -122,13 +142,12 @@ class DiskIndex:
         return gone if limit is None or used <= limit else None
 
     def chunks(self) -> list[tuple[Path, int]]:
-        """Returns the files that are no documents with their sizes in bytes, the next to leave first, pinned ones after
-        the others."""
+        """Return the block files and their sizes in bytes, in eviction order. Pinned files come last."""
         ranked = sorted(self._order.ranked(), key=lambda path: self._pins[path] > 0)
         return [(path, self.files[path].size) for path in ranked if path.suffix not in _STAYING]
 
     def check_integrity(self) -> None:
-        """Asserts that counts, order and limit agree."""
+        """Assert that the sizes, the order and the limit agree."""
         assert self.reserved >= 0
         assert self.limit_bytes is None or self.bytes_used <= self.limit_bytes
         ranked = list(self._order.ranked())
@@ -138,13 +157,13 @@ class DiskIndex:
         assert self._stored == sum(file.size for file in self.files.values())
 
     def _mark(self, path: Path) -> None:
-        """Used now, also for whoever scans the folder later."""
+        """Set the last use of a file to now, in the index and on disk for later scans."""
         self._stamp = max(self._clock(), self._stamp + 1)
         self.files[path].used = self._stamp
         self.write_stamp(path)
 
     def write_stamp(self, path: Path) -> None:
-        """The file's time becomes the one that it counts as used at."""
+        """Set the modification time of a file to its last use."""
         used = self.files[path].used
         with contextlib.suppress(OSError):
             os.utime(path, ns=(used, used), follow_symlinks=False)

@@ -1,4 +1,4 @@
-"""Loading a stored prefix layer by layer, ahead of the prefill that needs it (CachedAttention §3.2.1)."""
+"""Layer-wise loading of a stored prefix ahead of the prefill (CachedAttention §3.2.1)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from ..kv_cache.stored_rows import Span
 from .chunk_store import PlacedChunk, StoredChunk
 
 READERS = min(4, os.cpu_count() or 1)
-"""Threads that read, check and copy chunks of a layer: one alone brought 0.86 GB/s of cached files into an H100's host,
-which computing 8,192 tokens again outruns; two take 0.6 of its time on two busy cores."""
+"""Threads that read, verify and copy the blocks of a layer.
+
+On an H100 host, one thread reads cached files at 0.86 GB/s, which is slower than recomputing 8,192 tokens. Two threads
+take 0.6 of the time of one, on two busy cores.
+"""
 
 
 class DamagedChunkError(Exception):
-    """A stored chunk, with the key `key`, could not be read after all."""
+    """The stored block with key `key` could not be read."""
 
     def __init__(self, key: bytes) -> None:
         super().__init__(key.hex())
@@ -34,37 +37,49 @@ class DamagedChunkError(Exception):
 
 
 def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int) -> int:
-    """Returns k, the layers that loading has to be ahead by when the prefill begins, so that it never waits.
+    """Return the number of layers k to load before the prefill starts, so that it never waits for loading.
 
     The paper sizes the buffer as S_buf = B (T_load L_hist - T_pref L_new): the bytes that cannot be loaded while the
-    new tokens are computed. `load_seconds` is T_load L_hist, `compute_seconds` T_pref L_new, and a layer has
-    B load_seconds / layers bytes, hence k = layers (1 - compute / load), and 1 where computing takes longer."""
+    new tokens are computed. A layer has B load_seconds / layers bytes, hence k = layers (1 - compute / load). If
+    computing takes longer than loading, k is 1.
+
+    Args:
+        load_seconds: T_load L_hist, the time to load the stored prefix.
+        compute_seconds: T_pref L_new, the time to compute the new tokens.
+        layers: Number of layers.
+    """
     if load_seconds <= 0:
         return 1
     return max(1, min(layers, math.ceil(layers * (1 - compute_seconds / load_seconds))))
 
 
 class ChunkLoader:
-    """A thread that brings stored chunks into a block table, layer by layer, at most `ahead` layers ahead of the layer
-    that is being computed: it begins at once with the first `ahead`, before any computation. With 0 a layer is loaded
-    when it is asked for, and the computation waits for all of it.
+    """Load stored blocks into a block table, layer by layer, on a background thread.
 
-    Full chunks that come to a pool on disk stay where they are: their files become their homes (`pool.homes`), and
-    loading a layer checks it there.
+    Loading stays at most `ahead` layers ahead of the computed layer, and the first `ahead` layers are loaded at once.
+    With 0, a layer is loaded when `wait` requests it, and the computation waits for the whole layer.
 
-    The block table must hold the chunks and be nobody else's; it must not be given back before `close`. Rows are
-    written only by its readers, each chunk's by one of them, and read only after `wait` of their layer: the thread has
-    waited for all of a layer's chunks by then, and an event orders the two.
+    If the pool is on disk, full blocks are not copied. Their files become homes of the pool blocks
+    (`kv_cache.disk.homes`), and loading a layer only verifies its checksum.
+
+    The block table must hold the blocks, must not be shared, and must not be released before `close`. Each block of a
+    layer is written by one reader thread. The KV of a layer may be read only after `wait` returns for it, when all
+    blocks of the layer are loaded.
+
+    Args:
+        pool: KV pool to load into.
+        blocks: Block table that holds the blocks.
+        chunks: Stored blocks with their indices in the block table. Each has data for every layer of its group.
+        ahead: Maximum number of layers to load ahead of the computation.
     """
 
     def __init__(self, pool: HostPool, blocks: BlockTable, chunks: Seq[PlacedChunk], ahead: int):
-        """chunks: with their places in the block table; each has a block for every layer of its group."""
         self._pool, self._chunks, self._ahead = pool, chunks, ahead
         self._layers = len(pool.groups.group)
         tokens = [range(placed.place * CHUNK, placed.place * CHUNK + placed.chunk.count) for placed in chunks]
         self._spans = [pool.spans(blocks, c.group, own)[0] for c, own in zip(chunks, tokens, strict=True)]
         largest = max((placed.chunk.layer_bytes for placed in chunks), default=0)
-        # One for each reader: touching fresh memory takes longer than reading a cached file.
+        # One buffer per reader, reused: touching fresh memory takes longer than reading a cached file.
         self._blocks: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(READERS):
             self._blocks.put(aligned(max(1, largest)))
@@ -81,24 +96,28 @@ class ChunkLoader:
 
     @property
     def finished(self) -> bool:
-        """Whether all layers have arrived, whole."""
+        """Whether all layers are loaded without damage."""
         with self._changed:
             return self._done == self._layers and self._damaged is None
 
     @property
     def damaged(self) -> bool:
-        """Whether a chunk could not be read: `wait` raises from now on."""
+        """Whether a block could not be read. `wait` then raises `DamagedChunkError`."""
         with self._changed:
             return self._damaged is not None
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes by itself: everything has arrived, or something was damaged."""
+        """Whether the loader thread has ended: all layers are loaded, or loading failed."""
         return not self._thread.is_alive()
 
     def wait(self, layer: int) -> None:
-        """Returns when layer `layer` is loaded and lets the thread go on to layer + ahead. Raises DamagedChunkError,
-        and what else ended the thread."""
+        """Wait until `layer` is loaded, and allow loading up to layer + ahead.
+
+        Raises:
+            DamagedChunkError: A stored block cannot be read.
+            Exception: Any other error that ended the loader thread.
+        """
         began = time.perf_counter()
         with self._changed:
             self._wanted = max(self._wanted, layer)
@@ -111,7 +130,7 @@ class ChunkLoader:
                 raise DamagedChunkError(self._damaged)
 
     def close(self) -> None:
-        """Ends the thread; layers that have not been loaded are not."""
+        """Stop the thread without loading the remaining layers."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -120,7 +139,7 @@ class ChunkLoader:
     def _load(self) -> None:
         try:
             self._load_layers()
-        except BaseException as error:  # whoever waits for a layer hears of it
+        except BaseException as error:  # `wait` re-raises it
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
@@ -141,20 +160,20 @@ class ChunkLoader:
                     return
 
     def _load_layer(self, layer: int, readers: ThreadPoolExecutor) -> bytes | None:
-        """Loads all chunks of a layer; returns the key of the first that is damaged."""
+        """Load all blocks of a layer. Return the key of the first damaged block, or None."""
         group, parts = self._pool.groups.group[layer], zip(self._chunks, self._spans, self._homes, strict=True)
         mine = [(placed.chunk, span, home) for placed, span, home in parts if placed.group == group]
         whole = list(readers.map(lambda each: self._fill(each[0], layer, *each[1:]), mine))
         return next((chunk.key for (chunk, *_), right in zip(mine, whole, strict=True) if not right), None)
 
     def _may_load(self, layer: int) -> bool:
-        """Waits until the layer is near enough; False where nothing more is wanted."""
+        """Wait until `layer` is at most `ahead` layers ahead. Return False if the loader was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or layer <= self._wanted + self._ahead)
             return not self._closed
 
     def _fill(self, chunk: StoredChunk, layer: int, span: Span, home: Home | None) -> bool:
-        """Loads one layer of one chunk, which is checked before it is copied to its rows, or read at home."""
+        """Load and verify one layer of one block. Copy it to the pool unless it is read in place. Return success."""
         layout, format, place = self._pool.layout, self._pool.format, self._pool.groups.place[layer]
         block = self._blocks.get()
         try:
@@ -172,12 +191,12 @@ class ChunkLoader:
 
 
 def fits(pool: HostPool, chunk: StoredChunk, tokens: int) -> bool:
-    """Whether a layer's block of a stored chunk has as many bytes as `tokens` tokens of this pool."""
+    """Return whether the stored bytes per layer match `tokens` tokens in the layout of this pool."""
     return chunk.layer_bytes == chunk_layer_bytes(tokens, pool.layout)
 
 
 def adopt(pool: HostPool, chunk: StoredChunk, span: Span) -> Home | None:
-    """The file of a stored chunk, if it is the home of the pool's chunk at `span` from now on."""
+    """Make the file of a stored block the home of the pool block at `span`. Return None if that is not possible."""
     file, number = pool.file, span.slab * pool.layout.slab_chunks + span.offset // CHUNK
     if file is None or span.size < CHUNK or not file.blank(number):
         return None

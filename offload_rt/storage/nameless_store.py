@@ -1,6 +1,6 @@
-"""Chunks in one file without a name, for KV that must not outlive the process: preempted sequences.
+"""Store KV blocks of preempted sequences in one unnamed file that does not outlive the process.
 
-The kernel removes the file when the process ends, however it ends. Nothing of it can be found by name at any moment.
+The file never has a name in the file system. The kernel removes it when the process ends, even after a crash.
 """
 
 from __future__ import annotations
@@ -19,8 +19,16 @@ from .chunk_file import checksum
 
 @dataclass(eq=False)
 class NamelessChunk:
-    """A chunk in a `NamelessStore` (`chunk_store.StoredChunk`). count: n, its tokens; offset: where layer 0 begins;
-    checksums: xxh3-64 of the layers that are written."""
+    """A KV block in a `NamelessStore` (`chunk_store.StoredChunk`).
+
+    Attributes:
+        store: The store that holds the block.
+        key: Key of the block.
+        count: Number of tokens n.
+        offset: Byte offset of layer 0 in the file.
+        layer_bytes: Stored bytes per layer.
+        checksums: xxh3-64 of each written layer, by layer index.
+    """
 
     store: NamelessStore
     key: bytes
@@ -30,7 +38,7 @@ class NamelessChunk:
     checksums: dict[int, int]
 
     def read_layer(self, layer: int, into: memoryview) -> bool:
-        """Fill `into` with one layer's block. Return False, a miss, if it is not what was written."""
+        """Read the data of one layer into `into`. Return False, a miss, if it differs from what was written."""
         try:
             whole = os.preadv(self.store.handle, [into], self.offset + layer * self.layer_bytes) == self.layer_bytes
         except OSError:
@@ -38,26 +46,26 @@ class NamelessChunk:
         return whole and checksum(into) == self.checksums[layer]
 
     def home(self) -> Home | None:
-        """Return None: no pool can read the chunk in place."""
+        """Return None: blocks cannot be read in place."""
         return None
 
     def check_layer(self, layer: int, home: Home, into: memoryview) -> bool:
-        """Not called: there is no home."""
+        """Raise AssertionError, because blocks of this store have no home."""
         raise AssertionError("a nameless chunk has no home")
 
 
 class NamelessWriter:
-    """A chunk on its way into a `NamelessStore` (`chunk_store.ChunkWriter`)."""
+    """Write one block to a `NamelessStore` (`chunk_store.ChunkWriter`)."""
 
     def __init__(self, store: NamelessStore, chunk: NamelessChunk) -> None:
         self._store, self._chunk, self._open = store, chunk, True
 
     def home(self) -> Home | None:
-        """Return None: the file is shared by all chunks."""
+        """Return None: all blocks share one file."""
         return None
 
     def write(self, layer: int, block: memoryview) -> None:
-        """Write the block of `layer`. If the disk refuses it, the chunk is given up."""
+        """Write the data of `layer`. If the write fails, the block is given up."""
         chunk, offset = self._chunk, self._chunk.offset + layer * self._chunk.layer_bytes
         chunk.checksums[layer] = checksum(block)
         try:
@@ -69,7 +77,7 @@ class NamelessWriter:
             self.abort()
 
     def commit(self) -> bool:
-        """Make the chunk visible. Return False if the disk refused a layer, or one is missing."""
+        """Make the block visible. Return False if a write failed or a layer is missing."""
         if len(self._chunk.checksums) < self._store.layers:
             self.abort()
         done, self._open = self._open, False
@@ -78,18 +86,27 @@ class NamelessWriter:
         return done
 
     def abort(self) -> None:
-        """Give the chunk's room back; nothing happens after `commit`."""
+        """Discard the block and free its slot. Has no effect after `commit`."""
         if self._open:
             self._open = False
             self._store.give_up(self._chunk)
 
 
 class NamelessStore:
-    """Chunks by key in a nameless file in `folder`, within `limit` bytes (`chunk_store.ChunkSink`). Every chunk takes a
-    slot of `slot_bytes`; nothing is evicted, and the file is emptied when no chunk is left. Calls must not overlap: the
-    caller flushes the saver before it calls anything itself.
+    """Store KV blocks by key in an unnamed file (`chunk_store.ChunkSink`).
 
-    Raises StoreError if the folder cannot be used.
+    Blocks are never evicted. The file is truncated when it holds no block. Not thread-safe: the caller must flush the
+    saver before it calls the store.
+
+    Args:
+        folder: Folder on the file system that holds the file.
+        namespace: Text that identifies the model, the KV data type and the layout.
+        layers: Layers stored per block.
+        slot_bytes: Bytes of the file reserved per block.
+        limit: Maximum total size in bytes; None for no limit.
+
+    Raises:
+        StoreError: The folder cannot be used.
     """
 
     def __init__(self, folder: Path, namespace: str, layers: int, slot_bytes: int, limit: int | None = None) -> None:
@@ -112,18 +129,18 @@ class NamelessStore:
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of the slots of all chunks, those being written included."""
+        """Bytes of the slots of all blocks, including blocks being written."""
         return self._taken * self._slot_bytes
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._chunks
 
     def find(self, parent: bytes, lineage: str, tokens: bytes) -> NamelessChunk | None:
-        """Return the chunk with these tokens behind `parent`, or None."""
+        """Return the block with these tokens that follows `parent`, or None."""
         return self._chunks.get(chunk_key(parent, lineage, tokens))
 
     def begin(self, parent: bytes, lineage: str, tokens: bytes, layer_bytes: int) -> NamelessWriter | None:
-        """Take a slot for a chunk. Return None if it is there, or there is no room within the limit."""
+        """Reserve a slot for a block. Return None if the block is already stored or the limit is reached."""
         assert self.layers * layer_bytes <= self._slot_bytes
         key = chunk_key(parent, lineage, tokens)
         if key in self._chunks or (self._limit is not None and self.bytes_used + self._slot_bytes > self._limit):
@@ -134,17 +151,17 @@ class NamelessStore:
         return NamelessWriter(self, chunk)
 
     def enter(self, chunk: NamelessChunk) -> None:
-        """Make a chunk that was written visible."""
+        """Make a written block visible."""
         self._pending.remove(chunk)
         self._chunks[chunk.key] = chunk
 
     def give_up(self, chunk: NamelessChunk) -> None:
-        """Give back the slot of a chunk that was not entered."""
+        """Free the slot of a block that was not committed."""
         self._pending.remove(chunk)
         self._release(chunk)
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Remove chunks; unknown ones are ignored."""
+        """Remove blocks. Unknown keys are ignored."""
         for key in keys:
             if (chunk := self._chunks.pop(key, None)) is not None:
                 self._release(chunk)
@@ -156,13 +173,13 @@ class NamelessStore:
             os.ftruncate(self.handle, 0)
 
     def close(self) -> None:
-        """Close the file, which is gone then. A second call does nothing."""
+        """Close and thereby delete the file. A second call has no effect."""
         if self.handle >= 0:
             os.close(self.handle)
             self.handle = -1
 
     def check_integrity(self) -> None:
-        """Assert that every slot belongs to one chunk, or is free, and that the limit holds."""
+        """Assert that every slot is free or belongs to one block, and that the limit holds."""
         slots = [chunk.offset // self._slot_bytes for chunk in (*self._chunks.values(), *self._pending)] + self._free
         assert sorted(slots) == list(range(len(slots)))
         assert self._limit is None or self.bytes_used <= self._limit

@@ -1,7 +1,7 @@
-"""What leaves a tier of stored KV next: LRU, FIFO, CachedAttention's look-ahead (§3.3), and Belady's oracle.
+"""Eviction policies for stored KV: LRU, FIFO, CachedAttention's look-ahead (§3.3) and Belady's oracle.
 
-One implementation for the live store (`index.py`, `sessions/host_tier.py`) and for the simulator. What is ordered is
-anything hashable: a file, a session, a block of a trace.
+The live store (`index.py`, `sessions/host_tier.py`) and the simulator share this implementation. Items are any hashable
+objects, such as files, sessions or the blocks of a trace.
 """
 
 from __future__ import annotations
@@ -17,124 +17,138 @@ from ..utils.config_fields import check_choice
 StorePolicy = Literal["lookahead", "lru", "fifo", "belady"]
 POLICIES: tuple[str, ...] = get_args(StorePolicy)
 NEVER = 1 << 60
-"""The next use of what is not used again."""
+"""Next use of an item that is not used again."""
 
 K = TypeVar("K", bound=Hashable)
 
 
 def prefetch_window(free_bytes: int, mean_bytes: float) -> int:
-    """Returns L_pw = C_mem / S_kv (§3.3.1): how many waiting requests are fetched ahead, from the bytes of host memory
-    free for fetching and the mean bytes of a session's KV."""
+    """Return the prefetch window L_pw = C_mem / S_kv (§3.3.1), in waiting requests.
+
+    Args:
+        free_bytes: Host memory available for prefetching.
+        mean_bytes: Mean KV size of a session.
+    """
     return int(free_bytes / mean_bytes) if mean_bytes > 0 else 0
 
 
 def eviction_window(host_bytes: int, disk_bytes: int, mean_bytes: float) -> int:
-    """Returns L_ew = (C_mem + C_disk) / S_kv (§3.3.2): of how many waiting requests eviction spares the KV."""
+    """Return the eviction window L_ew = (C_mem + C_disk) / S_kv (§3.3.2), in waiting requests.
+
+    The KV of requests in the window is evicted last. `mean_bytes` is the mean KV size of a session.
+    """
     return int((host_bytes + disk_bytes) / mean_bytes) if mean_bytes > 0 else 0
 
 
 class Order(Protocol[K]):
-    """Which item of one tier leaves next."""
+    """Eviction order of the items of one tier."""
 
     def enter(self, item: K, next_use: int = NEVER) -> None:
-        """An item came, or was used; `next_use` is the request that will use it next (only Belady may look)."""
+        """Add an item or record its use. `next_use` is the next request that uses it; only Belady reads it."""
         ...
 
     def leave(self, item: K) -> None:
-        """The item is gone."""
+        """Remove an item."""
         ...
 
     def expect(self, item: K, request: int) -> None:
-        """Waiting request number `request` came into the eviction window and will use the item."""
+        """Record that waiting request number `request` has entered the eviction window and will use the item."""
         ...
 
     def window(self, items: Sequence[K]) -> list[K]:
-        """The eviction window is exactly `items` now, soonest needed first (those that are not here are ignored).
-        Returns the items that left it."""
+        """Set the eviction window to `items`, soonest needed first, and return the items that left it.
+
+        Unknown items are ignored.
+        """
         ...
 
     def wants(self, item: K) -> bool:
-        """Whether the item is in the eviction window."""
+        """Return whether the item is in the eviction window."""
         ...
 
     def ranked(self) -> Iterator[K]:
-        """Returns all items, the next to leave first. Nothing may change meanwhile."""
+        """Iterate over all items in eviction order. The order must not change during the iteration."""
         ...
 
     def victim(self) -> K:
-        """Returns the item that is to leave next; there must be one."""
+        """Return the next item to evict. The order must not be empty."""
         ...
 
 
 class ByAge(Generic[K]):
-    """The oldest item leaves first: least recently used, or with `renew=False` first in, first out, where being used
-    does not make an item younger. Neither looks ahead."""
+    """Evict the oldest item first, without look-ahead.
+
+    The order is LRU. With `renew=False`, using an item does not renew its age, and the order is FIFO.
+    """
 
     def __init__(self, *, renew: bool) -> None:
         self._items: OrderedDict[K, None] = OrderedDict()
         self._renew = renew
 
     def enter(self, item: K, next_use: int = NEVER) -> None:
-        """The item is the youngest from now on; with `renew=False` only if it is new."""
+        """Make the item the youngest; with `renew=False`, only if it is new."""
         if self._renew or item not in self._items:
             self._items[item] = None
             self._items.move_to_end(item)
 
     def leave(self, item: K) -> None:
-        """The item is gone."""
+        """Remove an item."""
         del self._items[item]
 
     def expect(self, item: K, request: int) -> None:
-        """Changes nothing: waiting requests do not count."""
+        """Do nothing: this policy ignores waiting requests."""
 
     def window(self, items: Sequence[K]) -> list[K]:
-        """Changes nothing, and no item leaves the window."""
+        """Do nothing: there is no window. Return an empty list."""
         return []
 
     def wants(self, item: K) -> bool:
-        """Returns False: there is no window."""
+        """Return False: there is no window."""
         return False
 
     def ranked(self) -> Iterator[K]:
-        """Returns all items, the oldest first."""
+        """Iterate over all items, the oldest first."""
         return iter(self._items)
 
     def victim(self) -> K:
-        """Returns the oldest item."""
+        """Return the oldest item."""
         return next(self.ranked())
 
 
 class LookAhead(Generic[K]):
-    """Items of requests in the eviction window are spared (CachedAttention §3.3.2): of the others the least recently
-    used leaves first, then what is wanted last in the window. Without a queue this is LRU."""
+    """Evict items outside the eviction window first (CachedAttention §3.3.2).
+
+    Items outside the window are evicted in LRU order. Items in the window follow, those needed last first. If no
+    requests wait, the order is LRU.
+    """
 
     def __init__(self) -> None:
         self._others: OrderedDict[K, None] = OrderedDict()
         self._wanted: OrderedDict[K, None] = OrderedDict()
 
     def enter(self, item: K, next_use: int = NEVER) -> None:
-        """The item is the youngest of those outside the window; `expect` and `window` say what is in it."""
+        """Make the item the youngest outside the window. Items already in the window stay there."""
         if item not in self._wanted:
             self._others[item] = None
             self._others.move_to_end(item)
 
     def leave(self, item: K) -> None:
-        """The item is gone."""
+        """Remove an item."""
         self._others.pop(item, None)
         self._wanted.pop(item, None)
 
     def expect(self, item: K, request: int) -> None:
-        """The item is spared from now on."""
+        """Move the item into the window."""
         if self._others.pop(item, NEVER) is None:
             self._wanted[item] = None
 
     def done(self, item: K) -> None:
-        """No waiting request of the window wants the item any more."""
+        """Move the item out of the window, because no waiting request uses it any more."""
         if self._wanted.pop(item, NEVER) is None:
             self._others[item] = None
 
     def window(self, items: Sequence[K]) -> list[K]:
-        """The window is exactly `items` now; returns those that left it."""
+        """Set the window to `items` and return the items that left it."""
         now = dict.fromkeys(items)
         left = [item for item in self._wanted if item not in now]
         for item in left:
@@ -146,21 +160,21 @@ class LookAhead(Generic[K]):
         return left
 
     def wants(self, item: K) -> bool:
-        """Whether the item is in the window."""
+        """Return whether the item is in the window."""
         return item in self._wanted
 
     def ranked(self) -> Iterator[K]:
-        """Returns all items: those outside the window, the oldest first, then the window, its end first."""
+        """Iterate over the items outside the window, the oldest first, then over the window from its end."""
         yield from self._others
         yield from reversed(self._wanted)
 
     def victim(self) -> K:
-        """Returns the item that is to leave next."""
+        """Return the next item to evict."""
         return next(self.ranked())
 
 
 class Belady(Generic[K]):
-    """Belady's oracle: the item whose next use is farthest away leaves."""
+    """Belady's oracle: evict the item with the farthest next use."""
 
     def __init__(self) -> None:
         self._next: dict[K, int] = {}
@@ -168,32 +182,32 @@ class Belady(Generic[K]):
         self._entries = 0
 
     def enter(self, item: K, next_use: int = NEVER) -> None:
-        """The item came, or was used, and will be used next by request `next_use`."""
+        """Add an item or record its use; request `next_use` is the next to use it."""
         self._next[item] = next_use
-        self._entries += 1  # items need not be comparable
+        self._entries += 1  # tie-breaker, because items need not be comparable
         heapq.heappush(self._heap, (-next_use, self._entries, item))
 
     def leave(self, item: K) -> None:
-        """The item is gone."""
+        """Remove an item."""
         del self._next[item]
 
     def expect(self, item: K, request: int) -> None:
-        """Changes nothing: `enter` has said when the item is used next."""
+        """Do nothing: `enter` already recorded the next use."""
 
     def window(self, items: Sequence[K]) -> list[K]:
-        """Changes nothing, and no item leaves the window."""
+        """Do nothing: there is no window. Return an empty list."""
         return []
 
     def wants(self, item: K) -> bool:
-        """Returns False: there is no window."""
+        """Return False: there is no window."""
         return False
 
     def ranked(self) -> Iterator[K]:
-        """Returns all items, the one whose next use is farthest away first."""
+        """Iterate over all items, the farthest next use first."""
         return iter(sorted(self._next, key=lambda item: -self._next[item]))
 
     def victim(self) -> K:
-        """Returns the item whose next use is farthest away, and drops entries of the heap that are out of date."""
+        """Return the item with the farthest next use. Drops outdated heap entries."""
         while True:
             use, _, item = self._heap[0]
             if self._next.get(item) == -use:
@@ -202,7 +216,7 @@ class Belady(Generic[K]):
 
 
 def make_order(policy: str) -> Order[K]:
-    """Returns an empty order of the policy `policy`, any of `POLICIES`. Raises ConfigError for an unknown one."""
+    """Return an empty order for `policy`, one of `POLICIES`. Raises ConfigError for an unknown policy."""
     check_choice("policy", policy, POLICIES)
     if policy == "belady":
         return Belady()
@@ -210,7 +224,9 @@ def make_order(policy: str) -> Order[K]:
 
 
 def make_live_order(policy: str) -> Order[K]:
-    """Returns the same for a store that runs, where the future beyond the queue is not known: any of `LIVE_POLICIES`.
-    Raises ConfigError."""
+    """Return an empty order for a live store, which cannot look beyond the request queue.
+
+    `policy` is one of `LIVE_POLICIES`. Raises ConfigError for any other policy.
+    """
     check_choice("store policy", policy, LIVE_POLICIES)
     return make_order(policy)

@@ -1,4 +1,4 @@
-"""Saving chunks to disk behind the computation, layer by layer (CachedAttention §3.2.2)."""
+"""Asynchronous, layer-wise saving of KV blocks to disk (CachedAttention §3.2.2)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,26 @@ from ..transfer.link import KVStorage
 from .chunk_store import ChunkSink, ChunkWriter, NamedChunk
 
 WRITE_BUFFER = 1 << 28
-"""Bytes that may wait to be written."""
+"""Maximum bytes waiting to be written."""
 
 
 @dataclass(eq=False)
 class Saving:
-    """Chunks on their way: their places in the pool, and what writes them. homes: of those whose rows go where they are
-    written to by themselves (`HomeSaver`); refused: those that the store did not want. buffered: how many wait in the
-    write buffer."""
+    """Blocks that are being saved. Dictionaries and sets are keyed by the position in `chunks`.
+
+    Attributes:
+        blocks: Block table that holds the KV.
+        chunks: The blocks, parents first.
+        ids: Pool id of each block.
+        spans: Position of each block in the pool.
+        writers: Store writers of the blocks.
+        homes: Files to which the KV pool writes blocks directly (`HomeSaver`).
+        refused: Blocks that the store did not accept.
+        buffered: Number of blocks that wait in the write buffer.
+        begun: Whether the writers have been opened.
+        moved: Blocks that the block table has replaced since. They are not committed.
+        ended: Whether all blocks are committed or given up.
+    """
 
     blocks: BlockTable
     chunks: list[NamedChunk] = field(default_factory=list)
@@ -42,18 +54,20 @@ class Saving:
 
 
 class Saver:
-    """A thread that writes what the pool holds. `begin` names chunks that are being computed, `layer_done` says that a
-    layer of them is complete: the worker writes it while the next layer is computed. Nothing here waits for the disk
-    but `flush` and `abort`.
+    """Write KV blocks from the pool to a store on a worker thread.
 
-    The write buffer is the pool itself: what waits to be written stays in its chunks, which the owner of the block
-    table keeps until `flush`. A full chunk and the filled slots of a tail never change; where the block table exchanges
-    a chunk for another one, `recheck` gives up what is waiting of it. At most `buffer_bytes` wait. Back-pressure:
-    `begin` takes no more chunks than fit, from the first on; the caller hands over the others again later (every
-    session does so at the end of a turn and when it is saved), and computation never waits for them.
+    `begin` registers blocks that are being computed, and `layer_done` marks one of their layers as complete. The worker
+    writes that layer while the next one is computed. Only `flush`, `abort` and `close` wait for the disk.
 
-    `begin`, `layer_done`, `flush`, `abort` and `close` belong to the thread that computes; the worker reads the pool,
-    after `KVStorage.settle`, and writes the store.
+    The pool itself is the write buffer: waiting KV stays in its blocks, and the owner of the block table must keep them
+    until `flush`. The written slots of a block never change. If the block table replaces a block, `recheck` gives up
+    its pending writes.
+
+    At most `buffer_bytes` wait. `begin` accepts only as many blocks as fit, and the computation never waits for the
+    rest. The caller submits the rest again later; sessions do so at the end of a turn and when they are saved.
+
+    Call `begin`, `layer_done`, `flush`, `abort` and `close` on the compute thread. The worker reads the pool, after
+    `KVStorage.settle`, and writes to the store.
     """
 
     def __init__(self, store: ChunkSink, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER) -> None:
@@ -68,7 +82,7 @@ class Saver:
         self._worker.start()
 
     def begin(self, blocks: BlockTable, chunks: Seq[NamedChunk]) -> Saving | None:
-        """Takes as many of `chunks`, from the first on, as the buffer has room for. Returns None where that is none."""
+        """Start saving the first of `chunks`, as many as fit in the buffer. Return None if none fits."""
         with self._mutex:
             room = max(0, (self._buffer_bytes - self._waiting) // self._pool.chunk_bytes)
         saving = Saving(blocks)
@@ -90,16 +104,15 @@ class Saver:
         return saving
 
     def _house(self, saving: Saving, i: int, chunk: NamedChunk, identity: int) -> bool:
-        """Whether the i-th chunk, with this id in the pool, need not wait in the buffer."""
+        """Return whether the i-th block, with pool id `identity`, bypasses the write buffer."""
         return False
 
     def layer_done(self, saving: Saving, layer: int) -> None:
-        """Takes note that layer `layer` of these chunks is in the pool, or will be when the link has settled. Layers
-        come in order."""
+        """Mark `layer` of the blocks as complete, or as complete once pending transfers end. Layers come in order."""
         self._jobs.put((saving, layer))
 
     def save(self, blocks: BlockTable, chunks: Seq[NamedChunk]) -> int:
-        """Saves all layers of chunks that are complete. Returns how many of them were taken."""
+        """Save all layers of complete blocks. Return the number of accepted blocks."""
         saving = self.begin(blocks, chunks)
         if saving is None:
             return 0
@@ -108,14 +121,16 @@ class Saver:
         return len(saving.chunks)
 
     def _identity(self, blocks: BlockTable, chunk: NamedChunk) -> int:
-        """The id of the pool's chunk that holds the rows; -1 where the block table no longer has it."""
+        """Return the id of the pool block that holds the KV, or -1 if the block table no longer holds it."""
         held = self._pool.chunks_of(blocks, chunk.group, range(chunk.index, chunk.index + 1))
         return held[0] if held else -1
 
     def recheck(self) -> set[bytes]:
-        """Gives up chunks that a block table no longer has in the same place (publishing exchanges a chunk for an equal
-        one, reserving copies a shared tail, sliding gives back what has left the windows): to be called directly after
-        any of them, before anything else is written to the pool. Returns their keys, to be handed over again."""
+        """Give up blocks that their block table has replaced or released, and return their keys for resubmission.
+
+        Blocks change when publishing exchanges a block for an equal one, when reserving copies a shared partial block,
+        and when blocks leave the sliding window. Call this directly afterwards, before the next write to the pool.
+        """
         given_up = set()
         with self._mutex:
             self._active = [saving for saving in self._active if not saving.ended]
@@ -127,19 +142,19 @@ class Saver:
         return given_up
 
     def abort(self, saving: Saving) -> None:
-        """Gives up chunks whose layers are not all done. Waits for the layer that is being written."""
+        """Give up blocks with incomplete layers. Wait for pending writes first."""
         self.flush()
         self._give_up(saving)
 
     def flush(self) -> None:
-        """Waits until everything that is done has been written. An exception of the worker is raised here."""
+        """Wait until all completed layers are written. Re-raise an exception of the worker thread."""
         self._jobs.join()
         if (failure := self._failure) is not None:
             self._failure = None
             raise failure
 
     def close(self) -> None:
-        """Writes what is done and ends the thread."""
+        """Write all completed layers and stop the worker thread."""
         self._jobs.put(None)
         self._worker.join()
 
@@ -147,9 +162,9 @@ class Saver:
         while (job := self._jobs.get()) is not None:
             try:
                 self._write(*job)
-            except DiskError:  # rows that cannot be read: their chunks are computed again when they are wanted
+            except DiskError:  # unreadable KV is recomputed when it is needed
                 self._give_up(job[0])
-            except BaseException as error:  # whoever waits for the worker hears of it, and waits no longer than that
+            except BaseException as error:  # `flush` re-raises it
                 self._failure = error
                 self._give_up(job[0])
             finally:
@@ -157,7 +172,7 @@ class Saver:
         self._jobs.task_done()
 
     def _write(self, saving: Saving, layer: int) -> None:
-        """Writes one layer of every chunk; after the last one the chunks appear, parents first."""
+        """Write one layer of every block. After the last layer, commit the blocks, parents first."""
         if saving.ended:
             return
         self._rows.settle(saving.blocks)
@@ -175,7 +190,7 @@ class Saver:
             self._end(saving)
 
     def _begin_writer(self, saving: Saving, i: int, chunk: NamedChunk) -> ChunkWriter | None:
-        """What writes the i-th chunk; None where the store refuses it, or has it."""
+        """Open the writer of the i-th block. Return None if the store already has the block or does not accept it."""
         size = layer_bytes(self._pool, chunk.count)
         writer = self._store.begin(chunk.parent, chunk.lineage, chunk.tokens, size)
         if writer is None:
@@ -185,14 +200,14 @@ class Saver:
         return writer
 
     def _appear(self, saving: Saving, i: int, writer: ChunkWriter) -> None:
-        """Commits the i-th chunk, of which every layer is written, unless it is no longer what its name says."""
+        """Commit the i-th block after all its layers are written. Abort it if the block table has replaced it."""
         self._fill_up(writer, saving.chunks[i])
-        with self._mutex:  # everything has been read: what moves after the question cannot matter
+        with self._mutex:  # all KV has been read, so later changes are harmless
             moved = i in saving.moved
         writer.abort() if moved else writer.commit()
 
     def _fill_up(self, writer: ChunkWriter, chunk: NamedChunk) -> None:
-        """Writes zeros where a chunk of the pool has room for more layers than its group has."""
+        """Write zeros for the layers that a stored block has in addition to those of its group."""
         for place in range(len(self._pool.groups.layers_of(chunk.group)), self._store.layers):
             writer.write(place, memoryview(bytes(layer_bytes(self._pool, chunk.count))))
 
@@ -210,12 +225,12 @@ class Saver:
 
 
 def layer_bytes(pool: HostPool, tokens: int) -> int:
-    """Returns the bytes of one layer's block of a chunk of `tokens` tokens, as it is stored."""
+    """Return the stored bytes per layer of a block of `tokens` tokens."""
     return chunk_layer_bytes(tokens, pool.layout)
 
 
 def layer_block(pool: HostPool, layer: int, span: Span) -> memoryview:
-    """Returns the block `[Hkv, n, 2 (K, V), width]` of one layer and span as bytes, a copy, with its zeros."""
+    """Return a copy of the KV `[Hkv, n, 2 (K, V), width]` of one layer and span as bytes, including zero padding."""
     part, layout = pool.view(layer, span), pool.layout
     block = torch.zeros(chunk_layer_bytes(span.size, layout) // layout.itemsize, dtype=part.k.dtype)
     rows = block[: 2 * part.k.numel()].view(layout.kv_heads, span.size, 2, -1)

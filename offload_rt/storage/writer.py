@@ -1,4 +1,4 @@
-"""One chunk on its way to disk."""
+"""Writer for the file of one KV block."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from .folder import StoreFolder
 
 
 class FileChunkWriter:
-    """Writes one chunk to a temporary file in room that `folder` has reserved (`chunk_store.ChunkWriter`): every layer
-    once, in any order and from any one thread, by `write` or through `home`, then `commit`. Until then nobody can find
-    it. What the disk refuses ends the writing; `commit` then returns False. Raises OSError where not even the temporary
-    file can be made."""
+    """Write one block to a temporary file for which `folder` has reserved space (`chunk_store.ChunkWriter`).
+
+    Write each layer once with `write` or through `home`, in any order and from one thread at a time, then call
+    `commit`. The block cannot be found before `commit`. If a write fails, the file is removed and `commit` returns
+    False.
+
+    Raises:
+        OSError: The temporary file cannot be created.
+    """
 
     def __init__(
         self,
@@ -36,15 +41,17 @@ class FileChunkWriter:
         os.close(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
 
     def write(self, layer: int, block: memoryview) -> None:
-        """Writes one layer's block."""
+        """Write the data of one layer."""
         assert layer not in self._checksums and len(block) == self._layer_bytes
         self._checksums[layer] = checksum(block)
         if self._open:
             self._attempt(block, self._offset + layer * self._layer_bytes, sync=False)
 
     def home(self) -> Home | None:
-        """The file, with its room taken from the disk; None where that cannot be. It is never written to once it has
-        its name: every layer goes there once."""
+        """Open the file with its disk space allocated, or return None if that fails.
+
+        Each layer is written once, before `commit`, so the file never changes after it gets its final name.
+        """
         try:
             file = BlockFile(os.open(self._temporary, os.O_RDWR | os.O_CLOEXEC))
             file.allocate(0, self._size)
@@ -56,8 +63,7 @@ class FileChunkWriter:
         self._checksums[layer] = checksum(block)
 
     def commit(self) -> bool:
-        """Makes the chunk durable and visible, in this order. Returns False where the disk refused any of it, or its
-        home has not taken every layer."""
+        """Make the block durable, then visible. Return False if a write failed or a layer is missing."""
         if len(self._checksums) < self._layers:
             self.abort()
             return False
@@ -73,7 +79,7 @@ class FileChunkWriter:
         return done
 
     def abort(self) -> None:
-        """Ends the writing and removes what was written; nothing happens after `commit`."""
+        """Stop writing and remove the temporary file. Has no effect after `commit`."""
         if self._open:
             self._end(None)
 
