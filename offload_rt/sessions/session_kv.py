@@ -209,8 +209,8 @@ class SessionKV:
         one token to compute.
         """
         history = self.history
-        # A prefill attends to its own KV before rounding. With a rounded format, stored KV of an unfinished turn differs
-        # from the KV that the repeated prefill attends to, so such blocks are not used.
+        # A prefill attends to its own KV before rounding. With a rounded format, stored KV of an unfinished turn
+        # differs from the KV that the repeated prefill attends to, so such blocks are not used.
         stop = min(len(history.tokens) - 1, history.computed) if self.context.private else len(history.tokens) - 1
         if not self.runner.pool.groups.full:
             # No layer has full blocks on disk, but the prefix tree may know more tokens than this session has computed.
@@ -277,7 +277,7 @@ class SessionKV:
         return taken < len(fresh)
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
-        """Enqueue the blocks of `tokens[:stop]`. Tokens from `start` on were decoded and may not be in the history yet."""
+        """Enqueue the blocks of `tokens[:stop]`. Tokens from `start` on were decoded; the history may lack them."""
         if self.runner.pool.groups.full:
             self.enqueue(name_chunks(self._lineage, tokens, stop, self.history.decoded_with(start, stop)))
 

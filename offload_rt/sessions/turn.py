@@ -93,8 +93,8 @@ class Turn(SampledRequest):
             if kv.history.computed > len(self._kept):
                 kv.drop()
                 kv.history.forget_from(len(self._kept))
-            # A restarted turn already has new tokens. Prefill them only if this gives the same KV as decoding; otherwise
-            # decode them again.
+            # A restarted turn already has new tokens. Prefill them only if this gives the same KV as decoding.
+            # Otherwise decode them again.
             taken = self.prompt.token_ids if runner.approximates else tuple(self.tokens)
             kv.history.tokens = list(taken)
             self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
