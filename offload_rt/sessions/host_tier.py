@@ -100,15 +100,14 @@ class HostTier:
         """
         sizes = [kv.pool_bytes for kv in {*waiting, *self._since} if kv.pool_bytes]
         mean = sum(sizes) / len(sizes) if sizes else 0.0
-        fetching = max(
-            1, prefetch_window(self.free_bytes, mean)
-        )  # always at least one, since other sessions are evicted for it
+        # At least one session is prefetched, because `_fetch` evicts others for it.
+        fetching = max(1, prefetch_window(self.free_bytes, mean))
         if self._options.limit is None:
             return fetching, len(waiting)
         host = self._pool.chunk_count * self._pool.chunk_bytes
         return fetching, eviction_window(host, self._options.limit, mean)
 
-    # -------------------------------------------------------------------------------------------- eviction and prefetching
+    # ----------------------------------------------------------------------------------------- eviction and prefetching
 
     def park(self, kv: SessionKV) -> None:
         """Mark a session as idle, so that its KV may be evicted from host memory."""
@@ -145,7 +144,7 @@ class HostTier:
 
     def reclaim(self) -> bool:
         """Evict the next parked session whose KV is on disk or can be written now. Return False if there is none."""
-        # A session must not lose KV to a request that is not a turn of this store.
+        # Only turns of this store may evict KV that the disk cannot store (`retry_after_reclaim`).
         for kv in self.parked:
             if not kv.write_out():
                 self._evict(kv)
@@ -154,6 +153,8 @@ class HostTier:
 
     def look_ahead(self, waiting: Sequence[SessionKV]) -> None:
         """Evict expired sessions, and prepare host memory for waiting turns. Call before every step.
+
+        Expired sessions in the eviction window stay.
 
         Args:
             waiting: Sessions with waiting turns, earliest first, without duplicates.

@@ -165,9 +165,8 @@ class SessionKV:
             try:
                 self.loader = ChunkLoader(runner.pool, blocks, found, ahead)
             except BaseException:
-                runner.pool.truncate(
-                    blocks, self._host_tokens
-                )  # nothing is loaded, so `free` must not publish these blocks
+                # These blocks have no KV yet, so `free` must not add them to the prefix tree.
+                runner.pool.truncate(blocks, self._host_tokens)
                 runner.free(sequence)
                 raise
         return sequence

@@ -240,7 +240,7 @@ class SessionStore:
         self.close_if_idle()
 
     def reclaim(self) -> bool:
-        """Evict one parked session from host memory. Return False if none can be evicted (`engine.reclaim.Reclaimable`)."""
+        """Evict one parked session. Return False if none can be evicted (see `engine.reclaim.Reclaimable`)."""
         return self.host.reclaim()
 
     def holdings(self) -> list[Holding]:

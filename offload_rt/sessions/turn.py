@@ -153,9 +153,8 @@ class Turn(SampledRequest):
             try:
                 if kv.context.private:
                     kv.load_all()
-                    runner.relearn(
-                        sequence
-                    )  # always from the rounded KV of the pool, so that a restart gives the same state
+                    # Always relearn from the rounded KV of the pool, so that a restart gives the same state.
+                    runner.relearn(sequence)
             except DamagedChunkError:
                 kv.drop()
             else:
