@@ -55,6 +55,7 @@ class SessionStore:
 
         Raises:
             ConfigError: Sessions cannot be restored exactly with the runner's policy or eviction.
+            ModelError: The model's weights were changed after loading.
             StoreError: The storage tier cannot be opened.
         """
         _check_restorable(runner)
@@ -77,7 +78,7 @@ class SessionStore:
         """Open the store in `folder`. Until `close`, no other process can write to it.
 
         Raises:
-            ConfigError, StoreError: As the constructor.
+            ConfigError, ModelError, StoreError: As the constructor.
         """
 
         def open_tier(namespace: str, layers: int) -> DiskStore:

@@ -82,7 +82,7 @@ class Turn(SampledRequest):
 
         Raises:
             PoolFullError: The sequence does not fit in the pool.
-            ModelError: The conversation exceeds the model's positions.
+            ModelError: The conversation exceeds the model's positions, or the model's weights were changed.
         """
         kv = self.kv
         runner.model.check_weights_unchanged()
