@@ -1,7 +1,7 @@
-"""Which sessions of a store are in host memory, and who comes and goes (CachedAttention §3.3).
+"""Evict sessions from host memory and prefetch them from disk (CachedAttention §3.3).
 
-An item is a session with all its rows, as in the paper. Everything in host memory is also on disk, or on its way there,
-so that an item leaves at no cost; what leaves the disk is lost and computed again.
+As in the paper, the unit is a session with all its KV. KV in host memory is also on disk or being written there, so
+eviction copies nothing more. KV evicted from the disk is lost and recomputed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ T = TypeVar("T")
 
 @dataclass
 class TierStats:
-    """Where the tokens of all turns of a store came from so far (a turn that starts again counts again). Tokens are
-    those before the new ones.
+    """Sources of the history tokens of all turns of a store.
 
-    host_tokens, disk_tokens: were in host memory when the turn began / came from disk while it began. computed_tokens:
-    had been lost and were computed again. fetched: sessions that look-ahead brought from disk before their turn, and
-    fetched_tokens theirs (counted under host_tokens too, if they had all arrived). evicted: sessions that left host
-    memory for others. stall_seconds: waited for kv to come from disk, within prefills.
+    New tokens of a turn are not counted. A restarted turn is counted again.
+
+    Attributes:
+        turns: Number of turns.
+        host_tokens: Tokens whose KV was in host memory when the turn started.
+        disk_tokens: Tokens whose KV was loaded from disk for the turn.
+        computed_tokens: Tokens whose KV was lost and recomputed.
+        fetched: Sessions prefetched from disk before their turn.
+        fetched_tokens: Tokens of prefetched sessions, also counted in `host_tokens` if loading ended before the turn.
+        evicted: Sessions evicted from host memory.
+        stall_seconds: Time that prefills waited for KV from disk.
     """
 
     turns: int = 0
@@ -40,8 +46,13 @@ class TierStats:
     stall_seconds: float = 0.0
 
     def count(self, computed: int, known: int, loaded: int) -> None:
-        """A turn has begun: of the `computed` tokens of its history host memory and disk had `known`, `loaded` of them
-        the disk alone."""
+        """Count one turn.
+
+        Args:
+            computed: Tokens of the history that earlier turns computed.
+            known: Tokens whose KV was in host memory or on disk.
+            loaded: Tokens whose KV was only on disk.
+        """
         self.turns += 1
         self.host_tokens += known - loaded
         self.disk_tokens += loaded
@@ -49,17 +60,20 @@ class TierStats:
 
 
 class HostTier:
-    """The sessions of one store that are parked in host memory: idle, with their rows, until somebody needs the room.
+    """Parked sessions of one store: idle sessions whose KV stays in host memory until other requests need the memory.
 
-    Who leaves first is `options.policy`'s to say (`storage/policies.py`). With "lookahead" the engine tells before
-    every step which sessions' turns are waiting: `look_ahead` then spares those of the eviction window in host memory
-    and on disk (L_ew = (C_mem + C_disk) / S_kv, its tail leaving first), keeps `options.free_host` of the pool free,
-    and brings the sessions of the prefetch window (L_pw = C_free / S_kv) from disk, one after the other, while others
-    are computed.
+    `options.policy` sets the eviction order (`storage/policies.py`). With "lookahead", `look_ahead` receives the
+    waiting sessions before every step:
+
+    - It protects sessions in the eviction window (L_ew = (C_mem + C_disk) / S_kv), in host memory and on disk. Within
+      the window, the session whose turn is furthest away is evicted first.
+    - It keeps the fraction `options.free_host` of the pool free.
+    - It prefetches the sessions in the prefetch window (L_pw = C_free / S_kv) from disk one at a time, overlapped with
+      other sessions' computation.
     """
 
     def __init__(self, context: SessionContext, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: seconds."""
+        """Create the tier of a store. `clock` returns seconds."""
         self._runner, self._pool, self._storage = context.runner, context.runner.pool, context.storage
         self._options, self._clock = context.options, clock
         self._order: Order[SessionKV] = make_live_order(context.options.policy)
@@ -70,47 +84,57 @@ class HostTier:
 
     @property
     def parked(self) -> list[SessionKV]:
-        """The sessions that may leave host memory, the next to leave first."""
+        """Sessions that may be evicted from host memory, in eviction order."""
         return list(self._order.ranked())
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of host memory that nobody holds: free, or held by the prefix tree alone."""
+        """Bytes of host memory that are free or held only by the prefix tree."""
         return (self._pool.free_chunks + self._pool.idle_chunks) * self._pool.chunk_bytes
 
     def windows(self, waiting: Sequence[SessionKV]) -> tuple[int, int]:
-        """Returns (prefetch window, eviction window) in sessions, by the paper's formulas. S_kv is the mean of those
-        that are parked or wait; without a limit on the disk the eviction window has no end."""
+        """Return (prefetch window, eviction window) in sessions, by the paper's formulas.
+
+        S_kv is the mean size of parked and waiting sessions. Without a disk limit, the eviction window includes all
+        waiting sessions.
+        """
         sizes = [kv.pool_bytes for kv in {*waiting, *self._since} if kv.pool_bytes]
         mean = sum(sizes) / len(sizes) if sizes else 0.0
-        fetching = max(1, prefetch_window(self.free_bytes, mean))  # one always: others leave for it
+        # At least one session is prefetched, because `_fetch` evicts others for it.
+        fetching = max(1, prefetch_window(self.free_bytes, mean))
         if self._options.limit is None:
             return fetching, len(waiting)
         host = self._pool.chunk_count * self._pool.chunk_bytes
         return fetching, eviction_window(host, self._options.limit, mean)
 
-    # -------------------------------------------------------------------------------------------- sessions come and go
+    # ----------------------------------------------------------------------------------------- eviction and prefetching
 
     def park(self, kv: SessionKV) -> None:
-        """Takes note that a session is idle: rows that it has in host memory may leave from now on."""
+        """Mark a session as idle, so that its KV may be evicted from host memory."""
         if kv.sequence is not None:
             self._order.enter(kv)
             self._since[kv] = self._clock()
             self._order.window(self._waiting)
 
     def take(self, kv: SessionKV) -> None:
-        """Takes note that a session is about to be used, or ends: its rows may not leave. Nothing happens if it is not
-        parked."""
+        """Remove a session from the parked ones before it is used or closed. Do nothing if it is not parked."""
         if self._since.pop(kv, None) is not None:
             self._order.leave(kv)
         if self._fetching is kv:
             self._fetching = None
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """Returns what `action` returns; where the pool has no room for it, parked sessions leave, one by one, until it
-        has: this store's in its order, also those that the disk cannot take, then other stores'
-        (`Runner.retry_after_reclaim`). The session that it is for must not be parked. Raises PoolFullError when nobody
-        is left to leave."""
+        """Call `action`, and evict parked sessions one at a time while it raises PoolFullError.
+
+        Evict this store's sessions first, in eviction order, even if the disk cannot store them. Then evict those of
+        other stores (`Runner.retry_after_reclaim`). The session that `action` is for must not be parked.
+
+        Returns:
+            The result of `action`.
+
+        Raises:
+            PoolFullError: No session is left to evict.
+        """
         while self._since:
             try:
                 return action()
@@ -119,8 +143,8 @@ class HostTier:
         return self._runner.retry_after_reclaim(action)
 
     def reclaim(self) -> bool:
-        """Evicts the next parked session whose rows are all on disk, or can be written now. Returns False where there
-        is none: nobody loses rows to a request that is no turn of this store."""
+        """Evict the next parked session whose KV is on disk or can be written now. Return False if there is none."""
+        # Only turns of this store may evict KV that the disk cannot store (`retry_after_reclaim`).
         for kv in self.parked:
             if not kv.write_out():
                 self._evict(kv)
@@ -128,8 +152,13 @@ class HostTier:
         return False
 
     def look_ahead(self, waiting: Sequence[SessionKV]) -> None:
-        """Prepares for the turns that wait: `waiting` are their sessions, soonest first, each once. It is called before
-        every step. Parked sessions beyond their time to live leave in any case."""
+        """Evict expired sessions, and prepare host memory for waiting turns. Call before every step.
+
+        Expired sessions in the eviction window stay.
+
+        Args:
+            waiting: Sessions with waiting turns, earliest first, without duplicates.
+        """
         self._expire()
         if self._options.policy != "lookahead":
             return
@@ -155,7 +184,7 @@ class HostTier:
                     self._evict(kv)
 
     def _keep_free(self, soon: Sequence[SessionKV]) -> None:
-        """Evicts early, so that a buffer stays free for fetching, anybody but the sessions that are needed `soon`."""
+        """Evict sessions other than `soon` until the buffer for prefetching is free."""
         buffer = self._options.free_host * self._pool.chunk_count * self._pool.chunk_bytes
         while self.free_bytes < buffer and self._since:
             if (gone := self._order.victim()) in soon:
@@ -163,7 +192,7 @@ class HostTier:
             self._evict(gone)
 
     def _fetch(self, soon: Sequence[SessionKV]) -> None:
-        """Begins to bring the first of `soon` that is not in host memory, when the one before has arrived."""
+        """Prefetch the first session of `soon` that is not in host memory, unless a prefetch is in progress."""
         if self._fetching is not None:
             if self._fetching.loader is not None and not self._fetching.loader.ended:
                 return
@@ -178,7 +207,7 @@ class HostTier:
                 self._evict(gone)
             try:
                 kv.fetch(whole=True)
-            except PoolFullError:  # the last chunk of a block table is not counted, and another may have its prefix
+            except PoolFullError:  # the size estimate omits the last block, and evicted sessions may share blocks
                 return
             if kv.loader is not None:
                 self._fetching = kv
@@ -188,7 +217,7 @@ class HostTier:
             return
 
     def check_integrity(self) -> None:
-        """Asserts that who is parked has rows to give."""
+        """Assert that every parked session has a sequence in host memory."""
         parked = set(self._order.ranked())
         assert parked == set(self._since)
         assert all(kv.sequence is not None for kv in parked)

@@ -1,4 +1,4 @@
-"""Sessions that survive: conversations whose KV cache comes back from host memory or disk (CachedAttention)."""
+"""Persistent sessions: conversations whose KV cache is kept in host memory and on disk (CachedAttention)."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ P = ParamSpec("P")
 
 
 class Siblings(Protocol):
-    """The sessions of a store by name, as far as one of them has to know of the others."""
+    """Operations of a session store that a session needs."""
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a session, open or stored."""
+        """Return whether a session `name` is open or stored."""
         ...
 
     def enter(self, history: History) -> Session:
-        """Returns a new session with this history, open from now on."""
+        """Register and return an open session with this history."""
         ...
 
     def forget(self, name: str) -> Removed:
-        """Delete what is stored of a session, and all chunks that no other session needs."""
+        """Delete a stored session and all blocks that no other session needs."""
         ...
 
     def left(self, session: Session) -> None:
-        """A session has closed."""
+        """Unregister a closed session."""
         ...
 
 
 def _in_turn(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
-    """The method while no other thread computes on the session's pool."""
+    """Run a method under the lock of the session's pool."""
 
     @wraps(method)
     def in_turn(session: Session, /, *args: P.args, **named: P.kwargs) -> T:
@@ -61,9 +61,14 @@ def _in_turn(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatena
 
 
 class Session:
-    """One conversation. `send` takes a turn; in between its rows stay in the pool until `close`, or until somebody else
-    needs the room: they are on disk too, and come back with the next turn. It is saved at the end of every turn, while
-    the caller goes on. Not thread-safe; turns of several sessions are computed together by a `TurnQueue`."""
+    """One conversation with a persistent KV cache.
+
+    `send` computes one turn. Between turns the KV stays in the host pool until `close`, or until another request needs
+    the memory. An evicted session is loaded from disk for its next turn. The session is saved at the end of every turn,
+    in the background.
+
+    Not thread-safe. Use a `TurnQueue` to compute turns of several sessions in one batch.
+    """
 
     def __init__(self, kv: SessionKV, host: HostTier, siblings: Siblings) -> None:
         self.context, self.kv, self.host = kv.context, kv, host
@@ -86,44 +91,49 @@ class Session:
 
     @property
     def history(self) -> History:
-        """What the session is when nothing of it is in memory."""
+        """Tokens, turns and stored blocks of the session, as saved to disk."""
         return self.kv.history
 
     @property
     def name(self) -> str:
-        """The session's name."""
         return self.history.name
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens of the conversation that have not been truncated."""
+        """Tokens of the conversation, without truncated ones."""
         return list(self.history.tokens)
 
     @property
     def turns(self) -> list[tuple[str, str]]:
-        """(role, text) of every turn, also of those whose tokens were truncated."""
+        """(role, text) of every message, including those whose tokens were truncated."""
         return list(self.history.turns)
 
     @property
     def last_stats(self) -> Stats | None:
-        """What the last turn cost; None before the first."""
+        """Statistics of the last turn, or None before the first."""
         return self.kv.last_stats
 
     @property
     def loaded_tokens(self) -> int:
-        """Tokens whose rows came from disk the last time they had to."""
+        """Number of tokens whose KV the last load read from disk."""
         return self.kv.loaded_tokens
 
     @property
     def store_bytes(self) -> int:
-        """Bytes of all files of the store, this session's and the others'."""
+        """Bytes of all files of the store, including other sessions."""
         return self.context.storage.bytes_used
 
     # ----------------------------------------------------------------------------------------------------------- turns
 
     def instruct(self, system: str) -> None:
-        """Tells the model `system` before all turns, as the chat template puts it; before the first turn, or
-        the same text again. Raises InputError, also where there is no template."""
+        """Set the system message.
+
+        Args:
+            system: Text of the system message. It can change only before the first turn.
+
+        Raises:
+            InputError: The session has turns with another system message, or the model has no chat template.
+        """
         history, tokenizer = self.history, self.kv.runner.model.tokenizer
         if not isinstance(system, str):
             raise InputError(f"system={system!r:.80} is {type(system).__name__}; it must be a text")
@@ -137,11 +147,21 @@ class Session:
         history.system = system
 
     def send(self, prompt: str | Seq[int], params: SamplingParams | None = None) -> Iterator[TokenOutput]:
-        """One turn: events of the answer as it comes. A string goes through the tokenizer's chat template, if it has
-        one; token ids are taken as they are. Closing the iterator ends the answer where it stands. What happens where
-        the conversation would outgrow the model's positions is the store's `overflow` to say (`StoreOptions`).
+        """Compute one turn and stream its answer.
 
-        Raises InputError, ModelError and PoolFullError as `LLM.stream`.
+        Closing the iterator ends the answer and keeps the tokens generated so far.
+
+        Args:
+            prompt: Text, rendered with the tokenizer's chat template if it has one, or token ids, used unchanged.
+            params: Sampling parameters, or None for the model's defaults.
+
+        Returns:
+            An iterator over the answer's tokens.
+
+        Raises:
+            InputError, PoolFullError: As `LLM.stream`.
+            ModelError: As `LLM.stream`, or the conversation would exceed the model's positions and
+                `StoreOptions.overflow` is "error".
         """
         self.check_idle()
         params = sampling(params, self.kv.runner.model.sampling)
@@ -150,8 +170,12 @@ class Session:
         return events
 
     def encode(self, prompt: str | Seq[int], params: SamplingParams) -> TurnTokens:
-        """What a turn does to the session's tokens. Raises InputError, and ModelError and PoolFullError where no answer
-        would fit."""
+        """Tokenize a turn and validate it.
+
+        Raises:
+            InputError: A parameter is not supported in sessions, or the prompt is invalid.
+            ModelError, PoolFullError: The turn with `max_tokens` new tokens does not fit.
+        """
         if params.n > 1 or params.num_beams > 1:
             raise InputError("a session has one answer to a turn: n and num_beams must be 1")
         if params.prompt_logprobs is not None:
@@ -170,7 +194,7 @@ class Session:
         return tokens
 
     def _check_overflow(self, new: int) -> None:
-        """Raises ModelError where `new` more tokens outgrow the model's positions, and nothing may be forgotten."""
+        """Raise ModelError if `new` more tokens exceed the model's positions and `overflow` is "error"."""
         most, held = self.kv.runner.adapter.geometry.max_positions, len(self.history.tokens)
         if self.context.options.overflow == "error" and held + new > most:
             raise ModelError(
@@ -192,7 +216,7 @@ class Session:
 
     def _send(self, prompt: str | Seq[int], tokens: TurnTokens, params: SamplingParams) -> Generator[TokenOutput]:
         self.check_idle()
-        if tokens.held != len(self.history.tokens):  # another turn was taken before this one's first event
+        if tokens.held != len(self.history.tokens):  # another turn ran between `send` and the first event
             tokens = self.encode(prompt, params)
         engine = Engine(self.kv.runner, max_num_seqs=1)
         turn = Turn(self.kv, self.host, next(self._ids), said(prompt), tokens, params)
@@ -211,8 +235,13 @@ class Session:
 
     @_in_turn
     def prefetch(self) -> None:
-        """Begins to bring the session's rows into host memory, as many layers as the read buffer has, before its next
-        turn is known. Raises PoolFullError."""
+        """Start loading the session's KV into host memory, before its next turn is known.
+
+        Load as many layers as the read buffer holds.
+
+        Raises:
+            PoolFullError: The KV does not fit in the pool.
+        """
         self.check_idle()
         self.host.take(self.kv)
         self.host.retry_after_reclaim(lambda: self.kv.fetch(whole=False))
@@ -222,7 +251,11 @@ class Session:
 
     @_in_turn
     def save(self) -> None:
-        """Returns when the whole session is on disk. Raises StoreError where it cannot be written."""
+        """Write the whole session to disk and wait for the writes. Warn if part of the KV cannot be stored.
+
+        Raises:
+            StoreError: The session cannot be written.
+        """
         self.check_idle()
         self._save()
 
@@ -242,8 +275,11 @@ class Session:
 
     @_in_turn
     def fork(self, name: str) -> Session:
-        """A second session that goes on from here; rows are shared until one of the two writes. Raises InputError where
-        the name is taken."""
+        """Return a new session `name` with this history. KV is shared copy-on-write.
+
+        Raises:
+            InputError: The session is answering, or the name is invalid or taken.
+        """
         self.check_idle()
         check_name(name)
         if self._siblings.exists(name):
@@ -264,9 +300,23 @@ class Session:
 
     @_in_turn
     def truncate(self, *, keep_last: int | None = None, sinks: int = SINKS, drop: Seq[int] | None = None) -> int:
-        """Cuts tokens out, with nothing computed again: all but the first `sinks` and the last `keep_last`, or those
-        whose places in `tokens` are in `drop`. What is left keeps its positions, and new tokens' go on growing. Returns
-        how many were cut. Raises InputError, ModelError for models that cannot, PoolFullError."""
+        """Remove tokens from the KV cache without recomputing the others.
+
+        Kept tokens keep their positions, and new tokens continue after the last position.
+
+        Args:
+            keep_last: Number of latest tokens to keep, in addition to the first `sinks`.
+            sinks: Number of first tokens to keep.
+            drop: Indices in `tokens` to remove.
+
+        Returns:
+            The number of removed tokens.
+
+        Raises:
+            InputError: The session is answering, or the arguments are invalid.
+            ModelError: The model does not support truncation.
+            PoolFullError: The KV does not fit in the pool.
+        """
         self.check_idle()
         self.host.take(self.kv)
         try:
@@ -279,8 +329,14 @@ class Session:
 
     @_in_turn
     def close(self) -> None:
-        """Saves the session and gives its memory back; it can be opened again. An answer that is being read ends where
-        it stands. A second call does nothing. Raises InputError where a queue computes its turn, StoreError."""
+        """Save the session and release its memory. It can be opened again.
+
+        End an answer that is being streamed. Do nothing if the session is closed.
+
+        Raises:
+            InputError: A queue is computing a turn of the session.
+            StoreError: The session cannot be saved.
+        """
         if self._closed:
             return
         self._end_answers()
@@ -293,12 +349,18 @@ class Session:
 
     @_in_turn
     def discard(self) -> Removed:
-        """Close the session without saving it, and delete it from the store: its text, and every chunk that no other
-        session needs, also those that edits, truncations or crashes of any session left behind. An answer that is
-        being read ends. A second call does nothing.
+        """Close the session without saving it, and delete it from the store.
 
-        Returns what was deleted, with a warning if other sessions of the store cannot be read. Raises InputError if a
-        queue computes its turn, StoreError if a file cannot be deleted.
+        Delete its text and every block that no other session needs, including blocks left over from edits,
+        truncations and crashes of any session. End an answer that is being streamed. Do nothing if the session is
+        closed. Warn if other sessions of the store cannot be read.
+
+        Returns:
+            The deleted data.
+
+        Raises:
+            InputError: A queue is computing a turn of the session.
+            StoreError: A file cannot be deleted.
         """
         if self._closed:
             return Removed()
@@ -325,13 +387,13 @@ class Session:
         self._siblings.left(self)
 
     def check_idle(self) -> None:
-        """Raises InputError where the session is closed, or takes a turn."""
+        """Raise InputError if the session is closed or answering."""
         if self._closed:
             raise InputError(f"session {self.name!r} is closed: open it again with llm.session")
         if self.busy:
             raise InputError(f"session {self.name!r} is answering: take all events first, or close their iterator")
 
     def check_integrity(self) -> None:
-        """Asserts that history, sequence and tiers agree."""
+        """Assert that history, sequence and tiers are consistent."""
         self.kv.check_integrity()
         self.host.check_integrity()

@@ -1,4 +1,4 @@
-"""Where the rows of one session are: in host memory, on disk, or on their way between the two."""
+"""KV cache of one session in host memory and on disk."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from .naming import Lineage, name_chunks
 
 
 class SessionKV:
-    """The KV rows of a session: its sequence while it is in host memory, its chunks on disk by name, and what brings
-    the one from the other. Everything that is computed is saved behind the computation, so that leaving host memory
-    costs no more than what has not been written yet.
+    """KV cache of one session: its sequence in host memory, its blocks on disk, and the transfers between them.
 
-    sequence: None where host memory has nothing of it but what the prefix tree kept. loader: brings rows that are on
-    their way into `sequence`; None where nothing is on its way. loaded_tokens: how many came from disk the last time.
-    last_stats: what the last turn cost.
+    Computed KV is written to disk in the background. Evicting the session from host memory therefore waits only for
+    blocks that are not written yet.
+
+    Attributes:
+        sequence: The sequence in host memory. If None, host memory holds only blocks cached by the prefix tree.
+        loader: Loads blocks from disk into `sequence`; None if no load is in progress.
+        loaded_tokens: Number of tokens that the last load read from disk.
+        last_stats: Statistics of the last turn, or None before the first.
     """
 
     def __init__(self, context: SessionContext, history: History) -> None:
@@ -41,14 +44,17 @@ class SessionKV:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of host memory that the whole session takes when it is there."""
+        """Bytes of host memory needed for the whole session."""
         return self.runner.pool.bytes_for(len(self.history.tokens))
 
-    # ---------------------------------------------------------------------------------------------------- coming back
+    # -------------------------------------------------------------------------------------------------------- loading
 
     def ready(self, capacity: int) -> Sequence:
-        """Returns the session's sequence with all tokens of its history and room for `capacity`; what is on disk is on
-        its way. Raises PoolFullError."""
+        """Return the session's sequence with capacity for `capacity` tokens, and start loading its KV from disk.
+
+        Raises:
+            PoolFullError: The sequence does not fit in the pool.
+        """
         if self.sequence is not None and not self.runner.pool.readable(self.sequence.blocks):
             self.drop()
         if self.sequence is None:
@@ -63,14 +69,20 @@ class SessionKV:
         return sequence
 
     def fetch(self, *, whole: bool) -> None:
-        """Begins to bring the rows into host memory, `whole` or as many layers as the read buffer has. Raises
-        PoolFullError."""
+        """Start loading the KV into host memory: all layers if `whole`, else as many as the read buffer holds.
+
+        Raises:
+            PoolFullError: The sequence does not fit in the pool.
+        """
         if self.sequence is None and self.history.computed:
             self.sequence = self._restore(len(self.history.tokens) + 1, whole=whole)
 
     def wait(self, layer: int) -> None:
-        """Returns when the rows of `layer` are in host memory. Raises DamagedChunkError, after which nothing of the
-        session is there: what was damaged is computed anew the next time."""
+        """Wait until the KV of `layer` is in host memory.
+
+        Raises:
+            DamagedChunkError: A block on disk is damaged. The next load skips it, and its tokens are recomputed.
+        """
         if self.loader is None:
             return
         try:
@@ -80,7 +92,7 @@ class SessionKV:
             raise
 
     def load_all(self) -> None:
-        """Waits for all layers of what is being loaded. Raises DamagedChunkError."""
+        """Wait until all layers are loaded. Raise DamagedChunkError if a block is damaged."""
         if self.loader is not None and self.sequence is not None:
             for layer in range(self.runner.adapter.geometry.layers):
                 self.wait(layer)
@@ -88,8 +100,7 @@ class SessionKV:
             self.runner.reload(self.sequence)
 
     def materialise(self) -> Sequence:
-        """Returns the sequence with all its rows in the pool, and nothing of it waiting to be written. Raises
-        PoolFullError."""
+        """Load the whole sequence into the pool, finish pending writes, and return it. Raise PoolFullError."""
         while True:
             if self.sequence is None:
                 self.sequence = self._restore(len(self.history.tokens) + 1, whole=True)
@@ -102,7 +113,7 @@ class SessionKV:
             return self.sequence
 
     def end_loading(self) -> float:
-        """Ends the loading, and takes note of how fast it was. Returns the seconds that were waited for it."""
+        """Close the loader and record its load rate. Return the seconds spent waiting for it."""
         if self.loader is None:
             return 0.0
         self.loader.close()
@@ -113,7 +124,7 @@ class SessionKV:
         return stalled
 
     def drop(self) -> None:
-        """Gives the sequence back; rows that were still to come are forgotten, not published."""
+        """Release the sequence. KV that is not loaded yet is discarded and not added to the prefix tree."""
         if self.sequence is None:
             return
         self.context.saver.flush()
@@ -126,7 +137,7 @@ class SessionKV:
         self.sequence = None
 
     def relearn(self) -> None:
-        """`Runner.relearn`; where a disk does not give the rows for it, they are nowhere any more."""
+        """Call `Runner.relearn`. If the disk cannot provide the KV, drop the sequence."""
         assert self.sequence is not None
         try:
             self.runner.relearn(self.sequence)
@@ -134,7 +145,7 @@ class SessionKV:
             self.drop()
 
     def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
-        """Returns a sequence with what host memory and disk have of the tokens; reading the latter begins."""
+        """Build a sequence from cached blocks, and start loading further blocks from disk."""
         history, runner, storage = self.history, self.runner, self.context.storage
         blocks = runner.match(history.tokens, history.provenance, history.floor)
         self._host_tokens = blocks.length
@@ -154,24 +165,27 @@ class SessionKV:
             try:
                 self.loader = ChunkLoader(runner.pool, blocks, found, ahead)
             except BaseException:
-                runner.pool.truncate(blocks, self._host_tokens)  # nothing is loaded: `free` must not publish it
+                # These blocks have no KV yet, so `free` must not add them to the prefix tree.
+                runner.pool.truncate(blocks, self._host_tokens)
                 runner.free(sequence)
                 raise
         return sequence
 
     def _lose_from(self, known: int) -> None:
-        """Rows from token `known` on are gone and will be computed anew. Where one chunk is damaged others may be: what
-        lies on disk behind it is read through, so that it can be stored anew too."""
+        """Mark KV from token `known` on as lost, so that it is recomputed."""
         history, stop = self.history, len(self.history.tokens) // CHUNK * CHUNK
         history.forget_from(known)
         if history.truncation_id and not known:
             history.restart(history.tokens)
+        # After one damaged block, later ones may be damaged too. Read them to find out, so that they are stored again.
         for name in self.stored(stop)[known // CHUNK :]:
             read_through(self.context.storage, name)
 
     def _find(self, blocks: BlockTable) -> tuple[list[PlacedChunk], int]:
-        """Stored chunks behind what `blocks` has, and how many tokens there are with them: with what sliding layers
-        show to the next token, or none."""
+        """Find stored blocks that continue `blocks`. Return them and the number of tokens they extend to.
+
+        Return no blocks if those in the sliding windows of the next token are incomplete.
+        """
         found, known = self._find_full(blocks.length)
         shown = [name for name in self._shown(known) if name.index not in blocks.windows]
         chunks = [self._find_one(name) for name in shown] if known > blocks.length else []
@@ -182,16 +196,20 @@ class SessionKV:
         return [*found, *windows], known
 
     def _find_one(self, name: NamedChunk) -> StoredChunk | None:
-        """The chunk on disk, if it is whole as far as is known, and of this layout."""
+        """Return the stored block `name`, or None if it is missing, known to be damaged, or of another layout."""
         chunk = self.context.storage.find(name.parent, name.lineage, name.tokens)
         right = chunk is not None and fits(self.runner.pool, chunk, name.count)
         return chunk if right and name.key not in self._broken else None
 
     def _find_full(self, known: int) -> tuple[list[PlacedChunk], int]:
-        """Stored chunks of layers that see everything, from token `known` on without a gap: full ones, and the tail
-        where they end. One token at least is left to compute. Where rows are rounded, what a turn that did not end had
-        computed is no part of it: a prefill attends to its own rows as they were before rounding."""
+        """Find consecutive stored blocks of full-attention layers from token `known` on.
+
+        Return the full blocks and the last, partly filled one, with the number of tokens they extend to. Leave at least
+        one token to compute.
+        """
         history = self.history
+        # A prefill attends to its own KV before rounding. With a rounded format, stored KV of an unfinished turn
+        # differs from the KV that the repeated prefill attends to, so such blocks are not used.
         stop = min(len(history.tokens) - 1, history.computed) if self.context.private else len(history.tokens) - 1
         if not self.runner.pool.groups.full:
             # No layer has full blocks on disk, but the prefix tree may know more tokens than this session has computed.
@@ -214,11 +232,11 @@ class SessionKV:
     # --------------------------------------------------------------------------------------------------------- saving
 
     def names(self, stop: int) -> list[NamedChunk]:
-        """Returns the chunks of the history's tokens [0, stop) by their names on disk."""
+        """Return the names of the blocks of tokens [0, stop)."""
         return name_chunks(self._lineage, self.history.tokens, stop, self.history.decoded)
 
     def _shown(self, stop: int) -> list[NamedChunk]:
-        """The chunks of sliding layers that hold what the windows of the token after the first `stop` show."""
+        """Return the sliding-layer blocks within the windows of token `stop`."""
         groups = self.runner.pool.groups
         if not groups.sliding:
             return []
@@ -226,11 +244,11 @@ class SessionKV:
         return [name.window(group) for name in names for group in groups.groups if group]
 
     def stored(self, stop: int) -> list[NamedChunk]:
-        """The chunks of the history's tokens [0, stop) that hold rows of layers that see everything."""
+        """Return the full-attention blocks of tokens [0, stop)."""
         return self.names(stop) if self.runner.pool.groups.full else []
 
     def all_names(self) -> list[NamedChunk]:
-        """The chunks on disk that hold the rows of all computed tokens."""
+        """Return the names of all blocks that hold KV of computed tokens."""
         computed = self.history.computed
         return [*self.stored(computed), *self._shown(computed)]
 
@@ -241,16 +259,15 @@ class SessionKV:
         return Lineage(context.storage.root, self.runner.lineage, history.provenance, owner)
 
     def fresh(self, names: Iterable[NamedChunk]) -> list[NamedChunk]:
-        """Returns those that are neither on disk nor on their way to it."""
+        """Return the blocks that are neither on disk nor enqueued for writing."""
         return [name for name in names if name.key not in self.context.storage and name.key not in self._enqueued]
 
     def mark_enqueued(self, names: Iterable[NamedChunk]) -> None:
-        """Takes note that these are on their way to disk."""
+        """Record that these blocks are enqueued for writing."""
         self._enqueued.update(name.key for name in names)
 
     def enqueue(self, names: Iterable[NamedChunk]) -> bool:
-        """Hands chunks that are not on disk to the saver. Returns whether it had no room for some of them, so that they
-        have to be handed to it again."""
+        """Enqueue blocks that are not on disk. Return True if the write buffer was full and some were left out."""
         fresh = self.fresh(names)
         if not fresh or self.sequence is None or self.loader is not None:
             return False
@@ -259,38 +276,35 @@ class SessionKV:
         return taken < len(fresh)
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
-        """Hands over chunks of `tokens` [0, stop), of which decode steps computed those from `start` on; the history
-        need not know of them yet."""
+        """Enqueue the blocks of `tokens[:stop]`. Tokens from `start` on were decoded; the history may lack them."""
         if self.runner.pool.groups.full:
             self.enqueue(name_chunks(self._lineage, tokens, stop, self.history.decoded_with(start, stop)))
 
     def recheck(self) -> None:
-        """To be called directly after whatever may have exchanged a chunk of the sequence (see `Saver.recheck`)."""
+        """Cancel writes of replaced blocks. Call after any operation that may replace a block of the sequence."""
         self._enqueued -= self.context.saver.recheck()
 
     def write_out(self) -> list[NamedChunk]:
-        """Waits until all rows that are in host memory are on disk, or cannot be. Returns the names of those that are
-        not."""
+        """Write all blocks in host memory to disk and wait. Return the names of blocks that could not be written."""
         names = self.all_names()
-        self._arrived()  # another session with the same chunk may have removed it since it was handed over
+        self._arrived()  # another session may have removed a shared block after it was enqueued
         while fresh := self.fresh(names):
             waiting = self.enqueue(names)
             self._arrived()
             missing = self.fresh(names)
-            if not missing or not waiting or len(missing) == len(fresh):  # all tried, or nothing gets any further
+            if not missing or not waiting or len(missing) == len(fresh):  # all blocks tried, or no progress
                 return missing
         return []
 
     def _arrived(self) -> None:
-        """Waits until nothing is on its way to disk."""
+        """Wait until all pending writes have ended."""
         try:
             self.context.saver.flush()
         finally:
             self._enqueued.clear()
 
     def enter_names(self) -> None:
-        """Lets the history say which chunks on disk it is made of; its last, partly filled one replaces the one
-        before."""
+        """Record the block names in the history, and remove the previous partly filled block from disk."""
         history, names = self.history, self.all_names()
         tail = [name.key.hex() for name in names if name.count < CHUNK]
         before = [key for key in (history.tail, *history.tail_windows) if key]
@@ -303,31 +317,33 @@ class SessionKV:
         self._pin(name.key for name in names)
 
     def _remove(self, keys: Seq[bytes]) -> None:
-        """Removes chunks from disk; those that are on their way there must have arrived, or they would stay."""
+        """Remove blocks from disk."""
+        # A pending write that ends after the removal would store the block again.
         if any(key in self._enqueued and key not in self.context.storage for key in keys):
             self.context.saver.flush()
         self.context.storage.remove(keys)
 
     def save(self) -> None:
-        """Hands everything that is not on disk yet to the saver, and writes the history. Raises StoreError."""
+        """Enqueue all unsaved blocks and write the history. Raise StoreError if it cannot be written."""
         self.hand_over()
         self.write_history()
 
     def hand_over(self) -> None:
-        """Hands everything that is not on disk yet to the saver, and says what the history is: `write_history` writes
-        that, whatever has come since."""
+        """Enqueue all unsaved blocks and take a snapshot of the history for `write_history`."""
         if self.loader is None:
             self.enqueue(self.all_names())
         self.enter_names()
         self._unwritten = self.history.to_bytes()
 
     def write_history(self) -> None:
-        """Makes durable what was handed over; nothing happens where nothing was. Raises StoreError, and then it is the
-        next turn, or closing, that writes.
+        """Write the snapshot taken by `hand_over`. Do nothing if there is none.
 
-        Needs no lock: the session's owner alone calls it, and takes no other turn before. What others do to the store
-        meanwhile takes chunks at most, and a history whose chunks are gone is computed again, as one whose chunks have
-        not arrived. An older history never comes behind a newer one: documents are written one after the other."""
+        Raises:
+            StoreError: The history cannot be written. The next turn or `close` writes it.
+        """
+        # No lock is needed. Only the session's owner calls this method, before it starts another turn. Other sessions
+        # can only remove blocks meanwhile, and missing blocks are recomputed. The store writes documents one at a time,
+        # so an older history never overwrites a newer one.
         if (data := self._unwritten) is None:
             return
         try:
@@ -339,12 +355,12 @@ class SessionKV:
         self.context.storage.touch(self.history.chunk_keys)
 
     def replace(self, sequence: Sequence | None) -> None:
-        """Puts another sequence (or none) in the place of the one that was: nothing of it is on disk yet."""
+        """Replace the sequence with another one, none of whose blocks are enqueued yet."""
         self.sequence = sequence
         self._enqueued.clear()
 
     def unpin(self) -> None:
-        """Lets the store evict the session's chunks again."""
+        """Allow the store to evict the session's blocks."""
         self.context.storage.unpin(self._pinned)
         self._pinned.clear()
 
@@ -354,28 +370,30 @@ class SessionKV:
         self._pinned |= fresh
 
     def needed(self, *, answering: bool) -> set[bytes]:
-        """Return the keys of the chunks that the session needs on disk. answering: whether a turn is being computed,
-        whose chunks the history does not know yet."""
+        """Return the keys of the blocks that the session needs on disk.
+
+        If `answering`, include blocks of the current turn, which are not in the history yet.
+        """
         if answering:
             return {*self.history.chunk_keys, *self._pinned, *self._enqueued}
         self._arrived()
         return set(self.history.chunk_keys)
 
     def give_up(self) -> None:
-        """Drop the sequence before the session is deleted, and wait until none of its chunks is on its way to disk."""
+        """Drop the sequence without saving it, and wait for pending writes. Call before the session is deleted."""
         self._unwritten = None
         self.drop()
         self._arrived()
 
     def leave_host(self) -> None:
-        """Gives the session's host memory to others; its chunks stay on disk as long as the store keeps them."""
+        """Write unsaved blocks to disk, and release the session's host memory and pins."""
         if self.sequence is not None:
             self.write_out()
             self.drop()
         self.unpin()
 
     def check_integrity(self) -> None:
-        """Asserts that history and sequence agree."""
+        """Assert that history and sequence are consistent."""
         if self.sequence is not None:
             assert self.sequence.position == self.history.computed or self.loader is not None
             assert self.sequence.tokens == self.history.tokens

@@ -1,4 +1,4 @@
-"""The sessions of one model in one store: their names, and what they share."""
+"""Store of sessions of one model: open, restore and delete sessions by name."""
 
 from __future__ import annotations
 
@@ -27,27 +27,37 @@ from .session import Session
 from .session_kv import SessionKV
 
 OpenTier = Callable[[str, int], StorageTier]
-"""Opens a tier for the chunks of one namespace (the model, its number format and the layout), L layers each."""
+"""Function that opens a storage tier, given a namespace (model, number format and layout) and the number of layers."""
 
 
 class Holder(Protocol):
-    """Who keeps a store open without sessions, such as a queue of turns."""
+    """Object that keeps a store open while no session is open, such as a `TurnQueue`."""
 
     def close(self) -> None:
-        """Ends what it does, and releases the store."""
+        """End all work and release the store."""
         ...
 
 
 class SessionStore:
-    """The sessions of one model by name, and what they share (`context`): a storage tier and the thread that saves to
-    it. Host memory is the tier above (`host`): open sessions stay there while there is room, and so do, in the prefix
-    tree, chunks of closed ones.
+    """Sessions of one model by name.
 
-    Raises ConfigError where sessions cannot be restored exactly under the runner's policy, StoreError.
+    All sessions share a storage tier and the saver thread that writes to it (`context`). Host memory (`host`) caches
+    open sessions while there is room. The prefix tree also keeps blocks of closed sessions.
     """
 
     def __init__(self, runner: Runner, open_tier: OpenTier, options: StoreOptions | None = None) -> None:
-        """open_tier: is called once; the store closes what it returns."""
+        """Open a store.
+
+        Args:
+            runner: Runner of the model.
+            open_tier: Opens the storage tier. It is called once, and the store closes the tier.
+            options: Store options, or None for the defaults.
+
+        Raises:
+            ConfigError: Sessions cannot be restored exactly with the runner's policy or eviction.
+            ModelError: The model's weights were changed after loading.
+            StoreError: The storage tier cannot be opened.
+        """
         _check_restorable(runner)
         runner.model.check_weights_unchanged()
         space = Namespace(runner.model.fingerprint, runner.adapter.dtype, runner.pool.format.name)
@@ -65,8 +75,11 @@ class SessionStore:
 
     @classmethod
     def on_disk(cls, runner: Runner, folder: Path, options: StoreOptions | None = None) -> Self:
-        """Returns the sessions in `folder`, of which this process is the only one that writes until `close`. Raises as
-        the class."""
+        """Open the store in `folder`. Until `close`, no other process can write to it.
+
+        Raises:
+            ConfigError, ModelError, StoreError: As the constructor.
+        """
 
         def open_tier(namespace: str, layers: int) -> DiskStore:
             tier = DiskStore(folder, namespace, layers, options)
@@ -78,16 +91,18 @@ class SessionStore:
         return store
 
     def open(self, name: str, *, prompts_are_whole: bool = False) -> Session:
-        """Return the session `name` as it was left, or a new one. If its history is damaged, return it as it was before
-        that, with a warning.
+        """Open a stored session, or create a new one.
+
+        If the latest history is damaged, warn and open the version saved before it.
 
         Args:
-            prompts_are_whole: Every turn brings the whole conversation, so that a new session loses nothing if one of
-                the same name was stored in another number format.
+            name: Name of the session.
+            prompts_are_whole: Whether every turn contains the whole conversation. If so, a session of this name in
+                another number format is ignored, because a new session loses no text.
 
         Raises:
-            InputError: The session is open already.
-            StoreError: Its history cannot be read or understood, or is stored in another number format.
+            InputError: The name is invalid, or the session is already open.
+            StoreError: The history is unreadable, in an unsupported format, or stored in another number format.
         """
         check_name(name)
         if name in self._open:
@@ -102,8 +117,8 @@ class SessionStore:
         return self.enter(history)
 
     def _check_number_format(self, name: str) -> None:
-        """Raise StoreError if the session `name` of this model is stored in another number format: a machine with
-        another default, or another option, must not begin it again as an empty one."""
+        """Raise StoreError if the session `name` of this model is stored in another number format."""
+        # Another default or option must not silently start the session again with an empty history.
         if (folder := self._folder) is None:
             return
         file, siblings = document_name(name) + DOCUMENTS, self._namespace.siblings()
@@ -115,8 +130,10 @@ class SessionStore:
             )
 
     def _take_over(self, name: str) -> History | None:
-        """Write the history that an earlier version left of session `name` of this model in today's format, and remove
-        the old files. Return None if there is none. Raise StoreError."""
+        """Convert a session of an earlier version to the current format, and remove the old files.
+
+        Return its history, or None if there is none. Raise StoreError if it cannot be written.
+        """
         for old, history in self._old(name):
             self.context.storage.put(history.document, history.to_bytes())
             old.remove()
@@ -124,13 +141,13 @@ class SessionStore:
         return None
 
     def _finish_take_over(self, known: History) -> None:
-        """Remove old files that a process left which ended after it had written the new document."""
+        """Remove old files left by a process that ended between writing the new document and removing them."""
         for old, history in self._old(known.name):
             if history.id == known.id:
                 old.remove()
 
     def _old(self, name: str) -> list[tuple[OldSession, History]]:
-        """Sessions of format 1 that are this one: of this name and model, with tokens that the model has."""
+        """Return sessions of format 1 with this name and model whose tokens are in the vocabulary."""
         model, vocab = self.context.runner.model.name, self.context.runner.adapter.geometry.vocab
         return [
             (old, history)
@@ -140,7 +157,7 @@ class SessionStore:
         ]
 
     def _history(self, name: str) -> History | None:
-        """The stored history of the session `name`; None where there is none. Raises StoreError."""
+        """Read the stored history of a session, or return None. Raise StoreError if it is unreadable or invalid."""
         mend = "put a copy of the file back, or delete the session"
         try:
             document = self.context.storage.get(document_name(name))
@@ -169,18 +186,18 @@ class SessionStore:
         return history
 
     def enter(self, history: History) -> Session:
-        """Returns a session with this history, open from now on."""
+        """Register and return an open session with this history."""
         session = Session(SessionKV(self.context, history), self.host, self)
         self._open[history.name] = session
         return session
 
     def session(self, name: str, *, prompts_are_whole: bool = False) -> Session:
-        """Return the session `name`, opened if it is not open yet. Arguments and errors as `open`."""
+        """Return the session `name`, and open it if needed. Arguments and errors as `open`."""
         check_name(name)
         return self._open.get(name) or self.open(name, prompts_are_whole=prompts_are_whole)
 
     def exists(self, name: str) -> bool:
-        """Return whether there is such a session, open or stored, also if its history is damaged."""
+        """Return whether a session is open or stored, even if its history is damaged."""
         try:
             known = name in self._open or self.context.storage.get(document_name(name)) is not None
         except StoreError:
@@ -188,8 +205,12 @@ class SessionStore:
         return known or bool(self._old(name))
 
     def delete(self, name: str) -> Removed:
-        """Delete the session `name`, open or stored, also if its history is damaged. Nothing happens if there is none.
-        Raise InputError if it is answering, StoreError if a file cannot be deleted."""
+        """Delete an open or stored session, even if its history is damaged. Do nothing if there is none.
+
+        Raises:
+            InputError: The name is invalid, or a queue is computing a turn of the session.
+            StoreError: A file cannot be deleted.
+        """
         check_name(name)
         if (session := self._open.get(name)) is not None:
             return session.discard()
@@ -197,7 +218,7 @@ class SessionStore:
             return self.forget(name)
 
     def forget(self, name: str) -> Removed:
-        """Delete what is stored of a session, and all chunks that no other session needs. Raise StoreError."""
+        """Delete a stored session and all blocks that no other session needs. Raise StoreError if a deletion fails."""
         storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
         held = {key for session in others for key in session.kv.needed(answering=session.busy)}
         removed = remove_session(storage, storage.root.hex(), document_name(name), held)
@@ -206,25 +227,25 @@ class SessionStore:
         return removed
 
     def left(self, session: Session) -> None:
-        """Takes note that a session has closed; with the last one the store closes."""
+        """Unregister a closed session, and close the store if it is idle."""
         self._open.pop(session.name, None)
         self.close_if_idle()
 
     def hold(self, holder: Holder) -> None:
-        """Keeps the store open without sessions until `release`."""
+        """Keep the store open until `release`, even if no session is open."""
         self._holders.add(holder)
 
     def release(self, holder: Holder) -> None:
-        """Takes a hold back."""
+        """Release a hold, and close the store if it is idle."""
         self._holders.discard(holder)
         self.close_if_idle()
 
     def reclaim(self) -> bool:
-        """Takes one parked session out of host memory; False where none can leave (`engine.reclaim.Reclaimable`)."""
+        """Evict one parked session. Return False if none can be evicted (see `engine.reclaim.Reclaimable`)."""
         return self.host.reclaim()
 
     def holdings(self) -> list[Holding]:
-        """What the open sessions hold of host memory, and why it stays."""
+        """Return the host memory held by each open session, and the reason why it cannot be evicted."""
         pool, parked, found = self.context.runner.pool, set(self.host.parked), []
         for session in self._open.values():
             if (sequence := session.kv.sequence) is not None:
@@ -234,13 +255,18 @@ class SessionStore:
         return found
 
     def close_if_idle(self) -> None:
-        """Closes the store where no session is open and nobody holds it."""
+        """Close the store if no session is open and no holder is registered."""
         if not (self._open or self._holders):
             self.close()
 
     def close(self) -> None:
-        """Closes all queues and sessions, the saver and the store: another process may write then. A second call does
-        nothing. Raises StoreError where a session cannot be saved; all others are, and everything is closed."""
+        """Close all queues and sessions, the saver and the storage tier. A second call does nothing.
+
+        Afterwards another process may open the store.
+
+        Raises:
+            StoreError: A session cannot be saved. All others are saved, and everything is closed.
+        """
         with ExitStack() as ends:
             ends.callback(self._close)
             for holder in list(self._holders):
@@ -259,7 +285,7 @@ class SessionStore:
 
 
 def _check_restorable(runner: Runner) -> None:
-    """Raises ConfigError where what is restored would not be what was left."""
+    """Raise ConfigError if the policy or eviction prevents restoring sessions exactly."""
     if runner.policy.wants_queries:
         raise ConfigError(
             f"policy {runner.policy.name!r} (with these options) learns from every query of a text, which a stored "

@@ -1,5 +1,4 @@
-"""A turn of a session on the engine: its history comes back layer by layer while the new tokens are prefilled, and what
-is computed is saved behind the computation."""
+"""A session turn as an engine request: load the history and save new KV layer by layer, overlapped with the prefill."""
 
 from __future__ import annotations
 
@@ -25,17 +24,19 @@ from .truncate import close_gap, truncate_for
 
 
 def said(prompt: str | Seq[int]) -> str:
-    """Returns what a turn says, for people: nothing where it was given as token ids."""
+    """Return the text of a prompt, or an empty string for token ids."""
     return prompt if isinstance(prompt, str) else ""
 
 
 class Turn(SampledRequest):
-    """One turn, a `Request` that the engine serves like any other. The session's rows are its prefix; when it ends,
-    what came of it is part of the history, and the rows stay with the session. Dropped (preempted, or a chunk was
-    damaged), the session is as it was before, and the turn starts again from what host memory and disk have. Where the
-    conversation would outgrow the model's positions, its oldest tokens are forgotten when the turn starts.
+    """One turn of a session, as an engine request.
 
-    An interrupted prefill changes nothing; an interrupted answer is kept as far as it came.
+    The session's KV is the prefix of the request. When the turn ends, its tokens are added to the history and its KV
+    stays with the session. If the turn is dropped (preemption or a damaged block), the session is restored to its state
+    before the turn, and the turn restarts from host memory and disk. If the conversation would exceed the model's
+    positions, the oldest tokens are truncated when the turn starts.
+
+    An interrupted prefill leaves the session unchanged. An interrupted answer is kept up to its last token.
     """
 
     def __init__(
@@ -48,7 +49,17 @@ class Turn(SampledRequest):
         params: SamplingParams,
         recorder: Recorder | None = None,
     ) -> None:
-        """number: of the request; text: what was said, for people; tokens: what it does to the session's."""
+        """Create a turn.
+
+        Args:
+            kv: KV cache of the session.
+            host: Host tier of the session's store.
+            number: Request id.
+            text: Text of the user message, recorded in the history.
+            tokens: Tokens to add to the session and to drop from its end.
+            params: Sampling parameters.
+            recorder: Trace recorder of the request, if any.
+        """
         model = kv.runner.model
         self._before, self._tokens = list(kv.history.tokens), tokens
         prompt = Prompt(number, (*self._kept, *tokens.added))
@@ -63,13 +74,16 @@ class Turn(SampledRequest):
 
     @property
     def _kept(self) -> list[int]:
-        """The session's tokens that this turn goes on from."""
+        """Tokens of the session that precede this turn."""
         return self._before[: len(self._before) - self._tokens.dropped]
 
     def start(self, runner: Runner) -> Prefill:
-        """Brings the session's rows to host memory, at least on their way, and begins the prefill. Of a turn that was
-        dropped, new tokens are prefilled too if that gives the same rows; else they are decoded again, as the first
-        time. Raises PoolFullError, ModelError."""
+        """Start loading the session's KV and begin the prefill.
+
+        Raises:
+            PoolFullError: The sequence does not fit in the pool.
+            ModelError: The conversation exceeds the model's positions, or the model's weights were changed.
+        """
         kv = self.kv
         runner.model.check_weights_unchanged()
         self._host.take(kv)
@@ -79,6 +93,8 @@ class Turn(SampledRequest):
             if kv.history.computed > len(self._kept):
                 kv.drop()
                 kv.history.forget_from(len(self._kept))
+            # A restarted turn already has new tokens. Prefill them only if this gives the same KV as decoding.
+            # Otherwise decode them again.
             taken = self.prompt.token_ids if runner.approximates else tuple(self.tokens)
             kv.history.tokens = list(taken)
             self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
@@ -91,7 +107,7 @@ class Turn(SampledRequest):
         sequence.trace.diverged_at = sequence.position
         self._seconds = sequence.trace.prefill_seconds
         self._saving = kv.context.saver.begin(sequence.blocks, kv.fresh(kv.stored(len(taken) // CHUNK * CHUNK)))
-        # The prefill takes slots in sliding layers, which idle sessions may have to give up.
+        # The prefill allocates slots in sliding layers, which may require evicting idle sessions.
         self._prefill = self._host.retry_after_reclaim(
             lambda: runner.begin_prefill(
                 sequence, len(taken), want_logits=True, before_layer=self._wait, after_layer=self._layer_done
@@ -100,18 +116,18 @@ class Turn(SampledRequest):
         return self._prefill
 
     def _fit(self, runner: Runner) -> None:
-        """Makes the conversation fit the model's positions with this turn; what changes by that goes to disk, so that a
-        turn that is dropped finds it again."""
+        """Truncate the conversation if needed, so that it fits the model's positions including this turn."""
         kv, history = self.kv, self.kv.history
         before = history.truncation_id
         self._truncate()
         runner.check_fits(self.expected_tokens)
         close_gap(kv, self._host, self.expected_tokens)
         if history.truncation_id != before:
+            # Truncation changes the block names. Store the blocks again so that a restarted turn finds them.
             kv.enqueue(kv.all_names())
 
     def _truncate(self) -> None:
-        """Forgets the oldest tokens where this turn would outgrow the model's positions, and says so in a warning."""
+        """Remove the oldest tokens, with a warning, if this turn would exceed the model's positions."""
         history = self.kv.history
         new = len(self._tokens.added) + self.params.max_tokens - self._tokens.dropped
         try:
@@ -130,14 +146,15 @@ class Turn(SampledRequest):
         )
 
     def _ready(self, runner: Runner, capacity: int) -> Sequence:
-        """Returns the session's sequence with room for `capacity` tokens."""
+        """Return the session's sequence with capacity for `capacity` tokens."""
         kv = self.kv
         while True:
             sequence = self._host.retry_after_reclaim(lambda: kv.ready(capacity))
             try:
                 if kv.context.private:
                     kv.load_all()
-                    runner.relearn(sequence)  # with or without a restart: what the pool's rounded rows say
+                    # Always relearn from the rounded KV of the pool, so that a restart gives the same state.
+                    runner.relearn(sequence)
             except DamagedChunkError:
                 kv.drop()
             else:
@@ -151,7 +168,7 @@ class Turn(SampledRequest):
             raise StartAgainError from damage
 
     def _layer_done(self, layer: int) -> None:
-        """Lets the saver write a layer that is computed. After the last one all rows are in the pool."""
+        """Pass a computed layer to the saver. After the last layer, end loading and record statistics."""
         kv, host, context = self.kv, self._host, self.kv.context
         if self._saving is not None:
             context.saver.layer_done(self._saving, layer)
@@ -171,15 +188,18 @@ class Turn(SampledRequest):
         self._saving = self._prefill = None
 
     def reserve(self, runner: Runner) -> None:
-        """Allocates the slot of the next token; parked sessions leave before anybody is preempted. Raises
-        PoolFullError."""
+        """Allocate the slot of the next token, and evict parked sessions if needed.
+
+        Raises:
+            PoolFullError: No parked session is left to evict.
+        """
         sequence = self.sequence
         assert sequence is not None
         self._host.retry_after_reclaim(lambda: runner.reserve(sequence))
         self.kv.recheck()
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """Samples the next token, and saves chunks that decode steps have filled."""
+        """Sample the next token, and enqueue a block that decoding has filled for writing."""
         assert self.sequence is not None
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
         if position % CHUNK == 0 and position > prompt:
@@ -187,8 +207,10 @@ class Turn(SampledRequest):
         return super().accept(runner, logits)
 
     def drop(self, runner: Runner) -> None:
-        """Frees what the turn holds. The session's rows leave host memory, unless nothing has been computed yet: then
-        they wait with it for room."""
+        """Release the turn's memory and restore the session.
+
+        The session's KV is released too, unless the prefill has not computed anything yet.
+        """
         if self.sequence is None:
             return
         self._trace = self.sequence.trace
@@ -203,12 +225,12 @@ class Turn(SampledRequest):
         self.sequence = None
 
     def _count_arrived(self, trace: Trace) -> None:
-        """Takes back what was counted as reused and has not arrived."""
+        """Subtract tokens from `reused_tokens` whose KV is not loaded yet."""
         if self.kv.loader is not None:
             trace.reused_tokens -= self._known[0]
 
     def _set_back(self) -> None:
-        """Makes the session what it was before the turn; it may leave host memory."""
+        """Restore the session to its state before the turn, and park it."""
         kv = self.kv
         self._forget(self._before)
         if kv.sequence is not None:
@@ -216,8 +238,7 @@ class Turn(SampledRequest):
         self._host.park(kv)
 
     def _forget(self, tokens: list[int]) -> None:
-        """The session has `tokens`, and no rows of others: what others have computed of this turn's prompt is there
-        when it begins again."""
+        """Reset the session to `tokens`, and drop its sequence if that extends beyond them."""
         kv = self.kv
         kv.history.tokens = list(tokens)
         if kv.sequence is None:
@@ -228,7 +249,7 @@ class Turn(SampledRequest):
             kv.sequence.tokens = list(tokens)
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """Takes what came of the turn into the history, which `persist` writes; rows are on their way to disk."""
+        """Add the turn to the history and enqueue its blocks for writing. `persist` writes the history."""
         self.finish_reason = self.finish_reason or reason
         kv, history = self.kv, self.kv.history
         sequence = self.sequence
@@ -254,12 +275,11 @@ class Turn(SampledRequest):
             self._host.park(kv)
 
     def persist(self) -> None:
-        """Writes the history. Raises StoreError where it cannot be; the session is whole then too."""
+        """Write the history. Raise StoreError if it cannot be written; the session stays usable."""
         self.kv.write_history()
 
     def _undo(self) -> None:
-        """Makes the session what it was before a turn that did not get through its prefill, but for what was already
-        answered (before a preemption)."""
+        """Restore the session after an incomplete prefill, but keep tokens generated before a preemption."""
         kv = self.kv
         interrupted = self._prefill is not None
         self._give_up_prefill()

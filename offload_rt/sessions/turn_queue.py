@@ -1,4 +1,4 @@
-"""Turns of many sessions, computed together; the queue tells the store what will be needed (CachedAttention §3.3)."""
+"""Compute turns of many sessions in one batch, and prefetch waiting sessions (CachedAttention §3.3)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .turn import Turn, said
 
 
 class QueuedTurn:
-    """A turn that waits, is computed, or is done. `number` is the `request_id` of its events."""
+    """A waiting, running or finished turn. `number` is the `request_id` of its outputs."""
 
     def __init__(self, number: int, session: Session, prompt: str | Sequence[int], params: SamplingParams) -> None:
         self.number, self.session, self.prompt, self.params = number, session, prompt, params
@@ -28,30 +28,35 @@ class QueuedTurn:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None while it waits or runs."""
+        """Reason why the turn ended, or None while it is waiting or running."""
         if self._cancelled:
             return "abort"
         return None if self.turn is None else self.turn.finish_reason
 
     @property
     def text(self) -> str:
-        """The answer so far."""
+        """Text of the answer so far."""
         return "" if self.turn is None else self.turn.text
 
     @property
     def token_ids(self) -> list[int]:
-        """The answer's tokens so far."""
+        """Token ids of the answer so far."""
         return [] if self.turn is None else list(self.turn.new_tokens)
 
     def cancel(self) -> None:
-        """Marks one that never began."""
+        """Mark a turn as cancelled before it started."""
         self._cancelled = True
 
 
 class TurnQueue:
-    """First come, first served; turns of different sessions are decoded in one batch, those of one session follow each
-    other. Before every step the store hears whose turns are waiting: what they need is not evicted, and comes from disk
-    to host memory before they begin. Not thread-safe."""
+    """Queue of turns, computed first come, first served.
+
+    Turns of different sessions are decoded in one batch; turns of one session run one after the other. Before every
+    step the queue reports the waiting sessions to the host tier. Their blocks are then protected from eviction and
+    prefetched from disk into host memory.
+
+    Not thread-safe.
+    """
 
     def __init__(self, store: SessionStore, max_num_seqs: int) -> None:
         self.store = store
@@ -64,22 +69,33 @@ class TurnQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits or runs."""
+        """Whether no turn is waiting or running."""
         return not self._backlog and self._engine.idle
 
     @property
     def stats(self) -> TierStats:
-        """What the tiers did for the store's turns so far."""
+        """Host tier statistics over all turns of the store."""
         return self.store.host.stats
 
     @property
     def last_stats(self) -> dict[str, Stats | None]:
-        """What each session's last turn cost."""
+        """Statistics of the last turn of each session."""
         return {name: session.last_stats for name, session in self._opened.items()}
 
     def add(self, name: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> QueuedTurn:
-        """Queues a turn of the session `name`, which is opened, or begun, if it is not open. What cannot be answered at
-        all raises when the turn begins: `step` then raises InputError, ModelError or PoolFullError."""
+        """Queue a turn. If no session `name` is open, open the stored one or create a new one.
+
+        A turn that cannot be computed fails when it starts: `step` then raises InputError, ModelError or PoolFullError.
+
+        Args:
+            name: Name of the session.
+            prompt: Text or token ids.
+            params: Sampling parameters, or None for the model's defaults.
+
+        Raises:
+            InputError: An argument is invalid, or the session is answering outside this queue.
+            StoreError: The stored session cannot be opened.
+        """
         params = sampling(params, self.store.context.runner.model.sampling)
         session = self.store.session(name)
         if session.busy and not any(one.session is session for one in [*self._backlog, *self._running]):
@@ -90,8 +106,10 @@ class TurnQueue:
         return queued
 
     def step(self) -> list[TokenOutput]:
-        """One step of all that run. Raises as `Engine.step`, for one turn, which has left the queue then; the others go
-        on with the next step."""
+        """Compute one step of all running turns.
+
+        Raises the errors of `Engine.step`. The failed turn is then removed, and the others continue with the next call.
+        """
         try:
             with self.store.context.runner.pool.lock:
                 self._feed()
@@ -100,19 +118,19 @@ class TurnQueue:
         except OffloadError:
             self._end_lost()
             raise
-        except BaseException:  # interrupted within a step: what was being computed is interrupted, and ends
+        except BaseException:  # interrupted within a step, so the running turns must end
             self.cancel()
             raise
         finally:
             self._settle()
 
     def run(self) -> Iterator[TokenOutput]:
-        """Events of all turns as they come, until the queue is empty; it may be added to meanwhile."""
+        """Yield outputs of all turns until the queue is empty. Turns may be added meanwhile."""
         while not self.idle:
             yield from self.step()
 
     def cancel(self) -> None:
-        """Ends all turns where they stand; those that have not begun never do."""
+        """End all running turns and cancel waiting ones. Tokens generated so far are kept."""
         for queued in self._backlog:
             queued.cancel()
         self._backlog.clear()
@@ -122,8 +140,11 @@ class TurnQueue:
         self._settle()
 
     def close(self) -> None:
-        """Ends all turns, and saves and closes the sessions. A second call does nothing. Raises StoreError where one
-        cannot be saved; all others are."""
+        """End all turns, and save and close the sessions. A second call does nothing.
+
+        Raises:
+            StoreError: A session cannot be saved. All others are saved and closed.
+        """
         with ExitStack() as ends:
             ends.callback(self.store.release, self)
             ends.callback(self._opened.clear)
@@ -132,7 +153,7 @@ class TurnQueue:
             ends.callback(self.cancel)
 
     def _feed(self) -> None:
-        """Hands turns to the engine whose sessions are idle, in order."""
+        """Submit queued turns of idle sessions to the engine, in order."""
         for queued in list(self._backlog):
             session = queued.session
             if session.busy:
@@ -149,7 +170,7 @@ class TurnQueue:
             self._engine.submit(queued.turn)
 
     def _end_lost(self) -> None:
-        """A turn that could not begin has left the engine's queue: its session is free again."""
+        """Cancel turns that the engine has removed because they could not start."""
         scheduler = self._engine.scheduler
         known = [*scheduler.waiting, *scheduler.running, *(scheduler.prefilling or ())[:1]]
         for queued in self._running:
@@ -157,21 +178,21 @@ class TurnQueue:
                 self._engine.cancel(queued.turn)
 
     def _settle(self) -> None:
-        """Sessions whose turn has ended may take the next one."""
+        """Mark sessions as idle if their turn has ended."""
         for queued in list(self._running):
             if queued.finish_reason is not None:
                 queued.session.busy = False
                 self._running.remove(queued)
 
     def _waiting(self) -> list[SessionKV]:
-        """Sessions whose turns wait, soonest first, each once."""
+        """Return the sessions with waiting turns, earliest first, without duplicates."""
         turns = {id(queued.turn): queued.session.kv for queued in self._running}
         begun = (turns[id(request)] for request in self._engine.scheduler.waiting)
         behind = (queued.session.kv for queued in self._backlog if not queued.session.busy)
         return list(dict.fromkeys([*begun, *behind]))
 
     def check_integrity(self) -> None:
-        """Asserts that queue, engine, sessions and tiers agree."""
+        """Assert that queue, engine, sessions and tiers are consistent."""
         self._engine.check_integrity()
         self.store.host.check_integrity()
         for session in self._opened.values():
