@@ -31,7 +31,8 @@ VALUE_PRODUCTS = {"scalar": 2, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16"
 EXPONENTIAL, RANKING = 14, 4
 """Vector instructions for LANES scores."""
 
-COPIES = 30
+COLD = 96 << 20
+"""Bytes that calls of a kernel go through, so that they come from memory and not from a cache."""
 QUERIES = 256
 """Tokens whose queries attend together in prefill."""
 WEIGHT = (1536, 576)
@@ -123,7 +124,8 @@ def attention_cases(level: str, tokens: int) -> Iterator[Case]:
         k, v = torch.randn(2, HEADS, tokens, D).to(dtype)
         decode, prefill = decode_attention.takes(q), causal_cpu.takes(q)
         if decode is not None:
-            call = partial(decode.attend, q[:, 0].view(HEADS, GROUP, D), k, v, 0.125, None)
+            copies = torch.stack((k, v)).unsqueeze(0).repeat(-(-COLD // (2 * k.nbytes)), 1, 1, 1, 1)
+            call = partial(_next_step, decode, q[:, 0].view(HEADS, GROUP, D), cycle(copies))
             pairs = HEADS * GROUP * tokens
             yield Case(
                 f"decode attention, {_name(dtype)}", 2 * k.nbytes, pairs * (2 * D + EXPONENTIAL) // LANES[level], call
@@ -141,13 +143,19 @@ def attention_cases(level: str, tokens: int) -> Iterator[Case]:
 
 
 def linear_cases(level: str) -> Iterator[Case]:
-    """A linear layer of one row. Its weights change from call to call, so that they come from memory."""
+    """A linear layer of one row."""
     for dtype in (torch.bfloat16, torch.float32):
-        weights = [torch.randn(WEIGHT).to(dtype) for _ in range(COPIES)]
+        weight = torch.randn(WEIGHT).to(dtype)
+        weights = weight.repeat(-(-COLD // weight.nbytes), 1, 1)
         if (code := row_products.takes(weights[0])) is not None:
             products = weights[0].numel() // (LANES[level] * _products_at_once(level, dtype))
             call = partial(_next_product, code, torch.randn(1, WEIGHT[1]).to(dtype), cycle(weights))
             yield Case(f"linear, {_name(dtype)}", weights[0].nbytes, products, call)
+
+
+def _next_step(code: decode_attention.DecodeAttention, q: torch.Tensor, copies: Iterator[torch.Tensor]) -> None:
+    k, v = next(copies)
+    code.attend(q, k, v, 0.125, None)
 
 
 def _next_product(code: row_products.RowProducts, x: torch.Tensor, weights: Iterator[torch.Tensor]) -> torch.Tensor:
