@@ -13,12 +13,6 @@ in scores, of two tokens of 16 channels in outputs. Elsewhere keys and values ar
 #define ROWS 6                    /* queries at a time */
 #define TILE 96                   /* queries of a tile, a multiple of ROWS */
 
-#if BFLOAT16
-typedef uint16_t Number;
-#else
-typedef float Number;
-#endif
-
 #if BFLOAT16 && defined(__AVX512BF16__)
 #define BF16_DOT 1
 typedef uint32_t Packed;          /* two bfloat16 */
@@ -48,14 +42,6 @@ typedef struct {
     int64_t kv_heads, group, m, n, first, window, reach, begun;
     float scale, softcap; /* 0: scores are not capped */
 } Call;
-
-INLINE float as_float(Number x) {
-#if BFLOAT16
-    return number(x);
-#else
-    return x;
-#endif
-}
 
 INLINE f32 load_numbers(const Number *at) {
 #if BFLOAT16
@@ -158,7 +144,6 @@ INLINE void block_scores(const Tile *tile, int row, const Packed *block, float s
 /* Makes weights of the scores of query `row`; returns what its sums so far are to be multiplied with. */
 INLINE float block_weights(const Call *call, Tile *tile, int row, int64_t start, int edge, float *s) {
     const f32 scale = all(call->scale);
-    f32 most = all(-3e38f), sum = all(0.0f);
     for (int c = 0; c < KEYS; c += LANES) {
         store(s + c, capped(load(s + c) * scale, call->softcap) * LOG2E);
     }
@@ -168,18 +153,7 @@ INLINE float block_weights(const Call *call, Tile *tile, int row, int64_t start,
         for (int t = 0; t < first; t++) s[t] = -3e38f;
         for (int t = behind; t < KEYS; t++) s[t] = -3e38f;
     }
-    for (int c = 0; c < KEYS; c += LANES) most = max_of(most, load(s + c));
-    float before = tile->peak[row], found = largest_of(most), peak = found > before ? found : before;
-    for (int c = 0; c < KEYS; c += LANES) {
-        f32 weight = exp2_of(load(s + c) - all(peak));
-        sum += weight;
-        store(s + c, weight);
-    }
-    float lanes[LANES];
-    store(lanes, exp2_of(all(before - peak)));
-    tile->mass[row] = tile->mass[row] * lanes[0] + sum_of(sum);
-    tile->peak[row] = peak;
-    return lanes[0];
+    return softmax_weights(s, KEYS, &tile->peak[row], &tile->mass[row]);
 }
 
 /* Adds the values of a block under weights [ROWS][KEYS] to the outputs of six queries, of which `kept` stays. */

@@ -9,12 +9,6 @@ tokens of one KV head. Its result, not yet divided by the softmax's sum, is kept
 #define KEYS 64   /* of a block, whose keys and values stay in the nearest cache */
 #define QUERIES 4 /* at once: their sums stay in registers */
 
-#if BFLOAT16
-typedef uint16_t Number;
-#else
-typedef float Number;
-#endif
-
 /* q and out are [kv_heads][group][HEAD_DIM], lse is [kv_heads][group]. Rows of k and v lie `_head` and `_token` numbers
 apart. `outs` [kv_heads][parts][group][HEAD_DIM], `peaks` and `sums` [kv_heads][parts][group] hold results of parts. */
 typedef struct {
@@ -103,22 +97,11 @@ INLINE void block_scores(const Tile *tile, const Block *block, int queries, floa
 
 /* Turns the scores of query `i` into weights. Returns the factor of its earlier sums. */
 INLINE float block_weights(const Call *call, Tile *tile, int i, int count, float *s) {
-    f32 most = all(-3e38f), sum = all(0.0f);
+    const int whole = (count + LANES - 1) / LANES * LANES;
     if (call->softcap)
         for (int t = 0; t < count; t += LANES) store(s + t, capped(load(s + t), call->softcap) * LOG2E);
-    for (int t = count; t < (count + LANES - 1) / LANES * LANES; t++) s[t] = -3e38f;
-    for (int t = 0; t < count; t += LANES) most = max_of(most, load(s + t));
-    float before = tile->peak[i], found = largest_of(most), peak = found > before ? found : before;
-    for (int t = 0; t < count; t += LANES) {
-        f32 weight = exp2_of(load(s + t) - all(peak));
-        sum += weight;
-        store(s + t, weight);
-    }
-    float kept[LANES];
-    store(kept, exp2_of(all(before - peak)));
-    tile->sum[i] = tile->sum[i] * kept[0] + sum_of(sum);
-    tile->peak[i] = peak;
-    return kept[0];
+    for (int t = count; t < whole; t++) s[t] = -3e38f;
+    return softmax_weights(s, whole, &tile->peak[i], &tile->sum[i]);
 }
 
 /* Adds `vectors` vectors of the values from channel `column` on. */
@@ -161,14 +144,6 @@ static void attend_queries(const Call *call, Tile *tile, const Block *block, int
     case 3: attend_block(call, tile, block, 3); return;
     default: attend_block(call, tile, block, QUERIES);
     }
-}
-
-static float as_float(Number x) {
-#if BFLOAT16
-    return number(x);
-#else
-    return x;
-#endif
 }
 
 static void begin_tile(const Call *call, Tile *tile, int64_t first, int queries) {

@@ -15,12 +15,6 @@ How many rows come together changes no sum: each is two sums, of alternating pie
 #define MOST_ROWS 8
 #define AT_ONCE (REGISTERS == 32 ? 8 : 4) /* rows of x: their sums stay in registers */
 
-#if BFLOAT16
-typedef uint16_t Number;
-#else
-typedef float Number;
-#endif
-
 #if BFLOAT16 && defined(__AVX512BF16__)
 #define BF16_DOT 1
 #define STEP 64 /* channels that both sums take together */

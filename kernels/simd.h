@@ -200,11 +200,45 @@ INLINE f32 exp2_of(f32 x) {
     return (f32)((u32)power + ((u32)rounded_x << 23));
 }
 
+#ifdef BFLOAT16
+/* A number of the rows or weights that the kernel is compiled for. */
+#if BFLOAT16
+typedef uint16_t Number;
+#else
+typedef float Number;
+#endif
+
+INLINE float as_float(Number x) {
+#if BFLOAT16
+    return number(x);
+#else
+    return x;
+#endif
+}
+#endif
+
 /* s as cap * tanh(s / cap), from e^(-2 |s| / cap); unchanged if cap is 0. */
 INLINE f32 capped(f32 s, float cap) {
     if (cap == 0.0f) return s;
     f32 decays = exp2_of(-2.0f * LOG2E * abs_of(s) / cap);
     return with_sign(cap * (1.0f - decays) / (1.0f + decays), s);
+}
+
+/* Turns `count` scores in units of ln 2, a multiple of LANES, into softmax weights relative to the largest score so far.
+Updates that score (`peak`) and the sum of all weights. Returns the factor that earlier weights must be scaled by. */
+INLINE float softmax_weights(float *scores, int count, float *peak, float *sum) {
+    f32 most = all(*peak), added = all(0.0f);
+    for (int i = 0; i < count; i += LANES) most = max_of(most, load(scores + i));
+    const float before = *peak, highest = largest_of(most);
+    for (int i = 0; i < count; i += LANES) {
+        f32 weight = exp2_of(load(scores + i) - all(highest));
+        added += weight;
+        store(scores + i, weight);
+    }
+    const float factor = exp2_of(all(before - highest))[0];
+    *sum = *sum * factor + sum_of(added);
+    *peak = highest;
+    return factor;
 }
 
 /* Lane i is the sum of the lanes of x[i]. */

@@ -21,7 +21,7 @@ from ..errors import ArtifactError, InputError, ModelError
 from ..models.adapter import ModelAdapter
 from ..models.cache_folder import cache_folder
 from ..models.exact_layer import guessed_input, keys_and_values, residual_after_attention, slices_of
-from ..models.registry import LoadedModel
+from ..models.loading import LoadedModel
 from .artifact import VERSION, SkewArtifact
 from .guess import SOURCES, Correction, GuessSums
 from .rotation import BASES, Moments

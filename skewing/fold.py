@@ -25,9 +25,10 @@ from transformers import PreTrainedModel
 from ..config import DType, SkewMethod
 from ..errors import ArtifactError, ConfigError, InputError, ModelError
 from ..models.checkpoint import read_config, read_tokenizer, read_weights, resolve_device, resolve_dtype
+from ..models.loading import LoadedModel, load_model
 from ..models.location import locate
 from ..models.packed import refuse_packed
-from ..models.registry import LoadedModel, architectures, load_model
+from ..models.registry import architectures
 from .artifact import SkewArtifact
 from .calibrate import TOKENS, Progress, default_tokens, fit, measure, reach, text_tokens
 from .rotation import Moments, SkewBasis, kept_energy, plain_basis

@@ -18,7 +18,7 @@ from ...engine.build import build_policy, named_method
 from ...errors import ConfigError, InputError
 from ...kv_cache.machine import available_memory
 from ...llm import LLM
-from ...models.registry import LoadedModel, load_model
+from ...models.loading import LoadedModel, load_model
 from ...policies.base import Policy
 from ...policies.registry import parse_options
 from ...skewing.artifact import SkewArtifact

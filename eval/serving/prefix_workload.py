@@ -14,7 +14,7 @@ from ...llm import LLM
 from ...model_runner.batch import DecodeBatch, LayerFetch
 from ...model_runner.decode import DecodeStep
 from ...model_runner.per_sequence import PerSequenceStrategy
-from ...models.registry import load_shape
+from ...models.shape import load_shape
 from ..core.report import Column, Report, Row
 from .poisson_load import Scale, greedy, make, token_lists
 

@@ -18,8 +18,8 @@ import torch
 from ...core import KVPart
 from ...errors import ConfigError, InputError
 from ...models.exact_layer import residual_after_attention
+from ...models.loading import LoadedModel, load_model
 from ...models.placement import experts_of
-from ...models.registry import LoadedModel, load_model
 from ..core.report import Column, Report, Row
 
 

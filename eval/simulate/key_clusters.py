@@ -11,7 +11,7 @@ from scipy.cluster.vq import kmeans2
 
 from ...engine.recording import Recording
 from ...errors import InputError
-from ...models.registry import load_model
+from ...models.loading import load_model
 from ..core.teacher_forced import prefill_layers
 
 ROUNDS = 10

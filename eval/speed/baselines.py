@@ -22,7 +22,8 @@ from ...model_runner.sequence import Sequence as Decoded
 from ...model_runner.sequence import key_reader
 from ...model_runner.slot_table import AppendOnly
 from ...model_runner.trace import Trace
-from ...models.registry import LoadedModel, adapter_for
+from ...models.loading import LoadedModel
+from ...models.registry import adapter_for
 from ...policies.base import Policy
 from ...policies.full import Full
 from ...transfer.link import Link

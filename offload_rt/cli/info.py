@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     from ..model_runner.cuda_graphs import most_graphs
     from ..models.location import hub_of, locate
     from ..models.packed import UNPACKED
-    from ..models.registry import load_shape
+    from ..models.shape import load_shape
     from ..planning.device_plan import costs_for, plan_for
     from ..planning.disk_plan import disk_plan
     from ..planning.memory_model import Machine, obstacles, requirements

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from ..models.registry import ModelShape
+from ..models.shape import ModelShape
 from ..outputs import Stats
 from ..planning.device_plan import DevicePlan
 from ..planning.disk_plan import DiskPlan

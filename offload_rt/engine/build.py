@@ -19,9 +19,10 @@ from ..kv_cache.disk.disk_tier import DiskTier
 from ..kv_cache.machine import memory_limit
 from ..kv_cache.pool import HostPool
 from ..models.checkpoint import resolve_device
+from ..models.loading import LoadedModel, load_model
 from ..models.location import hub_of
 from ..models.placement import ON_DEVICE, Placement
-from ..models.registry import LoadedModel, load_model, load_shape
+from ..models.shape import load_shape
 from ..planning.device_plan import DevicePlan, plan_for
 from ..planning.weight_placement import asked_placement
 from ..policies.base import Policy

@@ -11,7 +11,7 @@ import torch
 from ..config import EngineConfig
 from ..errors import ConfigError, InputError, ModelError, PoolFullError
 from ..kernels import dispatch
-from ..models.registry import LoadedModel
+from ..models.loading import LoadedModel
 from ..policies.base import Policy
 
 

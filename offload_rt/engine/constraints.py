@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from ..errors import InputError, LogitsError
-from ..models.registry import LoadedModel
+from ..models.loading import LoadedModel
 from ..sampling_params import SamplingParams
 from .structure import Structure
 

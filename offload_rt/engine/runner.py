@@ -24,7 +24,7 @@ from ..model_runner.sequence import Sequence, key_reader
 from ..model_runner.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
 from ..model_runner.shared_rows import learn_from_others
 from ..model_runner.trace import Trace
-from ..models.registry import LoadedModel
+from ..models.loading import LoadedModel
 from ..outputs import Stats
 from ..planning.device_plan import DevicePlan, prefill_slices
 from ..policies.base import Policy

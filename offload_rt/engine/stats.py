@@ -11,7 +11,7 @@ from ..kv_cache.disk.disk_use import DiskUse
 from ..kv_cache.pool import HostPool
 from ..model_runner.sequence import Sequence
 from ..model_runner.trace import Trace
-from ..models.registry import LoadedModel
+from ..models.loading import LoadedModel
 from ..outputs import Stats
 from ..policies.base import Policy
 from ..transfer.link import Link

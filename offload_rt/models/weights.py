@@ -104,3 +104,8 @@ def place_weights(model: nn.Module, device: torch.device, placement: Placement) 
             continue
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return the bytes of all parameters and buffers; tied ones count once."""
+    return sum(held_bytes(tensor) for tensors in (model.parameters(), model.buffers()) for tensor in tensors)

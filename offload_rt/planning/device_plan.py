@@ -22,7 +22,7 @@ from ..errors import DeviceFullError, MemoryLimitError
 from ..kv_cache.disk.disk_tier import disk_limit
 from ..kv_cache.machine import available_memory
 from ..models.placement import Placement
-from ..models.registry import ModelShape
+from ..models.shape import ModelShape
 from ..policies.registry import memory_demand
 from ..transfer.weights.streamed import BUFFERS
 from ..utils.units import format_size

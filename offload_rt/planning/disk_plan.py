@@ -9,7 +9,7 @@ from ..kv_cache.disk.disk_tier import disk_limit, file_layout
 from ..kv_cache.disk.host_shares import HostShares
 from ..kv_cache.kv_format import make_kv_format
 from ..kv_cache.machine import available_memory
-from ..models.registry import ModelShape
+from ..models.shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ..core import CHUNK, bucket, padded_batch
 from ..kernels.causal import KEYS_AT_ONCE
 from ..kv_cache.layer_groups import LayerGroups
 from ..kv_cache.machine import available_memory
-from ..models.registry import ModelShape
+from ..models.shape import ModelShape
 from ..policies.demand import MemoryDemand
 from ..policies.growing import most_slots
 from ..policies.infinigen.scoring import LEARNED_AT_ONCE, TOKENS_PER_BYTE

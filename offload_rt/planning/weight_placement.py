@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..models.placement import Placement
-from ..models.registry import ModelShape
+from ..models.shape import ModelShape
 
 
 def asked_placement(config: EngineConfig, shape: ModelShape) -> Placement:

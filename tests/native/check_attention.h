@@ -2,22 +2,11 @@
 
 #include "../../kernels/causal.c"
 #include "check.h"
+#include "check_numbers.h"
 
 enum { HEADS = 2, MOST_QUERIES = 70, MOST_TOKENS = 200, GROUP = 3 };
 
 #define MOST_ERROR (BFLOAT16 ? 0.02 : 2e-5) /* bfloat16: weights and outputs are rounded to 8 bits */
-
-static Number *random_rows(int64_t rows) {
-    Number *found = room_for(sizeof *found * (size_t)(rows * HEAD_DIM));
-    for (int64_t i = 0; i < rows * HEAD_DIM; i++) {
-#if BFLOAT16
-        found[i] = rounded(2 * random_float());
-#else
-        found[i] = 2 * random_float();
-#endif
-    }
-    return found;
-}
 
 static double score_of(const Call *call, int64_t query, int64_t at, int64_t token) {
     const Number *q = call->q + query * call->q_head + at * call->q_token;
@@ -47,7 +36,8 @@ static int check_call(int64_t m, int64_t n, int64_t window, float softcap, int w
     static float sinks[] = {-1, 0, 1, 2, 3, 0.5f}, lse[HEADS * GROUP * MOST_QUERIES], got[HEAD_DIM];
     double want[HEAD_DIM], want_lse;
     int64_t tiles = (GROUP * m + TILE - 1) / TILE, rows = HEADS * GROUP * m;
-    Call call = {.q = random_rows(rows), .k = random_rows(HEADS * n), .v = random_rows(HEADS * n),
+    Call call = {.q = random_numbers(rows * HEAD_DIM, 2), .k = random_numbers(HEADS * n * HEAD_DIM, 2),
+                 .v = random_numbers(HEADS * n * HEAD_DIM, 2),
                  .out = room_for((size_t)(rows * HEAD_DIM) * 4), .sinks = with_sinks ? sinks : NULL,
                  .lse = with_lse ? lse : NULL, .q_head = m * HEAD_DIM, .q_token = HEAD_DIM, .k_head = n * HEAD_DIM,
                  .k_token = HEAD_DIM, .v_head = n * HEAD_DIM, .v_token = HEAD_DIM, .out_head = m * HEAD_DIM,

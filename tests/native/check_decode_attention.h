@@ -2,20 +2,9 @@
 
 #include "../../kernels/decode_attention.c"
 #include "check.h"
+#include "check_numbers.h"
 
 enum { HEADS = 2, MOST_GROUP = 9, MOST_TOKENS = 300, PER_PART = 128, MOST_PARTS = 3 };
-
-static Number *random_rows(int64_t rows) {
-    Number *found = room_for(sizeof *found * (size_t)(rows * HEAD_DIM));
-    for (int64_t i = 0; i < rows * HEAD_DIM; i++) {
-#if BFLOAT16
-        found[i] = rounded(2 * random_float());
-#else
-        found[i] = 2 * random_float();
-#endif
-    }
-    return found;
-}
 
 static void expected_row(const Call *call, int64_t query, double *out, double *lse) {
     const Number *q = call->q + query * HEAD_DIM;
@@ -44,7 +33,8 @@ static int check_step(int64_t group, int64_t n, int scattered, float softcap) {
     static double want[HEADS * MOST_GROUP * HEAD_DIM], want_lse[HEADS * MOST_GROUP];
     static int64_t ids[HEADS * MOST_TOKENS];
     for (int64_t i = 0; i < HEADS * n; i++) ids[i] = random_bits() % (uint32_t)(HEADS * n);
-    Call call = {.q = random_rows(HEADS * group), .k = random_rows(HEADS * n), .v = random_rows(HEADS * n),
+    Call call = {.q = random_numbers(HEADS * group * HEAD_DIM, 2), .k = random_numbers(HEADS * n * HEAD_DIM, 2),
+                 .v = random_numbers(HEADS * n * HEAD_DIM, 2),
                  .ids = scattered ? ids : NULL, .outs = outs, .peaks = peaks, .sums = sums, .out = out, .lse = lse,
                  .k_head = scattered ? 0 : n * HEAD_DIM, .k_token = HEAD_DIM, .v_head = scattered ? 0 : n * HEAD_DIM,
                  .v_token = HEAD_DIM, .kv_heads = HEADS, .group = group, .n = n, .per_part = PER_PART,

@@ -10,7 +10,7 @@ from typing import Any
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.model_runner.cuda_graphs import GraphSteps
-from offload_rt.models.registry import load_shape
+from offload_rt.models.shape import load_shape
 from offload_rt.planning.memory_model import DeviceCosts
 from offload_rt.policies.registry import memory_demand
 from offload_rt.transfer.weights.streamed import BUFFERS

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import ConfigError, InputError, PoolFullError
 from ...model_runner.sequence import Sequence
-from ...models.registry import LoadedModel
+from ...models.loading import LoadedModel
 from ..runner import Runner
 from .verification import accept, rewind, verify
 

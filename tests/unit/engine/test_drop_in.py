@@ -17,7 +17,7 @@ from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, TextIteratorStreamer, pipeline
 
 from offload_rt import LLM, InputError, OffloadedCache, SamplingParams, offload
-from offload_rt.models.registry import load_model
+from offload_rt.models.loading import load_model
 
 MEMORY = "16MiB"
 SELECTS = {"policy": "infinigen", "policy_options": {"sinks": 2, "recent": 8, "budget": 0.2, "tail": "off"}}

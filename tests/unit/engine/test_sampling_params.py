@@ -20,7 +20,7 @@ from offload_rt.engine.detokenizer import TextStream
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sampler import Sampler
 from offload_rt.errors import LogitsError
-from offload_rt.models.registry import load_model
+from offload_rt.models.loading import load_model
 from offload_rt.outputs import CompletionOutput
 
 PROMPT = tiny_prompt(70)

@@ -16,7 +16,7 @@ from support.tiny_models import tiny_model
 
 from offload_rt import LLM, AsyncLLM, ConfigError, InputError, SamplingParams
 from offload_rt.engine import structure
-from offload_rt.models.registry import load_model
+from offload_rt.models.loading import load_model
 from offload_rt.outputs import CompletionOutput
 from offload_rt.sampling_params import StructuredOutputs
 

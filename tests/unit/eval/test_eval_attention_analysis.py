@@ -16,7 +16,7 @@ from offload_rt.eval.quality.ablation import parts, run_ablation
 from offload_rt.eval.quality.attention_analysis import block_similarities, run_analysis
 from offload_rt.eval.quality.attention_weights import kept_similarity, spread, tokens_for_mass, top_recall, weights
 from offload_rt.eval.quality.perplexity import PerplexityConfig
-from offload_rt.models.registry import load_model
+from offload_rt.models.loading import load_model
 from offload_rt.policies.full import Full
 
 BOOK = (Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8")[:40_000]

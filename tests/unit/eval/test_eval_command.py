@@ -14,7 +14,7 @@ from offload_rt.errors import ConfigError
 from offload_rt.eval.core.model_under_test import ModelUnderTest, Variant
 from offload_rt.eval.core.registry import MEASURES
 from offload_rt.eval.core.variants import make_variants
-from offload_rt.models.registry import load_model
+from offload_rt.models.loading import load_model
 from offload_rt.skewing.artifact import SkewArtifact
 
 BOOK = Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt"

@@ -13,8 +13,8 @@ from support.architectures import architecture, build
 from offload_rt.cli import main
 from offload_rt.errors import ConfigError
 from offload_rt.eval.simulate.expert_choices import Choices, choices_of, replayed, rows_of
+from offload_rt.models.loading import load_model
 from offload_rt.models.location import locate
-from offload_rt.models.registry import load_model
 
 
 def test_fetches_are_counted_by_hand() -> None:

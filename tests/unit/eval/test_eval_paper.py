@@ -13,7 +13,7 @@ from offload_rt.cli import main
 from offload_rt.errors import OffloadError
 from offload_rt.eval.core.model_under_test import ModelUnderTest
 from offload_rt.eval.suites.paper import CONTEXTS, POLICIES, STEPS, Paper, PaperJob, PaperSize, run_jobs
-from offload_rt.models.registry import load_model
+from offload_rt.models.loading import load_model
 
 BOOK = Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt"
 TINY = PaperSize(320, 1, (0.2,), 1, 1, 1, (256,), 1, 1, 3)

@@ -32,7 +32,7 @@ from offload_rt.eval.core.report import Column, Report, RowStore
 from offload_rt.eval.core.stats import Interval, paired_bootstrap, perplexity_change, ratio_error, share_error
 from offload_rt.eval.core.teacher_forced import LayerView, score_layerwise
 from offload_rt.eval.quality.perplexity import CHUNK, PerplexityConfig, _chunks, costs, cut_windows, run_perplexity
-from offload_rt.models.registry import load_model
+from offload_rt.models.loading import load_model
 from offload_rt.policies.options import InfiniGenOptions
 from offload_rt.policies.registry import make_policy
 from offload_rt.skewing.calibrate import cached_artifact

@@ -24,7 +24,7 @@ from offload_rt.model_runner.batch import DecodeBatch
 from offload_rt.model_runner.batched import BatchedStrategy
 from offload_rt.model_runner.decode import DecodeStep
 from offload_rt.model_runner.sequence import Sequence
-from offload_rt.models.registry import load_shape
+from offload_rt.models.shape import load_shape
 from offload_rt.planning.memory_model import DeviceCosts
 from offload_rt.policies.infinigen.key_lists import Rule
 from offload_rt.policies.registry import memory_demand

@@ -23,13 +23,15 @@ from offload_rt.core import KVPart
 from offload_rt.errors import ModelError
 from offload_rt.kernels import causal
 from offload_rt.model_runner.attention import attend, give_to_sinks
-from offload_rt.models import proof, registry
+from offload_rt.models import loading, proof
 from offload_rt.models.adapter import ModelAdapter
 from offload_rt.models.decoder import DecoderAdapter
 from offload_rt.models.exact_layer import residual_after_attention
+from offload_rt.models.loading import load_model
 from offload_rt.models.proof import prove
-from offload_rt.models.registry import adapter_for, load_model, load_shape
+from offload_rt.models.registry import adapter_for
 from offload_rt.models.rotary import Halves
+from offload_rt.models.shape import load_shape
 
 EVERYTHING = {"alpha": math.inf, "max_fraction": 1.0, "dense_layers": ()}
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -129,7 +131,7 @@ class TestRefusals:
 
     def test_before_the_weights_are_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build("Bloom").save_pretrained(tmp_path)
-        monkeypatch.setattr(registry, "read_weights", lambda *_: pytest.fail("read"))
+        monkeypatch.setattr(loading, "read_weights", lambda *_: pytest.fail("read"))
         for read in (load_model, load_shape):
             with pytest.raises(ModelError, match=r"^BloomForCausalLM is not supported: .*ALiBi") as refused:
                 read(tmp_path)
@@ -350,7 +352,7 @@ class TestProof:
     def test_it_is_done_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         done: list[str] = []
         monkeypatch.setattr(proof, "prove", lambda *_: done.append("auto"))
-        monkeypatch.setattr(registry, "prove", lambda *_: done.append("always"))
+        monkeypatch.setattr(loading, "prove", lambda *_: done.append("always"))
         model = architecture("qwen3", vocab_size=43)
         for verify in ("auto", "auto", "always", "off", "auto"):
             load_model(model, verify=verify)  # type: ignore[arg-type]

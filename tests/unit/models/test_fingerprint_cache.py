@@ -17,7 +17,7 @@ from support.tiny_models import tiny_checkpoint, tiny_model
 
 from offload_rt.models import fingerprint_cache
 from offload_rt.models.fingerprint import fingerprint
-from offload_rt.models.registry import LoadedModel, load_model
+from offload_rt.models.loading import LoadedModel, load_model
 
 
 class Digests:

@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import main
 from offload_rt.errors import MemoryLimitError, ModelError
-from offload_rt.models import checkpoint, registry
+from offload_rt.models import checkpoint, loading, registry
 from offload_rt.models.fingerprint import fingerprint
+from offload_rt.models.loading import load_model
 from offload_rt.models.location import Location, locate
-from offload_rt.models.registry import load_model, load_shape
+from offload_rt.models.shape import load_shape
 
 pytest.importorskip("gguf")
 from support.tiny_gguf import CHAT_TEMPLATE, END, write_tiny_gguf
@@ -119,7 +120,7 @@ def test_an_architecture_that_cannot_run_is_said_from_the_header(
     written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_adapters", {"LlamaForCausalLM": "none"})
-    monkeypatch.setattr(registry, "read_weights", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(loading, "read_weights", lambda *_: pytest.fail("read"))
     with pytest.raises(ModelError, match=r"^Qwen2ForCausalLM is not supported: .* supported are LlamaForCausalLM$"):
         load_model(written[0], device="cpu", verify="off")
 

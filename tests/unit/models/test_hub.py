@@ -9,8 +9,9 @@ import pytest
 from support.tiny_models import edit_config, tiny_checkpoint, tiny_prompt
 
 from offload_rt import LLM, ConfigError, EngineConfig, ModelError, SamplingParams
+from offload_rt.models.loading import load_model
 from offload_rt.models.location import hub_of, locate
-from offload_rt.models.registry import load_model, load_shape
+from offload_rt.models.shape import load_shape
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 

@@ -21,8 +21,10 @@ from offload_rt.errors import ConfigError, ModelError
 from offload_rt.models import checkpoint, location
 from offload_rt.models.adapter import ModelAdapter
 from offload_rt.models.fingerprint import fingerprint
+from offload_rt.models.loading import load_model
 from offload_rt.models.location import Location
-from offload_rt.models.registry import adapter_for, architectures, load_model, load_shape
+from offload_rt.models.registry import adapter_for, architectures
+from offload_rt.models.shape import load_shape
 
 LENGTH = 80  # longer than Mistral's window of 48
 ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 32}

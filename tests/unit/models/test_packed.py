@@ -22,9 +22,10 @@ from offload_rt import LLM, EngineConfig, MemoryLimitError, ModelError, Sampling
 from offload_rt.cli import main
 from offload_rt.models.checkpoint import build_skeleton, read_config
 from offload_rt.models.fingerprint import fingerprint
+from offload_rt.models.loading import load_model
 from offload_rt.models.location import locate
 from offload_rt.models.packed import held_bytes, keep_layout, moves_packed, places_of, tensors_of
-from offload_rt.models.registry import load_model, load_shape
+from offload_rt.models.shape import load_shape
 from offload_rt.models.weights import layer_bytes
 from offload_rt.planning.device_plan import plan_for
 

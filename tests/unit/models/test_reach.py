@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from offload_rt import LLM, ModelError, SamplingParams
 from offload_rt.models import registry
-from offload_rt.models.registry import load_model, load_shape
+from offload_rt.models.loading import load_model
+from offload_rt.models.shape import load_shape
 
 TRAINED = 64
 LONG = LONGROPE | {"short_factor": [1.0, 1.3, 1.1, 1.6], "long_factor": [2.0, 3.0, 5.0, 4.0]}

@@ -11,7 +11,7 @@ from torch import nn
 
 from offload_rt.kernels import row_products, team
 from offload_rt.models import row_linear
-from offload_rt.models.registry import load_model
+from offload_rt.models.loading import load_model
 from offload_rt.models.row_linear import RowLinear, use_row_linear
 
 pytestmark = pytest.mark.skipif(

@@ -15,9 +15,10 @@ from support.tiny_models import assert_greedy, edit_config
 from transformers import AutoModelForImageTextToText
 
 from offload_rt import LLM, EngineConfig, ModelError, SamplingParams
-from offload_rt.models import checkpoint, registry
+from offload_rt.models import checkpoint, loading
 from offload_rt.models.fingerprint import fingerprint
-from offload_rt.models.registry import load_model, load_shape
+from offload_rt.models.loading import load_model
+from offload_rt.models.shape import load_shape
 from offload_rt.models.text_part import other_parts
 from offload_rt.models.weights import layer_bytes
 from offload_rt.planning.device_plan import plan_for
@@ -124,7 +125,7 @@ class TestRefusals:
     def test_a_text_part_that_cannot_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text = RUNS["llava"].options["text_config"] | {"model_type": "falcon", "alibi": True}
         build("Llava", **(RUNS["llava"].options | {"text_config": text})).save_pretrained(tmp_path)
-        monkeypatch.setattr(registry, "read_weights", lambda *_: pytest.fail("read"))
+        monkeypatch.setattr(loading, "read_weights", lambda *_: pytest.fail("read"))
         for read in (load_model, load_shape):
             with pytest.raises(ModelError, match="ALiBi") as refused:
                 read(tmp_path)

@@ -212,7 +212,7 @@ def test_lineages_are_those_of_stores_that_exist(
 @pytest.fixture(scope="module")
 def reference_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """In a cache folder of its own: in the others' an artifact may have been calibrated in another dtype."""
-    from offload_rt.models.registry import load_model
+    from offload_rt.models.loading import load_model
     from offload_rt.policies.registry import make_policy
     from offload_rt.skewing.calibrate import cached_artifact
 
@@ -248,7 +248,7 @@ def test_an_option_added_later_is_left_out_of_the_digest_where_it_is_neutral() -
 
 
 def test_the_demand_of_a_policy_is_what_its_options_say() -> None:
-    from offload_rt.models.registry import load_shape
+    from offload_rt.models.shape import load_shape
 
     shape = load_shape(tiny_model("llama"))  # 4 layers, 2 KV heads of 16
     for policy in policy_names():

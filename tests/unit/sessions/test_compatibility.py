@@ -19,7 +19,7 @@ from support.tiny_models import tiny_checkpoint
 from offload_rt import LLM, ArtifactError, SamplingParams
 from offload_rt.cli import main
 from offload_rt.engine.recording import Recording
-from offload_rt.models.registry import load_model
+from offload_rt.models.loading import load_model
 from offload_rt.sessions.catalog import read_catalog
 from offload_rt.sessions.history import History, document_name
 from offload_rt.sessions.naming import Lineage, name_chunks

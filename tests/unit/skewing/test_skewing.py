@@ -21,8 +21,9 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from offload_rt import LLM
 from offload_rt.errors import ArtifactError, ConfigError, InputError, ModelError
+from offload_rt.models.loading import LoadedModel, load_model
 from offload_rt.models.location import locate
-from offload_rt.models.registry import LoadedModel, adapter_for, load_model
+from offload_rt.models.registry import adapter_for
 from offload_rt.skewing import artifact as artifact_module
 from offload_rt.skewing import calibrate as calibrate_module
 from offload_rt.skewing.artifact import SkewArtifact

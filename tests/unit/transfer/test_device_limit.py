@@ -16,7 +16,7 @@ from support.tiny_models import tiny_checkpoint, tiny_prompt
 
 from offload_rt import LLM, EngineConfig
 from offload_rt.cli import main
-from offload_rt.models.registry import load_shape
+from offload_rt.models.shape import load_shape
 from offload_rt.planning import memory_model
 from offload_rt.planning.device_plan import costs_for
 from offload_rt.planning.memory_model import DeviceCosts, requirements

@@ -22,7 +22,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.core import CHUNK, ModelGeometry
 from offload_rt.errors import ConfigError, DeviceFullError, MemoryLimitError
-from offload_rt.models.registry import ModelShape, load_shape
+from offload_rt.models.shape import ModelShape, load_shape
 from offload_rt.models.weights import WeightSizes, decoder_layers, layer_bytes, weight_sizes
 from offload_rt.planning.device_plan import plan_device, plan_for
 from offload_rt.planning.memory_model import DeviceCosts

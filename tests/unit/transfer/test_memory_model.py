@@ -18,7 +18,7 @@ from offload_rt import LLM, InputError, SamplingParams
 from offload_rt.cli.run_picture import plot_run
 from offload_rt.cli.tables import requirements_table, stats_table
 from offload_rt.core import CHUNK
-from offload_rt.models.registry import load_shape
+from offload_rt.models.shape import load_shape
 from offload_rt.outputs import Stats
 from offload_rt.planning.memory_model import DeviceCosts, Machine, Requirements, obstacles, requirements
 from offload_rt.policies.options import FullOptions, InfiniGenOptions
