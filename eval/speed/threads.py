@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
 
 import torch
 
@@ -92,7 +93,7 @@ def run_threads(model: str, text: str, config: ThreadsConfig, say: Callable[[str
     for row in rows:
         row["to_full"] = row["median"] / _median(rows, row, policy=config.policies[0])
         row["to_one"] = row["median"] / _median(rows, row, threads=config.threads[0])
-    about = {"model": model, "context": config.context, "timed_tokens": config.tokens, "dtype": config.dtype}
+    about = {"model": Path(model).name, "context": config.context, "timed_tokens": config.tokens, "dtype": config.dtype}
     about |= {"processors": len(os.sched_getaffinity(0)), "load": f"{os.getloadavg()[0]:.1f} at the end"}
     return Report("threads", "Wall time of a token by number of threads", about, COLUMNS, rows)
 

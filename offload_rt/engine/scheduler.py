@@ -33,7 +33,7 @@ class Scheduler:
     """
 
     def __init__(self, runner: Runner, max_num_seqs: int, swap: Swap | None = None) -> None:
-        self._runner, self._max_batch, self._swap = runner, max_num_seqs, swap
+        self._runner, self._max_num_seqs, self._swap = runner, max_num_seqs, swap
         self._swapped_out: dict[Request, SwappedSequence] = {}
         self._stay: WeakSet[Request] = WeakSet()
         self._tickets: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
@@ -85,7 +85,7 @@ class Scheduler:
             return
         request = self.waiting[0]
         width = sum(r.width for r in self.running)
-        if self.running and width + request.width > self._max_batch:
+        if self.running and width + request.width > self._max_num_seqs:
             return
         try:
             swapped_in = self._swap_in(request, width)

@@ -1,8 +1,8 @@
 """Policy "auto": "infinigen" that selects only if that is cheaper than attending to all tokens.
 
-On a CPU, selecting (scores, threshold, gathers, a second softmax) takes about as long as reading `WORTH_SELECTING`
-bytes of KV, independent of the context length. A layer with less KV attends to all of it. The decision depends on
-shapes and dtype alone, so that a model gives the same text on every CPU under any load.
+On a CPU, exact attention reads KV at the speed of memory. Selection reads a quarter of the bytes, but computes scores
+and approximate attention for every token. A layer with at most `WORTH_SELECTING` bytes of KV attends to all of it. The
+decision depends on shapes and dtype alone, so that a model gives the same text on every CPU under any load.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from ..skewing.artifact import SkewArtifact
 from .infinigen.policy import InfiniGen
 from .options import AutoOptions
 
-WORTH_SELECTING = 4 << 20
-"""Bytes of KV per layer and sequence from which selecting is faster on a CPU.
+WORTH_SELECTING = 64 << 20
+"""Bytes of KV per layer and sequence up to which every token is attended to on a CPU.
 
-Measured in bfloat16 on one thread, with approximate KV. Both ways take equally long at 5,600 tokens (4.1 MiB per
-layer) for SmolLM2's shape, at 6,900 tokens (3.4 MiB) for Qwen2.5-0.5B's, and below 2,000 tokens for an 8B Llama's,
-where 4 MiB are 1,024 tokens.
+Selecting was slower at every length that was measured, up to 24 MiB per layer (eval/results/cpu/threads: SmolLM2 at
+6,000 to 32,000 tokens, Qwen2.5-0.5B at 6,000 to 16,000). From Qwen's times, both ways would take equally long near
+25 MiB; those of SmolLM2 do not approach each other. A limit remains because a KV cache on disk is read at a far lower
+speed.
 """
 
 
