@@ -277,7 +277,7 @@ def test_pins_and_documents_are_spared(tmp_path: Path) -> None:
 
 
 def test_documents_come_before_chunks_that_are_in_use(tmp_path: Path) -> None:
-    """Otherwise a session whose blocks fill the store could not save its history."""
+    """A document evicts even blocks in use, so a session whose blocks fill the store can save its history."""
     store = open_store(tmp_path, 2 * FILE_BYTES)
     keys = [chunk_key(store.root, "exact", tokens_of(n)) for n in (0, 1)]
     store.pin(keys)

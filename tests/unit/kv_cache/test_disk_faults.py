@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_at_any_write(
 
 @pytest.mark.parametrize("at", range(20) if EVERY else (2, 17))
 def test_a_session_goes_on_after_a_full_disk(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes fail from one in the second turn on. The next turn computes the KV that was not stored."""
+    """The disk fills up during the second turn. The next turn computes the KV that was not stored."""
     memory = make(None, "full")
     with make(tmp_path / "rows", "full") as llm:
         session = llm.session("s", tmp_path / "store")

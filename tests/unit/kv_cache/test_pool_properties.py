@@ -198,9 +198,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.release(model.blocks)
         self.pool.check_integrity()
         assert self.pool.bytes_used == self.pool.idle_chunks * self.pool.chunk_bytes
-        everything = self.pool.new_block_table(
-            self.pool.chunk_count * CHUNK
-        )  # nothing leaked: the tree frees all its blocks
+        # Nothing leaked: the tree frees all its blocks.
+        everything = self.pool.new_block_table(self.pool.chunk_count * CHUNK)
         assert self.pool.idle_chunks == 0 == self.pool.free_chunks
         assert everything.capacity == self.pool.chunk_count * CHUNK
 

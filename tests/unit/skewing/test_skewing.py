@@ -80,7 +80,7 @@ def score_error(Q: torch.Tensor, K: torch.Tensor, basis: SkewBasis, r: int) -> f
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("tokens", [1, 5, 16, 300])
 def test_scores_are_exact_with_all_columns(method: str, tokens: int) -> None:
-    """Includes fewer calibration tokens than d = 16. Queries and keys are not those of the calibration."""
+    """Calibrate with few tokens (d = 16) or many, and test with other queries and keys."""
     basis = BASES[method](moments_of(*random_rows(tokens, 16, seed=1)))
     Q, K = random_rows(50, 16, seed=2)
     exact = Q @ K.T
@@ -91,7 +91,7 @@ def test_scores_are_exact_with_all_columns(method: str, tokens: int) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("size", [0.0, 100.0])
 def test_degenerate_heads(method: str, size: float) -> None:
-    """Heads with zero output, or with equal keys, whose covariance is only rounding and often indefinite."""
+    """Test all-zero heads and heads with equal keys, whose covariance is rounding error and often indefinite."""
     for seed in range(5):
         Q, K = random_rows(50, 6, seed)
         moments = moments_of(size * Q, size * K[:1].expand(7, 6))
