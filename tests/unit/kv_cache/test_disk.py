@@ -1,4 +1,4 @@
-"""The disk tier against a plain model, and against everything that happens to files."""
+"""Test the session store on disk against a plain model, and with damaged files and failing system calls."""
 
 from __future__ import annotations
 
@@ -39,8 +39,12 @@ from offload_rt.storage.disk_store import DiskStore
 
 
 class StoreAgainstModel(RuleBasedStateMachine):
-    """With room for all: every chunk saved and not removed is found. With a limit: never above it, never wrong bytes,
-    and what leaves is the least recently used of what no waiting turn wants, then what is wanted last."""
+    """Compare a store with a plain model of its eviction order.
+
+    Without a limit, each saved block is found until it is removed. With a limit, the store never exceeds it and never
+    returns wrong bytes. It evicts the least recently used block first. Blocks needed by waiting turns come last; of
+    these, the one needed last is evicted first.
+    """
 
     limited = False
 
@@ -52,9 +56,9 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.now = 10**18
         self.policy = policy
         self.limit = 4 * FILE_BYTES + 100 if self.limited else None
-        self.stamps: dict[int, int] = {}  # number -> when it was marked last
-        self.others: list[int] = []  # oldest first
-        self.wanted: list[int] = []  # soonest first
+        self.stamps: dict[int, int] = {}  # number -> time of the last use
+        self.others: list[int] = []  # not expected, oldest first
+        self.wanted: list[int] = []  # expected by waiting turns, soonest first
         self.window: list[int] = []
         self.clock = itertools.count()
         self.reopen()
@@ -122,12 +126,12 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     @rule(step=st.integers(-5 * 10**9, 10**10))
     def clock_moves(self, step: int) -> None:
-        """Also backwards."""
+        """Move the clock, also backwards."""
         self.now += step
 
     @rule()
     def restart(self) -> None:
-        """What was wanted is known no more; ages are."""
+        """Reopen the store. It keeps the ages of blocks and forgets the expected ones."""
         self.store.close()
         self.reopen()
         self.others, self.wanted, self.window = sorted(self.stamps, key=self.stamps.__getitem__), [], []
@@ -162,7 +166,7 @@ def test_header_survives_the_round_trip_and_keeps_its_place() -> None:
 
 
 def test_every_flipped_bit_is_a_miss_or_changes_nothing(tmp_path: Path) -> None:
-    """2,000 sampled single-bit flips: the answer is a miss or the right bytes, and no exception."""
+    """Flip 2,000 sampled bits, one at a time: each load is a miss or returns the right bytes, without an exception."""
     store = open_store(tmp_path)
     save(store, 1)
     [path] = tmp_path.glob("*/*/*.kv")
@@ -197,7 +201,7 @@ def test_truncated_and_overlong_files_are_misses_and_make_way(tmp_path: Path, si
 
 
 def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the file has the name that is looked for: the key in its header counts. Such a file is removed."""
+    """A file with the expected name but another key in its header is a miss, and is removed."""
     store = open_store(tmp_path)
     save(store, 1)
     [path] = tmp_path.glob("*/*/*.kv")
@@ -231,7 +235,7 @@ def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, m
 
 
 def test_a_clock_that_went_back_between_starts_does_not_change_who_leaves(tmp_path: Path) -> None:
-    """Chunk 1 is from the future of the second start, whose own chunks are younger all the same: the third knows."""
+    """Block 1 has a timestamp in the future of the second start. Blocks saved later still count as younger."""
     first = open_store(tmp_path, 3 * FILE_BYTES, clock=lambda: 10**18)
     save(first, 1)
     first.close()
@@ -273,7 +277,7 @@ def test_pins_and_documents_are_spared(tmp_path: Path) -> None:
 
 
 def test_documents_come_before_chunks_that_are_in_use(tmp_path: Path) -> None:
-    """Or a session whose chunks fill the store could not write down what was said."""
+    """A document evicts even blocks in use, so a session whose blocks fill the store can save its history."""
     store = open_store(tmp_path, 2 * FILE_BYTES)
     keys = [chunk_key(store.root, "exact", tokens_of(n)) for n in (0, 1)]
     store.pin(keys)
@@ -372,7 +376,7 @@ def test_what_else_lies_in_the_folder_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", ["namespace", "fan"])
 def test_a_link_in_place_of_a_folder_is_not_followed(level: str, tmp_path: Path) -> None:
-    """Files outside the store that have names like its own are neither read into it nor written, removed or changed."""
+    """Matching files outside the store are neither read nor changed."""
     store = open_store(tmp_path / "store")
     save(store, 1)
     [path] = (tmp_path / "store").glob("*/*/*.kv")
@@ -400,7 +404,7 @@ def test_unusable_folders_are_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_document_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes, then its name, then the folder that holds the name: a loss of power leaves the old one or the new."""
+    """Sync the bytes, rename, then sync the folder: after a power loss the old or the new document is there."""
     store, done = open_store(tmp_path), []
     fsync, replace = os.fsync, os.replace
 
@@ -419,7 +423,7 @@ def test_a_document_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, mon
 
 
 def test_a_full_disk_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk refuses at every call that writes, one after the other: nothing half-written is ever found."""
+    """Fail each call that writes, one after another. Partly written files are never found."""
     import errno
 
     store = open_store(tmp_path)
@@ -447,8 +451,8 @@ def test_a_full_disk_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_killed_at_random_points_of_saving(tmp_path: Path) -> None:
-    """kill -9, again and again: what is found afterwards is right, nothing is above the limit, the lock is free, and
-    temporaries are gone. (`make stress` does it 200 times.)"""
+    """After SIGKILL, blocks are whole or missing, the limit holds, the lock is free and temporary files are gone."""
+    # `make stress` runs it 200 times.
     rng, saved, cut = random.Random(1), 0, 0
     for start in range(0, KILLS * 1000, 1000):
         child = fork_saver(tmp_path, start)

@@ -1,7 +1,10 @@
-"""Contexts on a disk that fails, and processes that are killed over them: a process's rows go with it, what was said is
-in its session, an error ends what needs the lost rows, and whatever comes next has the tokens it always had.
+"""Test contexts on disk with failing writes and killed processes.
 
-`make stress PART=disk` fails every write, and kills a hundred times."""
+The KV file of a process vanishes with it, and the tokens of its sessions are durable. A disk error ends only the
+requests that need the lost KV. Later requests generate the right tokens.
+
+`make stress PART=disk` fails every write, and kills a hundred processes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
 def make(folder: Path | None, policy: str = "infinigen", **options: Any) -> LLM:
-    """With a quarter of the context in memory where there is a disk."""
+    """Return an engine. With a folder, host memory holds a quarter of the context."""
     limits = {} if folder is None else {"disk": folder, "host_memory": "128KiB", "disk_limit": "1MiB"}
     chosen = {"recent": 8, "budget": 0.2} if policy == "infinigen" else {}
     return LLM(MODEL, dtype="float64", prefill_chunk_size=32, policy=policy, policy_options=chosen, **limits, **options)
@@ -52,7 +55,7 @@ def send(session: Session, turn: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
-    """The tokens of a session in memory that has had all turns."""
+    """Return the tokens of a session in host memory after all turns."""
     with make(None) as llm:
         session = llm.session("s", tmp_path_factory.mktemp("right"))
         for turn in TURNS:
@@ -64,18 +67,20 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
 
 
 def turns_of(session: Session) -> int:
-    """How many turns a session has had; it never has a part of one."""
+    """Return the number of turns in a session. Fail if it holds a part of a turn."""
     turns, rest = divmod(len(session.tokens), len(TURNS[0]) + 12)
     assert not rest
     return turns
 
 
 def fork_talker(rows: Path, store: Path) -> tuple[int, int]:
-    """A process that takes the turns that a session has not had, and what it says: p, a prompt; d, a token; t, a turn
-    has ended."""
+    """Fork a process that sends the remaining turns of a session. Return its id and a pipe of its progress.
+
+    The process writes p for a prompt, d for a token, t at the end of a turn.
+    """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child computes with one
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork of a process with threads
         child = os.fork()
     if child == 0:
         try:
@@ -92,7 +97,7 @@ def fork_talker(rows: Path, store: Path) -> tuple[int, int]:
 
 
 def killed(child: int, reading: int, phase: str, after: int, seconds: float) -> str:
-    """What a process said that was killed so many seconds into the phase, once it had said `after` things."""
+    """Kill the process `seconds` into `phase`, after `after` steps of progress. Return its progress."""
     said = os.read(reading, 1).decode()
     while len(said) < after or not said.endswith(phase):
         if not (more := os.read(reading, 1).decode()):
@@ -110,8 +115,7 @@ def killed(child: int, reading: int, phase: str, after: int, seconds: float) -> 
 def test_killed_while_a_context_on_disk_is_read_and_written(
     right: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At random moments of prompts, which go through in segments, and of answers. A session goes on from kill to kill,
-    and another begins when it has had all turns."""
+    # Kill at random times of prefill (in segments) and decoding. A new session begins after the last turn.
     monkeypatch.setitem(segments.SEGMENT_BYTES, "cpu", 1)
     rng, rows, number, last = random.Random(4), tmp_path / "rows", 0, set()
     with make(rows) as llm:
@@ -138,7 +142,7 @@ def test_killed_while_a_context_on_disk_is_read_and_written(
 
 
 class FullDisk:
-    """Writes of rows that fail from the `at`-th on, as long as the disk is full."""
+    """A disk whose writes of KV fail from the `at`-th on until `free` is called."""
 
     def __init__(self, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at, self.writes = at, 0
@@ -153,7 +157,6 @@ class FullDisk:
         monkeypatch.setattr(BlockFile, "write", write)
 
     def free(self) -> None:
-        """There is room again."""
         self.at = 1 << 30
 
 
@@ -161,8 +164,7 @@ class FullDisk:
 def test_a_disk_that_is_full_at_any_write(
     policy: str, places: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What runs ends with an error that says so, and gives its room back; when there is room on the disk again the same
-    prompts are answered as ever, whatever of them had been published."""
+    """Running requests end with an error and free their blocks. With space again, the prompts give the right tokens."""
     prompts, failed = TURNS[:2], 0
     right = written(make(None, policy), prompts)
     for at in range(60) if EVERY else places:
@@ -182,8 +184,7 @@ def test_a_disk_that_is_full_at_any_write(
 
 @pytest.mark.parametrize("at", range(20) if EVERY else (2, 17))
 def test_a_session_goes_on_after_a_full_disk(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which took no rows from some write of its second turn on: that turn has an answer, a part of one or none, with an
-    error then, and what of the session can nowhere be read is computed again with the next one."""
+    """The disk fills up during the second turn. The next turn computes the KV that was not stored."""
     memory = make(None, "full")
     with make(tmp_path / "rows", "full") as llm:
         session = llm.session("s", tmp_path / "store")
@@ -192,7 +193,7 @@ def test_a_session_goes_on_after_a_full_disk(at: int, tmp_path: Path, monkeypatc
         with suppress(DiskError):
             send(session, TURNS[1])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is not saved whole
+            warnings.simplefilter("ignore")  # the session is not saved completely
             session.save()
         full.free()
         for turn in TURNS[2:]:
@@ -208,7 +209,7 @@ def test_a_session_goes_on_after_a_full_disk(at: int, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "verify", "reload"])
 def test_a_disk_error_ends_what_it_is_of(phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt's own, or all that share a step, or of a wrong draft its own; what waits or runs beside it goes on."""
+    """Only the prompt, the batch of the step, or the request with the wrong draft fails. Other requests go on."""
     failed, ended = [], {}
     drafts: Any = {"exact": {"method": "sparse", "adaptive": False}} if phase in ("verify", "reload") else {}
     with make(tmp_path, **drafts) as llm:

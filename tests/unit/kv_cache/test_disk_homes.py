@@ -1,5 +1,8 @@
-"""Sessions over a pool on disk have their rows once, in the store's files: rows are those that were written, tokens
-those of a run in memory, whatever is overwritten, evicted, refused or fails, and no file of a store ever changes."""
+"""Test sessions over a KV pool on disk that stores blocks once, in the files of the session store.
+
+The pool reads what was written and sessions give the tokens of a run in memory, also after overwrites, eviction and
+disk errors. Files in the store never change.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ OFFSET = 8192
 
 
 class Chunks:
-    """Files of chunks, of which none is written twice in a place, nor anywhere but in layers."""
+    """Files of blocks. Records writes that are no whole layer, or that repeat one."""
 
     def __init__(self, folder: Path, made: FileArena) -> None:
         self._folder, self._layer = folder, made.places.layer
@@ -57,7 +60,7 @@ class Chunks:
         return Home(file, OFFSET, self._layer, once)
 
     def stored(self, rows: torch.Tensor) -> Home:
-        """The file of a chunk with rows `[layers, Hkv, 64, width]`."""
+        """Return the file of a block with KV `[layers, Hkv, 64, width]`."""
         home = self.new()
         data = aligned(LAYOUT.layers * self._layer)
         blocks = data.view(LAYOUT.layers, -1)
@@ -68,7 +71,7 @@ class Chunks:
 
 
 class Model:
-    """What an arena has, and which of it was ever written since its chunk was somebody's."""
+    """Expected contents of an arena, and which of them were written since the block was allocated."""
 
     def __init__(self, made: FileArena, chunks: Chunks) -> None:
         self.made, self.chunks = made, chunks
@@ -89,7 +92,10 @@ class Model:
             each[:, target, :, :tokens] = each[:, source, :, :tokens]
 
     def home(self, kind: int, chunk: int, number: int) -> None:
-        """A chunk gets a home, if it may: for what will be written, with what is in memory, or as it was stored."""
+        """Assign a file to a block, if allowed.
+
+        Kind 0: an empty file. Kind 1: an empty file for a block with buffered KV. Kind 2: a file with stored KV.
+        """
         if kind == 1 and self.made.buffered(chunk):
             self.made.bring_home(chunk, self.chunks.new(), LAYOUT.layers)
         elif kind == 0 and self.made.blank(chunk):
@@ -169,13 +175,13 @@ TURNS = [tiny_prompt(300, seed=1), tiny_prompt(120, seed=2), tiny_prompt(70, see
 
 
 def make(folder: Path | None, **named: Any) -> LLM:
-    """With a quarter of the context in memory where there is a disk."""
+    """Return an engine. With a folder, host memory holds a quarter of the context."""
     limits = {} if folder is None else {"disk": folder, "host_memory": "128KiB", "disk_limit": "1MiB"}
     return LLM(MODEL, **{"dtype": "float64", "policy": "full", **limits, **named})
 
 
 def say(session: Session, turn: list[int]) -> list[int]:
-    """The tokens of an answer; everything agrees behind it."""
+    """Return the tokens of an answer. Check the integrity of the session and the runner."""
     said = [event.token_id for event in session.send(turn, GREEDY)]
     session.context.saver.flush()
     session.check_integrity()
@@ -184,20 +190,20 @@ def say(session: Session, turn: list[int]) -> list[int]:
 
 
 def at_home(llm: LLM) -> int:
-    """How many chunks have homes."""
+    """Return the number of blocks that lie in files of the store."""
     assert llm.runner.pool.file is not None
     return len(llm.runner.pool.file._homes)
 
 
 def life(folder: Path | None, store: Path, **options: Any) -> list[list[int]]:
-    """A session that goes on, is forked, forgets and says again, and comes back in another process, as it were."""
+    """Return the tokens of a session that is continued, forked, truncated and reopened by a new engine."""
     told = []
     with make(folder) as llm:
         session = llm.session("s", store, **options)
         told += [say(session, TURNS[0]), say(session, TURNS[1])]
         fork = session.fork("t")
         told += [say(fork, TURNS[2]), say(session, TURNS[2])]
-        if not options:  # or rows that are lost are those of another text
+        if not options:  # a limited store loses KV, and a truncated session cannot compute it again
             session.truncate(keep_last=150)
         told += [say(session, TURNS[1]), say(fork, TURNS[1])]
     with make(folder) as llm:
@@ -206,7 +212,7 @@ def life(folder: Path | None, store: Path, **options: Any) -> list[list[int]]:
 
 
 def tampered(store: Path, before: dict[Path, bytes]) -> list[Path]:
-    """Files of chunks that are no longer what they were; those that came are noted."""
+    """Return the block files that changed since the last call. Record new files in `before`."""
     now = {path: path.read_bytes() for path in store.rglob("*.kv")}
     wrong = [path for path, data in before.items() if path in now and now[path] != data]
     before.update(now)
@@ -215,13 +221,13 @@ def tampered(store: Path, before: dict[Path, bytes]) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[list[int]]]:
-    """What is said in memory, in a store with room and in one with a limit."""
+    """Return the tokens of a run in memory, with a limited store (True) or not."""
     folders = tmp_path_factory.mktemp("room"), tmp_path_factory.mktemp("limit")
     return {False: life(None, folders[0]), True: life(None, folders[1], limit=1 << 30)}
 
 
 LAYERS_BYTES = MODEL.config.num_hidden_layers * 2 * CHUNK * MODEL.config.hidden_size // 2 * 8
-"""Of a chunk: K and V, with half as many heads as queries have."""
+"""K and V of a block in all layers. The model has half as many KV heads as query heads."""
 
 
 def test_tokens_are_those_in_memory_whatever_becomes_of_a_session(
@@ -254,8 +260,7 @@ def test_rows_are_written_once_and_come_back_without_being_written(tmp_path: Pat
 def test_where_a_store_has_no_home_for_a_chunk(
     case: str, right: dict[bool, list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store takes a few chunks, which then leave it for others, or none; files may be open for two; prompts go
-    through in parts that end anywhere; a file cannot be opened."""
+    """The store evicts blocks or has no space, files are limited or cannot be opened, or segments end inside blocks."""
     room = {"evicted": 5 * (LAYERS_BYTES + 4096) + 50_000, "no room": LAYERS_BYTES}
     if case == "few files":
         monkeypatch.setattr(homes, "most_files", lambda: homes.SPARE_FILES + 2)
@@ -265,12 +270,12 @@ def test_where_a_store_has_no_home_for_a_chunk(
         monkeypatch.setattr(BlockFile, "allocate", refusing(BlockFile.allocate))
     limit = {"limit": room[case]} if case in room else {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a session is not saved whole
+        warnings.simplefilter("ignore")  # a session is not saved completely
         assert life(tmp_path / "rows", tmp_path / "store", **limit) == right[bool(limit)]
 
 
 def refusing(real: Any) -> Any:
-    """Takes room for the pool's own file, and for no other."""
+    """Return an `allocate` that fails for all files except the pool's own."""
 
     def allocate(file: BlockFile, offset: int, size: int) -> None:
         if not isinstance(file, DirectFile):
@@ -282,8 +287,7 @@ def refusing(real: Any) -> Any:
 
 @pytest.mark.parametrize("at", [0, 5])
 def test_a_home_that_takes_no_rows(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From some write on: the prompt ends with an error, or not where nobody reads these rows; what appears in the
-    store is whole, and the next turn has the tokens that it always had."""
+    """Writes fail from the `at`-th on: the turn fails, files in the store are whole, and the next turn is right."""
     with make(tmp_path / "rows") as llm, make(None) as memory:
         session, count = llm.session("s", tmp_path / "store"), 0
         say(session, TURNS[0])
@@ -309,7 +313,6 @@ def test_a_home_that_takes_no_rows(at: int, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_damage_at_home_is_computed_again(tmp_path: Path) -> None:
-    """A flipped bit in the rows of a file that would be a chunk's home: what was said is said again."""
     with make(tmp_path / "rows") as llm, make(None) as memory:
         session = llm.session("s", tmp_path / "store")
         say(session, TURNS[0])
@@ -325,7 +328,7 @@ def test_damage_at_home_is_computed_again(tmp_path: Path) -> None:
 
 
 def test_a_chunk_that_is_loaded_gets_no_home(tmp_path: Path) -> None:
-    """One whose rows are still to come, from the store's own thread, may look as if nothing were ever to be there."""
+    """A block that the store's thread is still loading looks empty, but must keep its KV."""
     with make(tmp_path / "rows") as llm:
         session, pool = llm.session("s", tmp_path / "store"), llm.runner.pool
         say(session, TURNS[0])
@@ -342,7 +345,7 @@ def test_a_chunk_that_is_loaded_gets_no_home(tmp_path: Path) -> None:
 
 
 def test_a_turn_that_is_given_up_leaves_its_chunks_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of its prompt: the next one's rows go to homes again, and are not read to leave the old ones."""
+    """The next turn gets files again, and does not read the old KV to move out of them."""
     with make(tmp_path / "rows") as llm, make(None) as memory:
         session = llm.session("s", tmp_path / "store")
         with monkeypatch.context() as patch:

@@ -1,5 +1,8 @@
-"""Contexts on disk: rows in a file are the rows that were written, whatever is in memory of them; every policy writes
-the same tokens; a disk that fails is said, and what it still has is right."""
+"""Test contexts on disk.
+
+The pool reads what was written, whatever part of it is cached in memory. All policies give the tokens of a run in
+memory. Disk errors are reported, and KV that was written stays readable.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ from offload_rt.transfer.read_ahead import BlockRun, ReadingThread
 
 MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
 LIMITS: dict[str, Any] = {"host_memory": "128KiB", "disk_limit": "1MiB"}
-"""A quarter of the context's rows, and a few of these in slots: everything else of host memory is on its way."""
+"""Host memory for a quarter of the context's KV. Buffers take most of it, so few KV entries are cached."""
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [tiny_prompt(300, seed=1), tiny_prompt(260, seed=2)]
@@ -123,7 +126,7 @@ def test_many_reads_at_once_give_what_was_written(kind: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_rows_are_copied_from_anywhere_to_anywhere(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By compiled code where there is a compiler, and by torch."""
+    """With compiled code if there is a compiler, then with torch."""
     source = torch.arange(50 * 34 + 1).to(dtype)
     rows = source[:-1].view(50, 34)
     chosen, into = np.array([49, 3, 0, 7]), np.array([2, 0, 5, 4])
@@ -185,7 +188,7 @@ def test_a_disk_is_measured_and_nothing_stays(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, 60), st.booleans()), max_size=30))
 @settings(max_examples=40, deadline=None)
 def test_rows_stay_by_the_same_rule_with_and_without_a_compiler(steps: list[tuple[int, int, bool]]) -> None:
-    """The same rows, in the same slots, with the same scores; those that are here are those that were entered."""
+    """Both caches hold the same KV entries in the same slots with the same scores."""
     plain, compiled = RowCache(50, 5, torch.float32), RowCache(50, 5, torch.float32)
     assert plain.slots == 48
     rows = torch.randn(60, 5)
@@ -212,7 +215,7 @@ def test_rows_stay_by_the_same_rule_with_and_without_a_compiler(steps: list[tupl
 
 
 def test_what_leaves_scores_least_and_was_not_used_just_now() -> None:
-    """However long ago scores began."""
+    """The order does not depend on the age of the scores."""
     cache, rows, out = RowCache(4, 5, torch.float32), torch.randn(60, 5), torch.empty(60, 5)
     for steps, wanted in ((300, [0, 1]), (0.1, [0, 1]), (0.1, [0, 1]), (0.1, [2, 3]), (0.1, [2, 4, 5]), (300, [6])):
         cache.pass_time(steps)
@@ -248,7 +251,7 @@ def test_rows_are_those_that_were_written_without_a_compiler(
 
 
 def _check_rows(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
-    """Against an array. The cache has 16 slots, and one chunk is filled at a time."""
+    """Compare an arena with a tensor. Its cache has 16 slots, and one block is buffered at a time."""
     made = arena(tmp_path_factory.mktemp("rows", numbered=True))
     model = torch.zeros(LAYOUT.layers, LAYOUT.chunks, LAYOUT.kv_heads, CHUNK, WIDTH)
     for number, (kind, a, b, c, d) in enumerate(steps):
@@ -288,7 +291,7 @@ def test_rows_that_are_used_come_from_memory(tmp_path: Path) -> None:
 
 
 def test_a_row_that_is_written_again_is_not_the_one_that_stayed(tmp_path: Path) -> None:
-    """By a whole chunk, and by a single slot; the row that was read before has another value."""
+    """Overwriting a block or a single slot invalidates the cached KV entry."""
     made = arena(tmp_path)
     rows = made.places.ids(0, np.array([1]), np.array([9]), np.array([1]))
     for value, first, count in ((1.0, 0, 192), (2.0, 64, 64), (3.0, 73, 1)):
@@ -317,7 +320,7 @@ def test_a_run_is_read_ahead_and_leaves_again() -> None:
 
 
 def test_a_block_of_a_run_lies_in_one_piece(tmp_path: Path) -> None:
-    """However slabs cut what there is: putting blocks together filled the allocator with hundreds of MB."""
+    """Concatenating parts from several slabs would fill the allocator with hundreds of MB."""
     geometry = LLM(MODEL, dtype="float64").geometry
     pool = HostPool(geometry, torch.float64, 16 << 20, slab_tokens=2 * CHUNK, disk=DiskTier(tmp_path, 2 << 20))
     blocks = pool.new_block_table(1000)
@@ -385,8 +388,8 @@ def test_models_with_sliding_layers_and_forks(tmp_path: Path) -> None:
 
 
 def test_eviction_overwrites_rows_on_disk(tmp_path: Path) -> None:
-    """The pool takes a prompt and 20 tokens more."""
     said = []
+    # The pool holds the prompt and 20 more tokens.
     size = 5 * LLM(MODEL, dtype="float64").runner.pool.chunk_bytes
     long = SamplingParams(max_tokens=34, temperature=0, ignore_eos=True)
     options = POLICIES["infinigen"]
@@ -412,7 +415,7 @@ def test_sessions_come_back_from_their_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("sunk", [False, True])
 def test_attention_over_blocks_is_causal_attention(softcap: float | None, sunk: bool) -> None:
-    """The seven last of 50 tokens: blocks of the past, own tokens and three before; with capped scores and sinks."""
+    """The last 7 of 50 tokens attend to two past blocks and to the last 10 tokens."""
     torch.manual_seed(0)
     q, (k, v) = torch.randn(6, 7, 16, dtype=torch.float64), torch.randn(2, 2, 50, 16, dtype=torch.float64)
     sinks = torch.randn(6, dtype=torch.float64) if sunk else None
@@ -425,7 +428,7 @@ def test_attention_over_blocks_is_causal_attention(softcap: float | None, sunk: 
 
 @pytest.mark.parametrize("policy", ["full", "infinigen, tail", "quest"])
 def test_a_prompt_goes_through_in_segments(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 tokens, in slices of 32; the second prompt begins with what the first one has left."""
+    # The second prompt shares its first blocks with the first one.
     monkeypatch.setitem(segments.SEGMENT_BYTES, "cpu", 1)
     prompts = [PROMPTS[0], PROMPTS[0][:200] + PROMPTS[1][:61]]
     said, heard, passes = [], [], []
@@ -449,7 +452,7 @@ def test_a_prompt_goes_through_in_segments(policy: str, tmp_path: Path, monkeypa
 
 
 class FailingReader(ThreadReader):
-    """Fails from the `at`-th read on, or finds the file short."""
+    """A reader that fails from the `at`-th read on."""
 
     def __init__(self, at: int, code: int = errno.EIO) -> None:
         super().__init__(2)
@@ -501,7 +504,7 @@ def test_rows_that_could_not_be_written_are_never_read(
 
 
 def test_the_next_holder_of_a_chunk_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever became of what the one before wrote there: also of what fails when nobody wants it any more."""
+    """A failed write of the previous owner has no effect, also if it fails after the block was freed."""
     made, held = arena(tmp_path, 2_000_000), threading.Event()
     rows = torch.randn(2, LAYOUT.kv_heads, 128, LAYOUT.head_dim)
     for late in (False, True):
@@ -566,7 +569,7 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_what_a_prompt_leaves_with_the_allocator_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each prompt, where host memory is limited."""
+    """Memory is returned once per prompt if host memory is limited."""
     given = list[None]()
     monkeypatch.setattr("offload_rt.engine.runner.give_back", lambda: given.append(None))
     written(make(None), PROMPTS)

@@ -1,4 +1,4 @@
-"""A pool that is really bounded: memory never passes the limit, and what is evicted is what the plain model evicts."""
+"""Test a bounded pool: memory stays below the limit, and tokens are evicted as in a plain model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload_rt.model_runner.sequence import Sequence
 from offload_rt.model_runner.slot_table import InPlaceEviction
 
 CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
-"""Of four layers."""
+"""K and V of a block in four layers, float64."""
 
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
@@ -52,7 +52,7 @@ def make_llm(
 def test_generation_goes_on_far_past_the_limit_in_flat_memory(
     policy: str, options: dict[str, Any], eviction: str
 ) -> None:
-    """Nearly twice as many tokens as the pool holds; the arena's own count is checked at every step."""
+    """Generate nearly twice as many tokens as the pool holds."""
     llm = make_llm(policy, options, 2, eviction, layers=2)
     pool, runner = llm.runner.pool, llm.runner
     for event in llm.stream(tiny_prompt(50), SamplingParams(max_tokens=3 * CHUNK, temperature=0)):
@@ -75,8 +75,10 @@ def test_eviction_changes_nothing_while_there_is_room(policy: str, options: dict
 @pytest.mark.parametrize("protect", ["window", "none"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 def test_full_with_fifo_equals_attention_over_the_newest_tokens(name: str, protect: str) -> None:
-    """Policy full has no window (sinks 0, recent 1), so FIFO keeps the newest tokens, whose K and V were computed when
-    the older ones were still there: a plain model with lists gives the same logits for 90 steps."""
+    """Policy full protects one recent token and no sinks, so FIFO keeps the newest tokens.
+
+    Their K and V were computed while older tokens were present, as in the plain model.
+    """
     tokens = tiny_prompt(210)
     llm = make_llm("full", {}, 2, {"policy": "fifo", "protect": protect}, name=name)
     if name != "llama":
@@ -117,8 +119,10 @@ def test_full_with_fifo_equals_attention_over_the_newest_tokens(name: str, prote
 def test_slots_hold_what_a_plain_list_says(
     policy: str, protect: str, sinks: int, recent: int, prompt: int, steps: int, given_at: int, seed: int
 ) -> None:
-    """Every layer's rows after random selections, and after a chunk was given away: keys in the pool equal the keys of
-    the positions that a plain model keeps, sinks first, the ring last; protected tokens are always there."""
+    """After random selections and a freed block, the pool holds the keys that the plain model keeps.
+
+    Sinks come first and the ring of recent tokens last. Protected tokens are never evicted.
+    """
     llm = make_llm("oracle", {"budget": 0.2, "sinks": sinks, "recent": recent, "dense_layers": ()}, 2, None)
     pool = llm.runner.pool
     blocks = pool.new_block_table(prompt)
@@ -173,9 +177,10 @@ def test_slots_hold_what_a_plain_list_says(
     [(*chosen, {}) for chosen in POLICIES] + [(*POLICIES[1], {"kv_cache_dtype": "int8"})],
 )
 def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], more: dict[str, Any]) -> None:
-    """A prompt of three chunks and one of nearly a chunk in a pool of four: the short one grows at the expense of the
-    long one until they are of a size. Nothing is lost of the short one before it overwrites: its tokens are those that
-    it generates alone."""
+    """The short sequence takes blocks from the long one until both have the same size.
+
+    Until the short one evicts its own tokens, its output equals that of a run alone.
+    """
     row = 16 + 4 if more else 16 * 8
     settings = {"policy": policy, "policy_options": options, "dtype": "float64", "eviction": "counter", **more}
     llm = LLM(
@@ -210,8 +215,7 @@ def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], 
 
 
 def test_rows_that_a_fork_holds_are_spared() -> None:
-    """Two sequences share the first chunk of a prompt in a pool that holds no more than both: the first overwrites its
-    own chunks only, and the second still gives what it gives alone."""
+    """The first sequence overwrites only its own blocks, not the one shared with its fork."""
     alone = make_llm("full", {}, 30, None).score([tiny_prompt(128)], [tiny_prompt(40, seed=5)])[0]
     llm = make_llm("full", {}, 5, "fifo")
     runner = llm.runner
@@ -249,7 +253,7 @@ def test_what_cannot_be_evicted_is_refused() -> None:
 
 @pytest.mark.parametrize("eviction", [None, "counter"])
 def test_scoring_goes_in_smaller_batches_where_the_pool_is_small(eviction: str | None) -> None:
-    """Windows longer than a bounded pool, and more continuations of a prompt than fit at once."""
+    """Score continuations longer than the pool, and more of them than fit at once."""
     prompt, rest = tiny_prompt(100), tiny_prompt(130, seed=3)
     roomy = make_llm("full", {}, 40, None)
     tight = make_llm("full", {}, 4, eviction)

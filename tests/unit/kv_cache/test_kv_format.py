@@ -1,4 +1,4 @@
-"""Stored rows: sizes, error bounds, and numbers that survive being stored twice."""
+"""Test quantised KV: sizes, error bounds, and results of models that store it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIMS = [5, 16, 18, 24, 64, 67, 80, 96, 128, 160, 256]
 @pytest.mark.parametrize("head_dim", DIMS)
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_row_sizes(head_dim: int, bits: int) -> None:
-    """d = 128 in int4: 64 bytes of codes and two groups of 4 bytes, against 256 bytes in 16 bit."""
+    """For d = 128 in int4: 64 bytes of codes and two groups of 4 bytes, against 256 bytes in 16 bit."""
     stored = make_kv_format(f"int{bits}", torch.float32, head_dim)  # type: ignore[arg-type]
     rows = torch.randn(3, 5, head_dim)
     assert stored.encode(rows).shape == (3, 5, stored.width) and stored.storage == torch.uint8
@@ -39,14 +39,13 @@ def test_row_sizes(head_dim: int, bits: int) -> None:
     seed=st.integers(0, 99),
 )
 def test_errors_are_half_a_step(head_dim: int, bits: int, scale: float, offset: float, seed: int) -> None:
-    """Half a step of the group's range, widened by what float16 does to minimum and step: relative 2^-11 each, of the
-    largest magnitude and of the range."""
     stored = Quantised(bits, torch.float32, head_dim)
     rows = torch.randn(7, head_dim, generator=torch.Generator().manual_seed(seed)) * scale + offset
     errors = (stored.decode(stored.encode(rows)) - rows).abs()
     size = -(-head_dim // stored.groups)
     for group, error in zip(rows.split(size, -1), errors.split(size, -1), strict=True):
         span = group.amax(-1) - group.amin(-1)
+        # Half a step, plus the float16 rounding of minimum and step: 2^-11 of the magnitude and of the range.
         bound = span / (2 * (2**bits - 1)) + 2.0**-10 * (group.abs().amax(-1) + span) + 1e-4
         assert (error.amax(-1) <= bound).all()
 
@@ -72,8 +71,6 @@ def make_llm(kv_cache_dtype: str, policy: str = "full", **options: Any) -> LLM:
 
 
 def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
-    """Log-probabilities of 40 tokens after an exact prefill: int8 loses next to nothing, int2 most; bytes in the pool
-    and on the link are those of the rows' width."""
     tokens = tiny_prompt(120)
     [exact] = make_llm("auto").score([tokens[:80]], [tokens[80:]])
     losses = []
@@ -83,15 +80,14 @@ def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
         assert rounded.stats.h2d_bytes * 64 == exact.stats.h2d_bytes * width
         assert rounded.stats.kv_bytes_host * 64 == exact.stats.kv_bytes_host * width
         assert llm.runner.pool.chunk_bytes == 2 * 4 * 2 * CHUNK * width
-        # The first scored token sees 79 rounded rows and one exact; no row is rounded in the prefill that made them.
+        # The first scored token attends to 79 quantised KV entries and an exact one. Prefill attends to exact KV.
         losses.append(max(abs(a - b) for a, b in zip(rounded.logprobs, exact.logprobs, strict=True)))
     assert losses[0] < 0.1 < losses[2] and losses[0] < losses[1] < losses[2]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "int2"])
 def test_formats_go_with_selection_forks_batches_and_eviction(kv_cache_dtype: str) -> None:
-    """A budget of everything is full, with full's window (resident rows are not rounded); a batch gives what each gets
-    alone; forks and a bounded pool work on rounded rows."""
+    """A budget of 1.0 with the window of full gives full's tokens, as resident KV is not quantised."""
     params = SamplingParams(max_tokens=12, temperature=0)
     prompts = [tiny_prompt(length, seed=length) for length in (1, 70, 120)]
     full = [c.token_ids for c in completed(make_llm(kv_cache_dtype).generate(prompts, params))]
@@ -113,7 +109,7 @@ def test_formats_go_with_selection_forks_batches_and_eviction(kv_cache_dtype: st
 
 
 def test_results_do_not_depend_on_what_ran_before() -> None:
-    """A rounded prefix is not reused: its rows are not what an exact prefill would attend to."""
+    """A quantised prefix is not reused, because an exact prefill attends to unquantised KV."""
     llm, params = make_llm("int4"), SamplingParams(max_tokens=20, temperature=0)
     first, second = (completed(llm.generate([tiny_prompt(150)], params))[0] for _ in range(2))
     assert first.token_ids == second.token_ids and second.stats.reused_tokens == 0

@@ -1,5 +1,8 @@
-"""Sliding layers keep what their windows show and give back the rest, and take nothing from the layers beside them:
-prompts are shared, sequences fork, evict, swap, sessions are stored and truncated as where every layer sees all."""
+"""Test models with sliding-window layers.
+
+These layers keep the KV of their windows and free the rest. Prefix sharing, forks, eviction, swapping, sessions and
+truncation work as for models without windows.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def greedy(count: int) -> SamplingParams:
 
 
 def held_windows(llm: LLM) -> int:
-    """The most places of window chunks that any open sequence holds."""
+    """Return the largest number of window blocks per layer that an open sequence holds."""
     return max((len(sequence.blocks.windows) for sequence in llm.runner._open.values()), default=0)
 
 
@@ -88,7 +91,7 @@ def test_a_window_reaches_into_so_many_places(window: int) -> None:
     ],
 )
 def test_greedy_tokens_are_transformers_far_beyond_the_window(kind: str, policy: str, device: str) -> None:
-    """Prompts shorter and longer than the window, in one batch; what has left the windows has left the pool."""
+    """Run prompts shorter and longer than the window in one batch."""
     llm = make(kind, **POLICIES[policy])
     if device == "staged":
         llm = staged(llm)
@@ -103,7 +106,6 @@ def test_greedy_tokens_are_transformers_far_beyond_the_window(kind: str, policy:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_sliding_layers_hold_their_window_and_no_more(kind: str) -> None:
-    """Before, every layer held every token."""
     llm = make(kind, enable_prefix_caching=False)
     pool = llm.runner.pool
     most = pool.groups.sliding * pool.groups.window_chunks
@@ -117,8 +119,10 @@ def test_sliding_layers_hold_their_window_and_no_more(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_prompts_that_part_share_what_is_before(kind: str) -> None:
-    """The second prompt parts from the first 80 tokens before its end: the rows that its sliding layers need there are
-    still known, whether the first one is still running or long gone; a third parts too far from any end."""
+    """Two prompts differ in their last 80 tokens.
+
+    The window KV before these tokens stays cached, both while the first request runs and after it.
+    """
     llm = make(kind)
     document = tiny_prompt(400)
     prompts = [document + tiny_prompt(80, seed=seed) for seed in (1, 2)]
@@ -134,7 +138,7 @@ def test_prompts_that_part_share_what_is_before(kind: str) -> None:
 
 
 def test_rows_kept_for_others_leave_when_room_is_needed() -> None:
-    """A pool that a prompt fills: what was kept of earlier prompts' windows goes, and nothing else is in the way."""
+    """A prompt that fills the pool evicts the window blocks cached for earlier prompts."""
     llm = make("half slide")
     pool, needed = llm.runner.pool, llm.runner.pool.groups.chunks(330)
     small = make("half slide", memory=needed * pool.chunk_bytes)
@@ -146,7 +150,7 @@ def test_rows_kept_for_others_leave_when_room_is_needed() -> None:
 
 @pytest.mark.parametrize("kind", ["all slide", "room to spare"])
 def test_samples_and_beams_fork(kind: str) -> None:
-    """Forks share the window's chunks, copy the partly filled one, and slide on by themselves."""
+    """Forks share the window blocks and copy the partly filled one."""
     prompt = tiny_prompt(100)
     llm = make(kind)
     for completion in completed(llm.generate([prompt], SamplingParams(max_tokens=36, n=3, seed=5))):
@@ -165,7 +169,7 @@ def test_samples_and_beams_fork(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["room to spare", "one slides"])
 def test_eviction_takes_from_the_layers_that_see_everything(kind: str) -> None:
-    """First in, first out in these, as a plain model with lists does it for 90 steps; sliding layers keep windows."""
+    """Full-attention layers evict first in, first out, as in a plain model. Sliding layers keep their windows."""
     chunks = make(kind).runner.pool.groups
     memory = make(kind).runner.pool.chunk_bytes * (2 + chunks.sliding * chunks.window_chunks)
     llm = make(kind, memory=memory, eviction={"policy": "fifo", "protect": "none"})
@@ -203,7 +207,7 @@ def test_generation_goes_on_far_past_the_limit(kind: str, eviction: str) -> None
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
 def test_scores_are_of_as_many_at_once_as_have_room(name: str) -> None:
-    """Windows of those that wait take chunks as they slide, which nothing reserves; forks, and prompts of their own."""
+    """Waiting sequences allocate window blocks as they slide, without a reservation."""
     more = {"use_sliding_window": True, "max_window_layers": 1} if name == "qwen2" else {}
     model = tiny_model(name, num_hidden_layers=2, **more)
     prompts, then = [tiny_prompt(60, seed=i // 2) for i in range(6)], [tiny_prompt(70, seed=9 + i) for i in range(6)]
@@ -283,7 +287,7 @@ def test_a_fork_of_a_session_goes_its_own_way(kind: str, tmp_path: Path) -> None
 
 
 def test_the_tail_of_a_session_leaves_one_set_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the disk is slower than the turns: a tail that is replaced while it is written does not stay."""
+    """On a slow disk, a partly filled last block that is replaced while it is written is deleted."""
 
     def slow(*args: Any) -> memoryview:
         time.sleep(0.02)
@@ -302,8 +306,7 @@ def test_the_tail_of_a_session_leaves_one_set_of_files(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("kind", MIXED)
 @pytest.mark.parametrize("cut", [{"keep_last": 100, "sinks": 4}, {"keep_last": 30}, {"drop": range(60, 150)}])
 def test_after_a_truncation_windows_show_what_follows_the_gap(kind: str, cut: dict[str, Any], tmp_path: Path) -> None:
-    """The next token's logits are those of a plain model whose layers have the kept rows, and whose sliding layers see
-    of these only the last ones without a gap."""
+    """Sliding layers attend only to the kept tokens after the gap."""
     llm = make(kind)
     session = llm.session("s", tmp_path)
     answer(session, tiny_prompt(200), count=11)
@@ -373,7 +376,7 @@ def test_a_sequence_comes_back_to_a_pool_with_room_for_one(kind: str, tmp_path: 
 
 
 def test_a_loader_brings_each_group_to_its_chunks(tmp_path: Path) -> None:
-    """Layers of one group never land in another's chunks: rows are those that were saved, layer by layer."""
+    """Loaded layers go to the blocks of their own group, with the KV that was saved."""
     llm = make("room to spare")
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
@@ -395,7 +398,7 @@ def test_a_loader_brings_each_group_to_its_chunks(tmp_path: Path) -> None:
 
 
 def _rows(llm: LLM, blocks: BlockTable, layer: int, length: int) -> torch.Tensor:
-    """K and V `[2, Hkv, n, d]` of what a layer can show to the token after the first `length`."""
+    """Return K and V `[2, Hkv, n, d]` that a layer attends to for the token at position `length`."""
     pool = llm.runner.pool
     first = pool.groups.first_seen(length) if pool.groups.group[layer] else 0
     parts = pool.runs(blocks, layer, range(first, length))
@@ -406,8 +409,10 @@ def _rows(llm: LLM, blocks: BlockTable, layer: int, length: int) -> torch.Tensor
 @pytest.mark.parametrize("kind", ["all slide", "half slide"])
 @pytest.mark.parametrize("path", ["in place", "copied", "int8", "working set"])
 def test_a_long_turn_follows_a_short_one(kind: str, path: str, first: int, tmp_path: Path) -> None:
-    """The last block of a prefill slice may have no slots in sliding layers. Another session with the same first block
-    then starts from the prefix tree."""
+    """The last block of a prefill chunk may have no slots in sliding layers.
+
+    Another session with the same first block then starts from the prefix tree.
+    """
     whole = {"policy_options": {"budget": 1.0, "dense_layers": ()}}
     options: dict[str, dict[str, Any]] = {
         "copied": {"prefill_chunk_size": CHUNK},
@@ -422,7 +427,7 @@ def test_a_long_turn_follows_a_short_one(kind: str, path: str, first: int, tmp_p
             turn = tiny_prompt(length, seed=seed)
             before = [*session.tokens, *turn]
             found = answer(session, turn, 6)
-            if path != "int8":  # int8 rounds keys and values
+            if path != "int8":  # int8 quantises K and V
                 assert_greedy(model_of(kind), before, found)
         session.close()
     llm.runner.check_integrity()

@@ -1,4 +1,4 @@
-"""The host pool's facade: block tables, rows, contiguity, limits, copy-on-write."""
+"""Test the host pool: block tables, reads and writes, contiguity, limits, copy-on-write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload_rt.utils.control_groups import processor_limit
 
 
 def addresses(pool: HostPool, blocks: BlockTable, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V `[Hkv, length, d]` gathered by row id."""
+    """Return K and V `[Hkv, length, d]`, gathered by row index."""
     tokens = torch.arange(blocks.length)
     base = pool.row_base(blocks)[tokens // CHUNK] + tokens % CHUNK
     rows = torch.tensor([[pool.layout.row(layer, head, side) for head in range(2)] for side in range(2)])
@@ -30,7 +30,7 @@ def test_rows_and_runs_show_what_was_written() -> None:
     pool = make_pool(12)
     blocks = pool.new_block_table(600)
     for layer in (0, 1):
-        for start, stop in ((0, 250), (250, 251), (251, 600)):  # slices of a prefill, over chunks and slabs
+        for start, stop in ((0, 250), (250, 251), (251, 600)):  # prefill chunks that cross blocks and slabs
             k, v = kv(range(600), layer)
             pool.write(blocks, layer, start, k[:, start:stop], v[:, start:stop])
     pool.commit(blocks, 600)
@@ -51,13 +51,13 @@ def test_rows_and_runs_show_what_was_written() -> None:
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not say what a process holds")
 def test_a_short_prompt_holds_pages_of_its_rows_not_a_slab() -> None:
-    """32 planes of 2 MiB: a huge page each where the first slab had them."""
+    """The slab has 32 planes of 2 MiB. Touching each with a huge page would take 64 MiB."""
     pool = HostPool(geometry(8, 2, 64), torch.bfloat16, 1 << 27)
     before, (k, v) = resident(), torch.ones(2, 2, CHUNK, 64, dtype=torch.bfloat16)
     blocks = pool.new_block_table(CHUNK)
@@ -105,7 +105,7 @@ def test_sequences_that_grow_together_keep_long_runs() -> None:
     pool.check_integrity()
     assert pool.free_chunks == 4
     pieces = [len(pool.spans(blocks, 0, range(blocks.capacity))) for blocks in block_tables]
-    assert max(pieces) <= 5, pieces  # 15 where each takes the next free chunk
+    assert max(pieces) <= 5, pieces  # 15 if each takes the next free block
 
 
 def test_waste_is_less_than_a_chunk_for_each_sequence() -> None:
@@ -122,7 +122,7 @@ def test_a_fork_shares_until_its_first_append_and_copies_once(monkeypatch: pytes
     pool = make_pool(32)
     first = pool.new_block_table(0)
     append(pool, first, 100)
-    pool.reserve(first, 300)  # slots beyond the tokens are not shared
+    pool.reserve(first, 300)  # reserved slots without tokens are not shared
     before = pool.bytes_used
     second = pool.fork(first)
     assert pool.bytes_used == before
@@ -176,7 +176,7 @@ def test_a_full_pool_says_what_is_missing() -> None:
     pool.commit(blocks, 5 * CHUNK - 1)
     fork = pool.fork(blocks)
     with pytest.raises(PoolFullError):
-        pool.reserve(fork, 6 * CHUNK)  # the copy of the tail and one more
+        pool.reserve(fork, 6 * CHUNK)  # the copy of the last block, and one more
     assert fork == blocks
     pool.check_integrity()
 
@@ -288,7 +288,7 @@ def test_slabs_are_pinned_when_they_are_needed() -> None:
 @pytest.mark.gpu
 @pytest.mark.simulated
 def test_no_slab_is_made_ready_before_it_is_needed() -> None:
-    """Where memory says so of itself: an H100's driver calls all of a mapping pinned once a part of it is."""
+    """Only two slabs are asserted, because an H100's driver reports a mapping as pinned once a part of it is."""
     shape = geometry(head_dim=512)
     pool = HostPool(shape, torch.float32, 3 * shape.kv_bytes(4 * CHUNK, torch.float32), pin=True, slab_tokens=4 * CHUNK)
     pool.new_block_table(5 * CHUNK)
@@ -299,11 +299,11 @@ def test_no_slab_is_made_ready_before_it_is_needed() -> None:
 @pytest.mark.gpu
 @pytest.mark.simulated
 def test_memory_that_cannot_be_pinned_is_an_error_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clear one, and not also the next kernel's."""
+    """The error of the driver must not be raised again by the next kernel."""
     pool = HostPool(geometry(), torch.float32, 12 * CHUNK_BYTES, pin=True, slab_tokens=4 * CHUNK)
     again = HostPool(geometry(), torch.float32, 12 * CHUNK_BYTES, pin=True, slab_tokens=4 * CHUNK)
     pool.prepare(1)
-    monkeypatch.setattr(again._arena, "rows", pool._arena.rows)  # memory that is pinned already
+    monkeypatch.setattr(again._arena, "rows", pool._arena.rows)  # this memory is already pinned
     with pytest.raises(MemoryLimitError, match="cannot pin"):
         again.prepare(1)
     assert torch.ones(3, device="cuda").sum().item() == 3

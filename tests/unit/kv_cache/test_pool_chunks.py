@@ -1,4 +1,4 @@
-"""The chunk table against a plain list of reference counts."""
+"""Test the table of physical blocks against a plain list of reference counts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STEPS = st.lists(
 
 
 def runs(chunks: list[int], slab_chunks: int) -> int:
-    """Contiguous runs within slabs."""
+    """Return the number of contiguous runs within slabs."""
     return sum(i == 0 or chunk != chunks[i - 1] + 1 or chunk % slab_chunks == 0 for i, chunk in enumerate(chunks))
 
 
 def free_runs(refs: list[int], slab_chunks: int) -> list[int]:
-    """Lengths of the free runs, as a plain scan finds them."""
+    """Return the lengths of the free runs from a plain scan."""
     lengths = [0]
     for chunk, count in enumerate(refs):
         if chunk % slab_chunks == 0 or count:
@@ -36,7 +36,7 @@ def free_runs(refs: list[int], slab_chunks: int) -> list[int]:
 def test_table_against_a_list_of_counts(steps: list[tuple[str, int]], slab_chunks: int) -> None:
     table = ChunkTable(slab_chunks)
     refs: list[int] = []
-    held: list[int] = []  # one entry a reference
+    held: list[int] = []  # one entry per reference
     for action, number in steps:
         if action == "slab":
             assert table.add_slab() == len(refs) // slab_chunks
@@ -112,7 +112,7 @@ def test_a_hundred_thousand_chunks_are_handled_in_microseconds() -> None:
     for _ in range(400):
         table.add_slab()
     table.best_fit(table.free)
-    order = list(range(0, 102_400, 2))  # the worst fragmentation there can be
+    order = list(range(0, 102_400, 2))  # worst-case fragmentation
     random.Random(0).shuffle(order)
     began = time.process_time()
     for chunk in order:
@@ -120,4 +120,4 @@ def test_a_hundred_thousand_chunks_are_handled_in_microseconds() -> None:
     for _ in order:
         table.best_fit(1)
     each = (time.process_time() - began) / (2 * len(order))
-    assert each < 200e-6, f"{each * 1e6:.0f} us"  # measured: 10 us; a scan of the runs would take milliseconds
+    assert each < 200e-6, f"{each * 1e6:.0f} us"  # measured: 10 us. A scan of the runs would take milliseconds

@@ -1,4 +1,4 @@
-"""Victims against a plain Python model of InfiniGen §4.4's policies."""
+"""Test the choice of victims against a plain Python model of the policies in InfiniGen, §4.4."""
 
 from __future__ import annotations
 
@@ -100,14 +100,14 @@ def test_each_policy_compares_its_own_quantity_first() -> None:
 
 
 def test_a_token_is_not_a_victim_for_having_had_no_time() -> None:
-    """Selected in 2 of 40 steps, against never in the 4 since it left the window of 8: the older one gives way; after
-    40 more steps without a selection the newer one does."""
+    """Counts are relative to the steps since the token left the recent window."""
     state = SlotState.empty(1, 2)
     state.fill(range(1), 8, 8)
     for step in (10, 11):
         state.touch(0, torch.tensor([0]), step)
     state.place(torch.tensor([1]), 36, step=36, recent=8)
     protected = torch.zeros(1, 2, dtype=torch.bool)
+    # At step 48, token 0 was selected in 2 of 40 steps, and token 1 in none of 4: too few to judge it.
     assert victims("counter", state, protected, 48).tolist() == [[0]]
     assert victims("counter", state, protected, 88).tolist() == [[1]]
 

@@ -1,4 +1,4 @@
-"""The host pool against a plain model that remembers every number written, in random order of everything it can do."""
+"""Test the host pool against a plain model of all written values, with random sequences of operations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LINEAGES = st.sampled_from(["exact", "sparse"])
 
 @dataclass(eq=False)
 class Model:
-    """A sequence: its tokens, and the number that each token's K and V were made from."""
+    """Expected contents of a sequence: its tokens, and a number per token from which K and V were made."""
 
     blocks: BlockTable
     tokens: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Model:
 
 
 def made_from(values: list[int], layer: int) -> torch.Tensor:
-    """`[Hkv, 2, n, d]`: K and V of one layer, every number different."""
+    """Return distinct K and V `[Hkv, 2, n, d]` of one layer."""
     inner = torch.arange(HEADS * 2 * WIDTH, dtype=torch.float32).view(HEADS, 2, 1, WIDTH) + 8 * layer
     return torch.tensor(values, dtype=torch.float32).view(-1, 1) * 16 + inner
 
@@ -55,7 +55,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = HostPool(GEOMETRY, torch.float32, LIMIT, slab_tokens=6 * CHUNK)
-        assert self.pool.chunk_count == 15  # 3 equal slabs of 5: two of the 17 chunks are left over
+        assert self.pool.chunk_count == 15  # 3 slabs of 5 blocks; two of the 17 are left over
         self.live: list[Model] = []
         self.written = 0
         self.published: defaultdict[tuple[tuple[int, ...], int], set[tuple[int, ...]]] = defaultdict(set)
@@ -76,7 +76,7 @@ class PoolMachine(RuleBasedStateMachine):
         return torch.cat([torch.stack([part.k, part.v], 1) for part in parts], 2)
 
     def extend(self, model: Model, count: int, letter: int) -> bool:
-        """Appends to a sequence; False where the pool says that it is full, and it is."""
+        """Append tokens to a sequence. Return False if the pool is full, and check that it is."""
         blocks, stop = model.blocks, model.blocks.length + count
         before = BlockTable(list(blocks.chunks), blocks.length)
         others = {chunk for other in self.live if other is not model for chunk in other.blocks.chunks}
@@ -92,7 +92,7 @@ class PoolMachine(RuleBasedStateMachine):
             return False
         assert needed <= room
         values = self.fresh_values(count)
-        split = count // 3  # in two slices, as a prefill writes them
+        split = count // 3  # in two parts, like chunked prefill
         for layer in range(LAYERS):
             rows = made_from(values, layer)
             for first, last in ((0, split), (split, count)):
@@ -168,7 +168,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(model=sequences, share=st.floats(0, 1, exclude_max=True))
     def overwrite(self, model: Model, share: float) -> None:
-        """What eviction does: a slot of a full chunk is written again."""
+        """Overwrite a slot of a full block, as eviction does."""
         if model.blocks.length < CHUNK:
             return
         token = int(model.blocks.length // CHUNK * CHUNK * share)
@@ -198,7 +198,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.release(model.blocks)
         self.pool.check_integrity()
         assert self.pool.bytes_used == self.pool.idle_chunks * self.pool.chunk_bytes
-        everything = self.pool.new_block_table(self.pool.chunk_count * CHUNK)  # nothing leaked: the tree gives all up
+        # Nothing leaked: the tree frees all its blocks.
+        everything = self.pool.new_block_table(self.pool.chunk_count * CHUNK)
         assert self.pool.idle_chunks == 0 == self.pool.free_chunks
         assert everything.capacity == self.pool.chunk_count * CHUNK
 

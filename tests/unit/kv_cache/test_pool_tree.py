@@ -1,4 +1,4 @@
-"""The prefix tree: what matches, what is evicted and when, and sharing through the pool."""
+"""Test the prefix tree: matching, eviction order, and sharing through the pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload_rt.kv_cache.prefix_tree import PrefixTree, chunk_key, pack_tokens, 
 
 
 def text(*letters: int) -> list[int]:
-    """One chunk of equal tokens for each letter."""
+    """Return one block of equal tokens per letter."""
     return [letter for letter in letters for _ in range(CHUNK)]
 
 
@@ -54,7 +54,7 @@ def test_at_most_all_but_the_last_token_matches() -> None:
 def test_lineages_and_namespaces_never_match_each_other() -> None:
     tree = PrefixTree("model a")
     tree.insert(text(1), [7], "exact", alone)
-    tree.insert(text(1, 2), [7, 8], "infinigen", alone)  # what came after an exact prefill was decoded sparsely
+    tree.insert(text(1, 2), [7, 8], "infinigen", alone)  # decoded sparsely after an exact prefill
     tokens = [*text(1, 2), 0]
     assert tree.match(tokens, "exact") == [7]
     assert tree.match(tokens, "infinigen") == []
@@ -74,7 +74,7 @@ def test_equal_digests_of_other_tokens_are_a_miss(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(prefix_tree, "chunk_key", lambda parent, lineage, tokens: parent[:1] + tokens[:1])
     tree = PrefixTree()
     tree.insert(text(1, 5), [7, 8], "exact", alone)
-    twin = text(257)  # the same lowest byte, so the same digest here
+    twin = text(257)  # same lowest byte, so the same patched digest
     assert tree.match([*twin, 0], "exact") == []
     assert tree.insert(twin + text(6), [4, 5], "exact", alone) == ([], {})
     assert tree.match([*text(1), 0], "other lineage") == []
@@ -107,7 +107,7 @@ STEPS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(steps=STEPS)
 def test_tree_against_a_dictionary_of_prefixes(steps: list[tuple[str, int]]) -> None:
-    """The model: a dictionary from prefix to chunk with the time of its last use, and who holds what."""
+    """The model maps each prefix to its block and the time of its last use, and tracks references."""
     tree = PrefixTree()
     known: dict[tuple[int, ...], int] = {}
     used: dict[tuple[int, ...], int] = {}

@@ -1,5 +1,4 @@
-"""A pool with sliding layers against a plain model that remembers every number written, in random order of everything
-that sequences do with it."""
+"""Test a pool with sliding-window layers against a plain model of all written values, with random operations."""
 
 from __future__ import annotations
 
@@ -41,8 +40,10 @@ def geometry(windows: tuple[int | None, ...]) -> ModelGeometry:
 
 @dataclass(eq=False)
 class Model:
-    """A sequence: its tokens, and the number that each token's K and V were made from: like real rows, it stands for
-    the token and all before it."""
+    """Expected contents of a sequence: its tokens, and a number per token from which K and V were made.
+
+    Like real KV, the number depends on the token and on all tokens before it.
+    """
 
     blocks: BlockTable
     tokens: list[int] = field(default_factory=list)
@@ -55,7 +56,7 @@ class Model:
 
 
 def made_from(values: list[int], layer: int) -> torch.Tensor:
-    """`[Hkv, 2, n, d]`: K and V of one layer, every number different."""
+    """Return distinct K and V `[Hkv, 2, n, d]` of one layer."""
     inner = torch.arange(HEADS * 2 * WIDTH, dtype=torch.float32).view(HEADS, 2, 1, WIDTH) + 8 * layer
     return torch.tensor(values, dtype=torch.float32).view(-1, 1) * 32 + inner
 
@@ -82,7 +83,7 @@ class SlidingMachine(RuleBasedStateMachine):
         return torch.cat([torch.stack([part.k, part.v], 1) for part in parts], 2)
 
     def compute(self, model: Model, count: int, letter: int, behind: int) -> bool:
-        """What a prefill of `count` tokens does, or a step; False, and nothing changed, where the pool is full."""
+        """Prefill or decode `count` tokens. Return False if the pool is full, and check that nothing changed."""
         blocks, start = model.blocks, model.blocks.length
         stop = start + count
         windows, chunks = dict(blocks.windows), list(blocks.chunks)
@@ -178,7 +179,7 @@ class SlidingMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
         assert self.pool.bytes_used == self.pool.idle_chunks * self.pool.chunk_bytes
         if self.groups.full:
-            self.pool.new_block_table(self.pool.chunk_count * CHUNK)  # nothing leaked: all is given up
+            self.pool.new_block_table(self.pool.chunk_count * CHUNK)  # nothing leaked: all blocks can be freed
             assert self.pool.idle_chunks == 0 == self.pool.free_chunks
 
 
@@ -196,7 +197,7 @@ TestAllSlide = AllSlideMachine.TestCase
 
 
 def test_a_place_filled_in_part_is_not_kept_for_others() -> None:
-    """A prefill whose windows leave a gap behind what was there: the place before the gap has rows of 57 tokens."""
+    """The windows of the prefill leave a gap after a block with KV of only 57 tokens."""
     machine = AllSlideMachine()
     model = Model(BlockTable())
     assert machine.compute(model, 57, 0, 0) and machine.compute(model, 200, 0, 0)

@@ -1,5 +1,7 @@
-"""A batch whose layers select together: what each sequence gets alone, by one chain of launches whatever the batch; and
-what a CUDA graph of the step would need, seen by recording every launch of two steps."""
+"""Test batched selection: results equal those of each sequence alone, with launches independent of the batch.
+
+Steps are compared by recording every launch, as capture in a CUDA graph requires.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ from offload_rt.transfer.row_lists import RowLists
 def test_a_batch_by_the_kernels_is_each_sequence_by_itself(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ragged lengths, over the bound of a chunk and of a bucket; nothing is asked of the device. (A processor rounds
-    the weights of a tail's values.)"""
+    """Lengths cross a block and a bucket boundary. The step never synchronises with the device."""
+    # The CPU kernel quantises attention weights of approximate values; the others do not.
     monkeypatch.setattr(low_bit_cpu, "suits", lambda q: False)
     lengths = (30, 63, 127)
     runner = make(False, **options)
@@ -60,8 +62,10 @@ def test_a_batch_by_the_kernels_is_each_sequence_by_itself(
 
 
 class Recorded(TorchDispatchMode):
-    """Writes down every operation: its name, numbers, shapes, strides, and of each tensor that was there before, its
-    address. A launch of a Triton kernel is one operation, and so is a new tensor of values from the host."""
+    """Record every operation with its arguments, shapes, strides, and the addresses of tensors that existed before.
+
+    A Triton launch is one operation, and so is a new tensor with values from the host.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,10 +87,10 @@ class Recorded(TorchDispatchMode):
         return out
 
     def _made_here(self, tensor: Any) -> None:
-        """Unless it is a view of what was there before, or was written into it."""
+        """Register a tensor made during the step, unless it is a view of an earlier one."""
         if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self._there:
             self._made.add(tensor.untyped_storage().data_ptr())
-            self._kept.append(tensor)  # so that its address becomes nobody else's
+            self._kept.append(tensor)  # keeps the address from being reused
 
     def _write(self, *entry: Any) -> None:
         self.entries.append(entry)
@@ -103,7 +107,7 @@ class Recorded(TorchDispatchMode):
         return x
 
     def launch(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run` of a kernel as one operation."""
+        """Wrap `run` of a kernel to record it as one operation."""
 
         def one(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
             self._write(kernel.fn.__qualname__, grid, [self._describe(x) for x in (*args, *named.values())])
@@ -126,7 +130,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def step_recorded(runner: Runner, batch: list[Sequence], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The operations of a step from the tokens to the logits, all that is not done before it or after."""
+    """Return the operations of a decode step from the tokens to the logits."""
     for sequence in batch:
         sequence.slots.begin_step(sequence.blocks, sequence.position)
     sharing = runner.prefixes.of([sequence.blocks for sequence in batch])
@@ -145,8 +149,7 @@ def step_recorded(runner: Runner, batch: list[Sequence], monkeypatch: pytest.Mon
 
 
 def test_a_step_is_the_same_launches_whatever_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one bucket. No length, slot or address of a sequence's own is in a launch, and no value comes from the host:
-    all of it could be captured once and replayed."""
+    """Launches of one bucket depend on no length, slot or address of a sequence, so a CUDA graph could replay them."""
     compiled(monkeypatch)
     runner = make()
     batch = [begun(runner, 70), begun(runner, 90, seed=1)]
@@ -185,12 +188,12 @@ def test_lists_are_made_anew_only_for_another_batch_size_or_bucket() -> None:
     runner.decode(batch[:1])
     assert list(runner.strategies.inputs) == [(2, 64), (2, 128), (1, 128)]
     runner.free(batch[0])
-    for lists in runner.strategies.inputs.values():  # they would keep the rows of a sequence that has ended
+    for lists in runner.strategies.inputs.values():  # otherwise KV of a finished sequence stays
         assert not lists.rows._open and not lists.rows._resident and not lists.keys._storages
 
 
 def test_layers_that_slide_go_one_by_one_beside_those_that_select_together() -> None:
-    """The logits of a batch are those of each sequence by itself, and so is what is counted."""
+    """Logits and statistics of a batch equal those of each sequence alone."""
 
     def runner_of(counted: bool) -> Runner:
         model = tiny_model("qwen2", use_sliding_window=True, max_window_layers=2)
@@ -229,7 +232,7 @@ def test_the_places_of_what_is_visible_lie_together(sinks: int, recent: int, win
 
 
 def test_a_device_that_holds_a_batch_together_is_planned_for() -> None:
-    """On CUDA every sequence takes the slots of the longest one's bucket, and is scored beside the others."""
+    """On CUDA, each sequence takes the slots of the longest one's bucket."""
     shape = load_shape(tiny_model("llama"))
     demand = memory_demand("infinigen", {}, shape.geometry, shape.dtype)
     apart = DeviceCosts(shape, demand, 512)
@@ -248,8 +251,10 @@ def test_a_device_that_holds_a_batch_together_is_planned_for() -> None:
 def test_missed_mass_is_read_when_the_newest_row_has_been_written(
     together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks at every row in the pool: before, what the step wrote back is waited for (a race on a device, where
-    write-backs are queued, and which no number shows here)."""
+    """The statistic reads all KV in the pool, so it must wait for queued write-backs.
+
+    On a device this is a race that the numbers here would not show.
+    """
     runner = make(together)
     batch = [begun(runner, length, seed=length) for length in (30, 90)]
     waiting: set[int] = set()

@@ -1,6 +1,8 @@
-"""Everything with everything: policy x KV format x eviction x sharing x restart x fork x overflow. Each cell equals the
-same conversation without the last four, or is refused with a clear error. `eval/results/store/composition.md` is this
-matrix in print."""
+"""Test combinations of policy, KV format, eviction, sharing, restart, fork and truncation.
+
+Each cell gives the tokens of the same conversation without eviction, sharing, restart and fork, or fails with a clear
+error. `eval/results/store/composition.md` prints this matrix.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 SLIDING = ", sliding"
 POLICIES |= {name + SLIDING: POLICIES[name] for name in ("full", "infinigen", "infinigen, tail", "oracle")}
-"""With this ending: on a model whose last layer slides."""
+"""Names with this suffix run on a model whose last layer slides."""
 
 LEARNS_FROM_QUERIES = ("infinigen, paper", "h2o")
 KNOWS_PLACES = ("streaming", "quest", "h2o")
@@ -57,7 +59,7 @@ class Cell:
 
     @property
     def refusal(self) -> str:
-        """What the error says; empty where the cell must equal its reference."""
+        """Text of the expected error, or empty if the cell must equal its reference."""
         if self.eviction and self.policy in KNOWS_PLACES:
             return "does not support eviction"
         if self.session and self.policy in LEARNS_FROM_QUERIES:
@@ -97,7 +99,7 @@ def make_llm(cell: Cell) -> LLM:
 
 
 def converse(cell: Cell, folder: Path) -> list[list[int]]:
-    """Answers to both turns."""
+    """Return the answers to both turns."""
     llm = make_llm(cell)
     if cell.sharing:
         llm.generate([TURNS[0] + [3]], SHORT)
@@ -125,7 +127,7 @@ def converse(cell: Cell, folder: Path) -> list[list[int]]:
 
 @functools.cache
 def reference(cell: Cell) -> list[list[int]]:
-    """The same conversation in one piece, alone: a session that is neither left, forked nor shared."""
+    """Return the answers of the same conversation without restart, fork or sharing."""
     with tempfile.TemporaryDirectory() as folder:
         if cell.policy in LEARNS_FROM_QUERIES:
             return [completed(make_llm(cell).generate([TURNS[0]], SHORT))[0].token_ids]
@@ -140,7 +142,7 @@ def reference(cell: Cell) -> list[list[int]]:
 
 @pytest.mark.parametrize("cell", DAILY, ids=str)
 def test_cell_equals_its_reference(cell: Cell, tmp_path: Path) -> None:
-    """Every third cell here (of a model that slides every ninth), all of them in `make stress`."""
+    """Run every third cell, and every ninth of the sliding model. `make stress` runs all."""
     plain = Cell(cell.policy, cell.rows, overflow=cell.overflow)
     answers = converse(cell, tmp_path)
     assert answers == reference(plain)[: len(answers)]
@@ -153,14 +155,14 @@ def test_cell_is_refused(cell: Cell, tmp_path: Path) -> None:
 
 
 def test_the_printed_matrix_is_this_one() -> None:
-    """`OFFLOAD_RT_PRINT=1` writes it."""
+    """Set `OFFLOAD_RT_PRINT=1` to write the file."""
     if os.environ.get("OFFLOAD_RT_PRINT"):
         PRINTED.write_text(printed(), encoding="utf-8")
     assert PRINTED.read_text(encoding="utf-8") == printed()
 
 
 def printed() -> str:
-    """Rows: policy, KV format and eviction. Columns: what is done with the sequence. Sharing on and off in each."""
+    """Return the matrix. Rows: policy, KV format and eviction. Columns: operations on the sequence."""
     ways = [Cell("full", restart=r, fork=f, overflow=o) for r, f, o in itertools.product((False, True), repeat=3)]
     heads = ["prompt" if not way.session else str(way).removeprefix("full-auto-").replace("-", " + ") for way in ways]
     notes: Counter[str] = Counter()

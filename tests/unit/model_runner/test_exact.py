@@ -1,4 +1,4 @@
-"""Drafts and their verification (`exact=...`): the text is that of full attention, and nothing of a draft is left."""
+"""Test speculative decoding with `exact=...`: output equals full attention, and rejected drafts leave no trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from offload_rt.model_runner import whole_pass
 from offload_rt.model_runner.sequence import Sequence
 
 SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "tail": "off"}
-"""So few rows that drafts are often wrong."""
+"""A budget so small that drafts are often wrong."""
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
@@ -57,8 +57,8 @@ PROMPTS = [tiny_prompt(150), tiny_prompt(70, seed=1), tiny_prompt(90, seed=2)]
     ],
 )
 def test_the_text_is_that_of_full_attention(name: str, policy: str, exact: Any) -> None:
-    """Greedy and sampled with the same seed, three sequences at once, whose drafts end in different places. Mistral's
-    window is 48 tokens: it slides. Whole texts: tiny float32 models come to no near tie in 24 tokens."""
+    """Three sequences with drafts of different lengths, greedy and sampled."""
+    # Mistral slides with a window of 48. The tiny float32 models have no near ties in 24 tokens.
     model = tiny_model(name)
     options = {"budget": 0.1, "sinks": 2, "recent": 8} if policy == "oracle" else None
     llm = runtime(model, policy, exact=exact, **({} if options is None else {"policy_options": options}))
@@ -70,7 +70,7 @@ def test_the_text_is_that_of_full_attention(name: str, policy: str, exact: Any) 
 
 @pytest.mark.parametrize("dear", ["found", "decoded"])
 def test_what_gives_more_tokens_a_second_is_drafted(dear: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text of two words, whose last ones were there before at every step."""
+    """The text has two words, so lookup finds drafts at every step."""
     monkeypatch.setattr(Costs, "of", lambda _, drafts, *, decoded: 1.0 + 9 * drafts * (decoded == (dear == "decoded")))
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, allowed_token_ids=[3, 50])
     [done] = completed(runtime(_LLAMA, exact=True).generate([[3, 50, 3, 3, 50, 50, 3, 50] * 8], params))
@@ -83,8 +83,8 @@ def test_what_gives_more_tokens_a_second_is_drafted(dear: str, monkeypatch: pyte
 def test_rows_that_lie_apart_are_attended_to_where_they_are(
     policy: str, on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of prompts that begin alike the second one's rows are two runs of memory; on a disk they come in blocks. `h2o`,
-    which learns from queries and rows together, gets them in one piece."""
+    """`h2o` learns from queries and keys together, and gets the KV in one piece."""
+    # The second prompt's KV is two runs in memory; on disk it is read in blocks.
     blocked, real = [], whole_pass.BlockedAttention.add
     monkeypatch.setattr(whole_pass.BlockedAttention, "add", lambda self, k, v: (blocked.append(1), real(self, k, v))[1])
     alike = [tiny_prompt(128) + tiny_prompt(40, seed=seed) for seed in range(2)]
@@ -96,8 +96,7 @@ def test_rows_that_lie_apart_are_attended_to_where_they_are(
 
 
 def test_a_batch_is_verified_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three sequences, two of them completions of one prompt, with drafts of any length: the first MLP after each call
-    gets the tokens of all."""
+    # Two of three sequences are completions of one prompt. The first MLP after each call must get all tokens.
     llm = runtime(_LLAMA, exact={"method": "both", "tokens": 3})
     passes: list[list[int]] = []
     sequences, real, mlp = [], drafting.verify, llm.runner.adapter.mlp
@@ -121,8 +120,7 @@ def test_a_batch_is_verified_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_samples_have_the_distribution_of_the_model() -> None:
-    """Second and third tokens, which are drafted, of 96 completions over four tokens, against the model's own
-    probabilities: chi-square over 16 cells stays below its 0.999 quantile at 15 degrees of freedom."""
+    """Compare drafted tokens of 96 completions with the model's probabilities in a chi-square test."""
     vocabulary, llm = [3, 50, 101, 150], runtime(_LLAMA, exact={"method": "sparse", "tokens": 3, "adaptive": False})
     asked = SamplingParams(n=96, seed=5, temperature=1.0, max_tokens=3, allowed_token_ids=vocabulary, ignore_eos=True)
     done = completed(llm.generate([PROMPTS[1]], asked))
@@ -136,11 +134,12 @@ def test_samples_have_the_distribution_of_the_model() -> None:
             expected[second, third] += one[vocabulary.index(first)] * two[vocabulary.index(second)] * chance
     found = Counter(tuple(one.token_ids[1:]) for one in done)
     chi_square = sum((found[cell] - 96 * chance) ** 2 / (96 * chance) for cell, chance in expected.items())
+    # 37.7 is the 0.999 quantile at 15 degrees of freedom.
     assert len(expected) == 16 and chi_square < 37.7
 
 
 def test_drafts_that_are_wrong_are_noticed_and_counted() -> None:
-    """With nearly no rows drafts are wrong at times, with all rows never; what a token took is summed over passes."""
+    """Some drafts are wrong with a tiny budget, and none with a budget of 1.0."""
     model = tiny_model("llama")
     prompt = tiny_prompt(200)
     poor, rich = (
@@ -164,7 +163,7 @@ def test_drafts_that_are_wrong_are_noticed_and_counted() -> None:
 
 
 def test_speed_is_told_beside_passes_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each pass takes a second, whatever it computes, and drafts no time."""
+    """The patched clock gives each pass one second, and drafting none."""
     clock = itertools.count()
     monkeypatch.setattr(drafting, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, allowed_token_ids=[3, 50])
@@ -174,7 +173,7 @@ def test_speed_is_told_beside_passes_without_drafts(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_was_written_before_is_found_for_nothing() -> None:
-    """A trained model goes through a page for the second time: no step drafts, and a pass gives several tokens."""
+    """A trained model repeats a page, so lookup drafts are accepted without decode steps."""
     llm = LLM("reference", policy="full", host_memory="64MiB", exact={"adaptive": False})
     page = llm.encode(files("offload_rt").joinpath("data/black_arrow.txt").read_text(encoding="utf-8")[:1200])
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -185,8 +184,6 @@ def test_what_was_written_before_is_found_for_nothing() -> None:
 
 
 def test_rows_are_those_of_a_run_that_never_drafted() -> None:
-    """K and V in the pool, token for token. float64, of which RMSNorm's own float32 leaves 1e-6: one pass over several
-    tokens sums in another order than one over one."""
     model = tiny_model("qwen2", dtype=torch.float64)
     prompt = tiny_prompt(110)
     rows = []
@@ -197,12 +194,13 @@ def test_rows_are_those_of_a_run_that_never_drafted() -> None:
         assert blocks.length == 128, "full chunks of verified tokens are shared as exact ones"
         rows.append(runner.pool.runs(blocks, 3, range(128))[0])
         runner.pool.release(blocks)
+    # float64. RMSNorm computes in float32 and sums in another order over several tokens, which leaves 1e-6.
     torch.testing.assert_close(rows[0].k, rows[1].k, rtol=0, atol=1e-6)
     torch.testing.assert_close(rows[0].v, rows[1].v, rtol=0, atol=1e-6)
 
 
 def test_sessions_truncation_and_forks_go_on_exactly(tmp_path: Any) -> None:
-    """Turns of a session, reopened from disk, then a fork: the tokens of full attention."""
+    """Turns of a session reopened from disk, and of a fork, equal those with full attention."""
     model = tiny_model("llama")
     said = []
     for name, llm in (
@@ -229,7 +227,7 @@ def test_sessions_truncation_and_forks_go_on_exactly(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("where", ["decode", "verify"])
 def test_an_interrupted_draft_is_no_answer(where: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while drafts are decoded or verified: the session has what was answered, and goes on as full attention."""
+    """After Ctrl-C, the session holds the tokens that were returned and continues with the right ones."""
     llm = runtime(_LLAMA, exact={"method": "sparse", "tokens": 4, "adaptive": False})
     session = llm.session("talk", tmp_path)
     events, calls, target = session.send(tiny_prompt(40), GREEDY), 0, llm.runner if where == "decode" else drafting
@@ -268,7 +266,7 @@ def test_completions_beams_and_scores_are_those_of_full_attention() -> None:
 
 
 def test_a_preempted_request_goes_on_exactly() -> None:
-    """A pool for two of three: the youngest starts again, its tokens prefilled, since they are exact."""
+    """The pool holds two of three requests. The youngest is preempted and its tokens are prefilled."""
     model = tiny_model("llama")
     params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
     small = LLM(
@@ -283,7 +281,7 @@ def test_a_preempted_request_goes_on_exactly() -> None:
 
 
 def test_no_room_for_the_windows_of_drafts_is_no_error() -> None:
-    """Three chunks for two sequences that slide: the next token fits, drafts beyond the end of a chunk do not."""
+    """Two sliding sequences share three blocks: the next token fits, but not drafts in another block."""
     model, prompts = tiny_model("mistral", num_hidden_layers=2), [tiny_prompt(n, seed=1) for n in (50, 51)]
     exact = {"method": "sparse", "adaptive": False}
     full = LLM(model, policy_options=SMALL, exact=exact, host_memory="96KiB", enable_prefix_caching=False)
@@ -293,8 +291,7 @@ def test_no_room_for_the_windows_of_drafts_is_no_error() -> None:
 @given(st.data())
 @settings(max_examples=12, deadline=None)
 def test_any_drafts_leave_nothing_behind(data: st.DataObject) -> None:
-    """Drafts of any tokens and any number of them accepted: logits and rows of a sequence that never drafted. float64:
-    a row that a draft left behind would be off by far more than 1e-6, which RMSNorm's own float32 leaves."""
+    """Logits and KV equal those of a sequence without drafts, for any drafts and acceptances."""
     llm = runtime(_WIDE, exact=True)
     runner, prompt = llm.runner, tiny_prompt(60)
     sequence, plain = (runner.new_sequence(prompt, 160) for _ in range(2))
@@ -305,6 +302,7 @@ def test_any_drafts_leave_nothing_behind(data: st.DataObject) -> None:
         runner.check_integrity()
     for layer in (0, runner.adapter.geometry.layers - 1):
         mine, theirs = (one.keys(layer, range(one.position)) for one in (sequence, plain))
+        # KV left by a rejected draft would differ by far more than 1e-6, the float32 rounding of RMSNorm.
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
     for one in (sequence, plain):
         runner.free(one)
@@ -315,7 +313,7 @@ _WIDE = tiny_model("llama", dtype=torch.float64)
 
 
 def _round(data: st.DataObject, runner: Any, sequence: Sequence, plain: Sequence) -> None:
-    """Drafts what hypothesis says, verifies, accepts the first so many, and compares the logits."""
+    """Draft random tokens, verify them, accept a random number and compare the logits."""
     tokens = st.integers(0, runner.adapter.geometry.vocab - 1)
     drafts = data.draw(st.lists(tokens, min_size=0, max_size=8))
     start, kept = sequence.position, data.draw(st.integers(0, len(drafts)))
@@ -339,7 +337,7 @@ def _round(data: st.DataObject, runner: Any, sequence: Sequence, plain: Sequence
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(2, 5), st.integers(1, 4))
 def test_lookup_finds_what_a_search_finds(tokens: list[int], longest: int, most: int) -> None:
-    """Whatever the text was asked for before: the longest n-gram, where it occurred last."""
+    """Proposals continue the last occurrence of the longest n-gram, regardless of earlier calls."""
     lookup, found = Lookup(longest), []
     for stop in range(1, len(tokens) + 1):
         found = lookup.propose(tokens[:stop], most)
@@ -353,7 +351,7 @@ def test_lookup_finds_what_a_search_finds(tokens: list[int], longest: int, most:
 
 
 def test_the_length_of_drafts_follows_acceptance_and_costs() -> None:
-    """Free drafts that are right are as long as allowed; wrong ones, or steps as dear as a verification, are none."""
+    """Free and right drafts have the maximum length; wrong or expensive ones are not made."""
     costs, right, wrong = Costs(), Acceptance(), Acceptance()
     for tokens in (1, 5, 9, 3):
         costs.saw_drafts(4, 4 * 0.9)

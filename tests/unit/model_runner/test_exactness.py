@@ -1,5 +1,8 @@
-"""The two invariants that carry the runtime: `full` gives transformers' logits and greedy tokens, and a selecting
-policy with a budget of everything gives `full`."""
+"""Test two invariants.
+
+Policy full gives the logits and greedy tokens of transformers. A selecting policy with a budget of 1.0 gives those of
+full.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ IDS = [f"{name}{'-' if options else ''}{'-'.join(options)}" for name, options in
 
 
 def decoded_logits(llm: LLM, tokens: list[int], prefilled: int) -> torch.Tensor:
-    """Logits that follow tokens [prefilled - 1, end): the first from the prefill, the others from decode steps."""
+    """Return the logits after tokens [prefilled - 1, end): the first from prefill, the others from decode steps."""
     runner = llm.runner
     sequence = runner.new_sequence(tokens, len(tokens))
     first = runner.prefill(sequence, prefilled, want_logits=True)
@@ -40,13 +43,13 @@ def decoded_logits(llm: LLM, tokens: list[int], prefilled: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
 def test_full_gives_transformers_logits(name: str, options: dict[str, Any]) -> None:
-    """Prefill and decode, past Mistral's window of 48. 2e-5 of the largest logit is float32 rounding: the sums run in
-    another order."""
+    """Prefill and decode, past Mistral's window of 48."""
     model = tiny_model(name, **options)
     tokens = tiny_prompt(90)
     expected = model(torch.tensor([tokens])).logits[0, 69:].float()
     llm = LLM(model, policy="full", host_memory="8MiB")
     logits = decoded_logits(llm, tokens, prefilled=70)
+    # float32 rounding of sums in another order
     assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
@@ -65,7 +68,7 @@ def test_full_gives_transformers_greedy_tokens(name: str, options: dict[str, Any
 
 @pytest.mark.parametrize("slice_tokens", [1, 7, 64, 1000])
 def test_prefill_slices_do_not_matter(slice_tokens: int) -> None:
-    """In float64, where another order of sums cannot hide anything."""
+    """float64, so that summation order cannot hide an error."""
     model = tiny_model("mistral", dtype=torch.float64)
     tokens = tiny_prompt(130)
     expected = model(torch.tensor([tokens])).logits[0, -1]
@@ -83,7 +86,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 ]
 SCORERS = list(itertools.product(["attention_input", "normed_input", "residual"], ["partial", "int4"]))
 STRESS = "OFFLOAD_RT_STRESS" in os.environ
-"""All of both products below; else the default policy, and of the others and of the scorers two, with each model."""
+"""Run both products below completely. Otherwise each model runs the default policy, a few others and two scorers."""
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,7 @@ STRESS = "OFFLOAD_RT_STRESS" in os.environ
     ],
 )
 def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: str, options: dict[str, Any]) -> None:
-    """In float64: a batched product rounds differently from a single one, and a token must not hang on that."""
+    """float64, because a batched product rounds differently and might change a token."""
     model = tiny_model(name, dtype=torch.float64)
     llm = LLM(model, policy=policy, policy_options=options, host_memory="64MiB", dtype="float64")
     prompts = [tiny_prompt(length, seed=length) for length in (150, 1, 70)]
@@ -120,9 +123,9 @@ def test_infinigen_with_everything_is_full(name: str, source: str, scorer: str) 
     [sparse] = completed(
         LLM(model, policy="infinigen", policy_options=options, host_memory="8MiB").generate([prompt], params)
     )
-    assert_greedy(model, prompt, sparse.token_ids)  # as full's are
+    assert_greedy(model, prompt, sparse.token_ids)  # equals transformers, like full
     assert sparse.stats.exact_fraction == 1.0
-    if name == "mistral":  # every layer slides: nothing selects
+    if name == "mistral":  # all layers slide and select nothing
         assert sparse.stats.missed_mass is None
     else:
         assert sparse.stats.missed_mass == pytest.approx(0, abs=1e-6)
@@ -130,8 +133,7 @@ def test_infinigen_with_everything_is_full(name: str, source: str, scorer: str) 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs_close_to_float32(dtype: str) -> None:
-    """Log-probabilities of a fixed continuation: rounding of weights and cache to 8 bits of mantissa moves logits of
-    spread 3 by a few hundredths; a wrong row would move them by whole units."""
+    """8 bits of mantissa change logits of spread 3 by a few hundredths. Wrong KV would change them by whole units."""
     tokens = tiny_prompt(60)
     exact = LLM(tiny_model("llama"), policy="full", host_memory="8MiB")
     half = LLM(tiny_model("llama", dtype=getattr(torch, dtype)), policy="full", host_memory="8MiB", dtype=dtype)

@@ -1,4 +1,4 @@
-"""Prefill of 4k tokens stays linear and small, measured as the resident memory of a process of its own."""
+"""Test that prefill memory is linear in the prompt, as resident memory of a separate process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print(resident() - before - runner.pool.bytes_used, llm.weight_bytes, one_layer,
 
 @pytest.mark.slow
 def test_prefill_memory_is_bounded() -> None:
-    """Beside the pool: weights, one layer's K and V, two hidden states `[N, D]`, and a fifth of that for slices."""
+    """Limit: weights, K and V of one layer and two hidden states `[N, D]`, plus a fifth. The pool is not counted."""
     out = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True, timeout=300)
     grown, weights, one_layer, hidden = (int(word) for word in out.stdout.split())
     assert weights + grown <= 1.2 * (weights + one_layer + 2 * hidden)

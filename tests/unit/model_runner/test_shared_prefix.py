@@ -1,4 +1,4 @@
-"""Segments: what a batch shares, found from chunk ids; attention over them is attention over everything at once."""
+"""Test shared segments of a batch: found from block ids, with the same attention as over whole sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload_rt.model_runner.shared_prefix import Segment, SharedPrefixes, Shari
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[BlockTable]:
-    """Leases that share prefixes as forks and matches make them: a random trie of chunks, in random order."""
+    """Draw block tables that share prefixes: a random trie of blocks, in random order."""
     block_tables = [[0]]
     fresh = 1
     for _ in range(draw(st.integers(1, 9))):
@@ -23,15 +23,17 @@ def batches(draw: st.DrawFn) -> list[BlockTable]:
         block_tables.append([*parent[:shared], *range(fresh, fresh + new)])
         fresh += new
     chosen = draw(st.lists(st.sampled_from(block_tables), min_size=1, max_size=8))
-    tails = range(fresh, fresh + len(chosen))  # whoever decodes has a last chunk of its own
+    tails = range(fresh, fresh + len(chosen))  # each decoding sequence owns its last block
     return [BlockTable([*chunks, tail]) for chunks, tail in zip(chosen, tails, strict=True)]
 
 
 @settings(max_examples=200, deadline=None)
 @given(batches(), st.integers(0, 6))
 def test_segments_are_exactly_what_is_shared(block_tables: list[BlockTable], pays_from: int) -> None:
-    """With one byte a token and a threshold of `pays_from` chunks: every segment saves that much, its sequences hold
-    its chunks in common, and those of one sequence follow each other from slot 0 to where its own part starts."""
+    """Each segment saves `pays_from` blocks or more, and its sequences share its blocks.
+
+    Segments of a sequence are consecutive from slot 0 up to its private part.
+    """
     sharing = Sharing.of(block_tables, 1, pays_from * CHUNK)
     ordered = [block_tables[i].chunks for i in sharing.order]
     assert sorted(sharing.order) == list(range(len(block_tables)))
@@ -61,7 +63,6 @@ def test_segments_are_exactly_what_is_shared(block_tables: list[BlockTable], pay
 def test_attention_over_segments_is_attention_over_everything(
     block_tables: list[BlockTable], seed: int, group: int, pays_from: int
 ) -> None:
-    """float64: 1e-12 is rounding of sums in another order."""
     generator = torch.Generator().manual_seed(seed)
     kv_heads, d = 2, 8
     rows = {
@@ -91,12 +92,12 @@ def test_attention_over_segments_is_attention_over_everything(
     for b, (k, v) in enumerate(whole):
         scores = 0.3 * torch.einsum("hgd,hnd->hgn", q[:, b].view(kv_heads, group, d), k)
         expected = (scores.softmax(-1) @ v).view(-1, d)
+        # float64 rounding of sums in another order
         torch.testing.assert_close(got[:, b], expected, rtol=0, atol=1e-12)
 
 
 def test_half_precision_is_merged_in_float32() -> None:
-    """bf16 rows: on average as close to float64 as one product over all rows is; what each part is rounded to may add
-    as much again."""
+    """Merging may double the mean error of one bf16 product, because each part is rounded."""
     generator = torch.Generator().manual_seed(0)
     k, v, q = (torch.randn(s, generator=generator).bfloat16() for s in ((2, 256, 16), (2, 256, 16), (4, 3, 16)))
     tails = [Run(b, b + 1, k[:, 192:], v[:, 192:]) for b in range(3)]

@@ -1,5 +1,4 @@
-"""Requests that share prefixes give what they give alone, cost their common part once, and lose nothing when the pool
-runs out."""
+"""Test requests that share prefixes: same results as alone, shared cost paid once, no losses in a full pool."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ from offload_rt.engine.engine import Engine
 from offload_rt.model_runner.shared_prefix import NEVER_PAYS, SharedPrefixes
 
 STRESS = "OFFLOAD_RT_STRESS" in os.environ
-"""Whether every policy runs both where rows lie in place and where they are staged; by day each in one of the two."""
+"""Run each policy with KV in place and with staged KV. Otherwise each policy runs in one of the two modes."""
 
 REQUESTS = 500 if STRESS else 100
 
 
 def alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], name: str = "llama") -> list[list[int]]:
-    """Each by itself, with nothing to share."""
+    """Return the tokens of each request run alone, without prefix caching."""
     model = tiny_model(name, dtype=torch.float64, **depth(name, LAYERS))
     bare = LLM(model, policy="full", dtype="float64", host_memory="16MiB", enable_prefix_caching=False)
     bare.runner.policy = llm.runner.policy
@@ -37,13 +36,12 @@ def alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], name
 
 
 def drain(engine: Engine) -> None:
-    """Steps until nothing is left to do."""
     while not engine.idle:
         engine.step()
 
 
 def tree(rng: random.Random, count: int) -> list[list[int]]:
-    """Prompts that branch off each other anywhere."""
+    """Return random prompts that branch off each other."""
     prompts = [tiny_prompt(rng.randint(1, 200), seed=rng.randint(0, 1000))]
     for _ in range(count - 1):
         stem = rng.choice(prompts)
@@ -83,7 +81,7 @@ def test_a_tree_of_prompts_gives_each_what_it_gets_alone(policy: str, options: d
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
 @pytest.mark.parametrize("name", ["mistral", "gpt2", "qwen3"])
 def test_a_tree_of_prompts_for_other_models(name: str, policy: str) -> None:
-    """Sliding windows that hide shared chunks (Mistral's is 48 tokens), learned positions, QK-norm."""
+    """Sliding windows that hide shared blocks (Mistral's is 48 tokens), learned positions, QK-norm."""
     llm = make(name, policy=policy, host_memory="64MiB")
     prompts = tree(random.Random(4), 5)
     params = [greedy(12)] * 5
@@ -95,7 +93,7 @@ def test_a_tree_of_prompts_for_other_models(name: str, policy: str) -> None:
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 10_000))
 def test_joins_leaves_and_cancellations_mid_decode(seed: int) -> None:
-    """Random trees, random times, a pool that is often too small: tokens are those of each request alone."""
+    """Random trees and times in a pool that is often too small."""
     rng = random.Random(seed)
     prompts = tree(rng, 6)
     params = [greedy(rng.randint(1, 80)) for _ in prompts]
@@ -136,8 +134,10 @@ def test_samples_and_beams_share_a_pool_with_others() -> None:
     ("policy", "kv_cache_dtype"), [("full", "auto"), ("infinigen", "auto"), ("full", "int8"), ("infinigen", "int4")]
 )
 def test_preemption_loses_nothing(policy: str, kv_cache_dtype: str) -> None:
-    """Six requests that need three chunks each in the end, in five chunks: the youngest give way and start again. Where
-    rows are rounded, or decoded under a selection, they are decoded again rather than prefilled."""
+    """Six requests need three blocks each in a pool of five: the youngest are preempted.
+
+    Tokens with quantised KV or selection are decoded again, not prefilled.
+    """
     roomy = make(policy=policy, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
     memory = 5 * roomy.runner.pool.chunk_bytes
     tight = make(policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
@@ -155,8 +155,7 @@ def test_preemption_loses_nothing(policy: str, kv_cache_dtype: str) -> None:
 
 
 def test_32_requests_compute_store_and_fetch_a_shared_prompt_once() -> None:
-    """A 2k prompt with 32 questions of 40 tokens: prefill tokens, KV bytes and link bytes a step, against the sums
-    without sharing. At least 90 % of the shared part must be saved; it is all of it but the first one's."""
+    """32 questions on a 2k prompt must save at least 90 % of the shared prefill, KV and transfers."""
     llm = make(chunks=32 + 64 + 8)
     pool, shared, batch = llm.runner.pool, 32 * CHUNK, 32
     prompts = [tiny_prompt(shared) + tiny_prompt(40, seed=i + 1) for i in range(batch)]
@@ -188,15 +187,14 @@ def test_bytes_of_a_step_with_full_count_the_shared_part_once() -> None:
 
 
 def test_where_nothing_pays_the_step_is_the_one_without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sequence on a prefix that others used, a batch without a common chunk, a segment that is too short: bit for
-    bit the step of a runner that knows no segments, through the same calls."""
+    """A single sequence, no common block, or a short segment: logits are bit-identical to a run without segments."""
     llm = make()
     runner, prompts = llm.runner, [tiny_prompt(3 * CHUNK + 9, seed=i) for i in range(3)]
     sequences = [runner.new_sequence(prompt, len(prompt) + 4) for prompt in prompts]
     for sequence in sequences:
         runner.prefill(sequence, len(sequence.tokens) - 1)
     sequences.append(runner.fork(sequences[0], len(prompts[0]) + 4))
-    monkeypatch.setattr("offload_rt.model_runner.decode.attend_runs", None)  # whoever calls it fails
+    monkeypatch.setattr("offload_rt.model_runner.decode.attend_runs", None)  # a call raises TypeError
     for batch, pays_from in (([0], 1), ([0, 1, 2], 1), ([0, 3, 1], 3 * CHUNK * ROW // 4 + 1)):
         logits = []
         for rule in (NEVER_PAYS, pays_from):
@@ -213,7 +211,7 @@ def test_where_nothing_pays_the_step_is_the_one_without_sharing(monkeypatch: pyt
 
 @pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
 def test_bytes_of_a_selection_count_the_union(staged: bool) -> None:
-    """Four forks that see the same tokens select the same rows: one of them pays. PerSequenceFetch, each pays."""
+    """Four equal forks select the same KV entries, which are copied once."""
     options = {"dense_layers": (), "sinks": 2, "recent": 8, "max_fraction": 0.3}
     llm = make(policy="infinigen", policy_options=options, staged=staged)
     runner = llm.runner
@@ -231,8 +229,7 @@ def test_bytes_of_a_selection_count_the_union(staged: bool) -> None:
 
 
 def test_waste_is_less_than_a_chunk_a_sequence() -> None:
-    """PagedAttention's three kinds: nothing is reserved ahead beyond the chunk in use, nothing lies between sequences
-    that nobody can use, and inside the last chunks at most 63 slots are empty."""
+    """None of PagedAttention's three kinds of waste exceeds the unused slots of each sequence's last block."""
     llm = make()
     engine = Engine(llm.runner, max_num_seqs=8)
     requests = [engine.add(tiny_prompt(20 + 30 * i, seed=i), greedy(200)) for i in range(8)]
@@ -247,12 +244,12 @@ def test_waste_is_less_than_a_chunk_a_sequence() -> None:
 
 
 def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
-    """Somebody outside the engine holds most of the pool: the one that runs cannot go on and says so."""
+    """A block table outside the engine holds most of the pool."""
     llm = make(chunks=6)
     held = llm.runner.pool.new_block_table(4 * CHUNK)
     engine = Engine(llm.runner, max_num_seqs=2)
     engine.add(tiny_prompt(100), greedy(60))
-    after = engine.add(tiny_prompt(90), greedy(5))  # has to wait, and is served when the first has failed
+    after = engine.add(tiny_prompt(90), greedy(5))  # waits, and runs after the first has failed
     with pytest.raises(PoolFullError, match=r"1 blocks of 64 tokens .* are needed"):
         drain(engine)
     drain(engine)
@@ -264,8 +261,7 @@ def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
 
 @pytest.mark.slow
 def test_many_requests_in_a_pool_too_small_for_them() -> None:
-    """500 of them in `make stress`: random lengths and sharing, cancellations, preemptions. Those that finish have the
-    tokens they have alone (every tenth is checked), and nothing leaks."""
+    """Random lengths, sharing, cancellations and preemptions. `make stress` runs 500 requests."""
     rng = random.Random(7)
     llm = make(chunks=16)
     stems = [tiny_prompt(rng.choice([0, 64, 130, 200]), seed=i) for i in range(6)]
@@ -304,8 +300,7 @@ def test_what_a_policy_decoded_is_never_reused_as_exact(policy: str, beyond: boo
 
 
 def test_another_policy_finds_what_was_prefilled() -> None:
-    """The same weights and pool: only the rest of the last chunk is computed again, and the tokens are those of a
-    runtime of its own. A plan for the device is one policy's."""
+    """The second policy uses the same weights and pool, and computes only the last partial block."""
     options = {"budget": 0.3, "recent": 8, "sinks": 2}
     prompt = tiny_prompt(3 * CHUNK + 5)
     first = make(policy="full")

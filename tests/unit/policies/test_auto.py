@@ -1,4 +1,4 @@
-"""Policy "auto": everything is attended to while that is cheaper, and selection begins with all that it needs."""
+"""Test the policy "auto": full attention while it is cheaper, then selection over the whole context."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def texts(llm: LLM, prompts: list[list[int]]) -> list[Any]:
 
 
 def test_it_is_full_before_and_infinigen_after() -> None:
-    """The same tokens as either, with nothing asked of the policy while everything is attended to."""
+    """While attention is full, the policy's selection code is not called."""
     prompt, calls = tiny_prompt(120), []
     llm = runtime("auto", dense_until=1000, **SMALL)
     llm.runner.policy.correct_guess = lambda layer, x: calls.append(layer) or x  # type: ignore[method-assign]
@@ -47,8 +47,7 @@ def test_it_is_full_before_and_infinigen_after() -> None:
 
 
 def test_selection_begins_within_a_text_and_beside_others() -> None:
-    """A text that outgrows the limit selects from then on, as from rows and keys of a prompt that long; what is decoded
-    beside it changes nothing."""
+    """A sequence that outgrows the limit selects from then on, as after a prompt of that length."""
     prompts, options = (
         [tiny_prompt(120), tiny_prompt(300, seed=1), tiny_prompt(60, seed=2)],
         SMALL | {"dense_until": 130},
@@ -69,7 +68,7 @@ def test_selection_begins_within_a_text_and_beside_others() -> None:
 
 
 def test_what_is_short_attends_to_everything_beside_what_selects_together() -> None:
-    """On a device, where the sequences of a batch select together: a short one there is asked for nothing either."""
+    """On a device, sequences of a batch select together. Short ones still attend to everything."""
     prompts, llm = [tiny_prompt(60), tiny_prompt(300, seed=1)], staged(runtime("auto", dense_until=130, **FRACTION))
     policy = llm.runner.policy
     assert isinstance(policy, InfiniGen)
@@ -82,7 +81,7 @@ def test_what_is_short_attends_to_everything_beside_what_selects_together() -> N
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", 64), ("cuda", 0)])
 def test_the_limit_is_one_of_shapes(device: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 tokens of a layer of the tiny model's rows; a device's rows cross a link each."""
+    """The limit is 64 tokens of one layer's KV on CPU, and 0 on a device, which copies each KV entry."""
     from offload_rt.policies import auto
 
     geometry = runtime("full").runner.adapter.geometry

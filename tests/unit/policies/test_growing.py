@@ -1,4 +1,4 @@
-"""What a sequence keeps of its tokens: random writes and forks against plain lists."""
+"""Test per-token tensors of a sequence: random writes and forks against plain lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from offload_rt.policies.growing import LayerTensors, most_slots
 
 WRITES = st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 70))
-"""Which owner, which layer, how many tokens; owner 3 is a fork made of owner 0 first."""
+"""Owner, layer and number of tokens. Owner 3 forks owner 0 first."""
 
 
 @settings(max_examples=60, deadline=None)

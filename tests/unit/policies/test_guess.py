@@ -1,4 +1,4 @@
-"""Corrected guesses: the fit is least squares over what transformers computes, and the policy applies it."""
+"""Test corrected guesses of the next layer's input: a least-squares fit, and its use by the policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offload_rt.skewing.guess import SOURCES, Correction, GuessSums
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """The modules that are layers, in order."""
+    """Return the decoder layers, in order."""
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     return list(max(lists, key=len))
 
@@ -28,8 +28,7 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_fit_is_least_squares_over_what_transformers_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two segments, slices of 32 tokens. Layers' inputs are transformers' own; norms and residuals are
-    the adapter's, which has tests of its own."""
+    """Layer inputs come from transformers, norms and residuals from the adapter, which is tested elsewhere."""
     monkeypatch.setattr(calibrate_module, "SLICE", 32)
     model = tiny_model(name, dtype=torch.float64)
     adapter, ids = adapter_for(model), tiny_prompt(160)
@@ -64,7 +63,7 @@ def test_fit_is_least_squares_over_what_transformers_computes(name: str, monkeyp
             for channel in (0, 7, guess.shape[1] - 1):
                 [slope, offset] = torch.linalg.lstsq(line[..., channel].T, truth[:, channel]).solution
                 found = correction.slope[s, layer, channel], correction.offset[s, layer, channel]
-                # float64, but norms pass through float32 in transformers
+                # float64, but transformers computes norms in float32
                 torch.testing.assert_close(found[0].double(), slope, rtol=2e-4, atol=2e-4)
                 torch.testing.assert_close(found[1].double(), offset, rtol=2e-4, atol=2e-4)
     assert torch.equal(correction.slope[:, 0], torch.ones_like(correction.slope[:, 0]))

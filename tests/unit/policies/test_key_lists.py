@@ -1,4 +1,4 @@
-"""Selection for a batch at once, as on a CUDA device, is what each sequence selects by itself."""
+"""Test batched selection, as on a CUDA device, against selection of each sequence alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ KEYS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", KEYS, ids=lambda options: " ".join(options.values()))
 @pytest.mark.parametrize("group", [1, 3])
 def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: dict[str, Any]) -> None:
-    """Some steps, so that storages grow and move; the newest key enters with the batch on one side, alone on the
-    other."""
+    """Several steps make the storages grow and move. New keys are appended in a batch, or per sequence."""
     shape = geometry(group=group, head_dim=32)
     policy = InfiniGen(
         InfiniGenOptions.preset("rows", **{"dense_layers": ()} | options), shape, artifact(shape), CPU, torch.float32

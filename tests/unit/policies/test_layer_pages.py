@@ -1,4 +1,4 @@
-"""Pages of rows that forks share: random writes, moves, cuts, forks and releases against plain lists."""
+"""Test pages that forks share: random writes, moves, cuts, forks and releases against plain lists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload_rt.policies.infinigen.layer_pages import LayerPages
 
 LAYERS, HEADS = (3, 5), 2
 PAGE_BYTES = len(LAYERS) * HEADS * PAGE_BLOCKS * BLOCK
-"""With one byte a token."""
+"""Size of a page with one byte per token."""
 
 Owner = tuple[LayerPages, dict[int, list[int]]]
 
@@ -19,11 +19,11 @@ OPERATIONS = st.tuples(
     st.sampled_from(["append", "append", "again", "move", "fork", "cut", "release"]),
     st.integers(0, 9), st.sampled_from(LAYERS), st.integers(0, 1200), st.integers(1, 700),
 )  # fmt: skip
-"""What, which owner, which layer, from which token on (modulo those there are), how many tokens."""
+"""Operation, owner, layer, first token (modulo the length) and number of tokens."""
 
 
 def rows_of(pages: LayerPages, layer: int) -> list[int]:
-    """What the layer's tokens hold, the same in all heads."""
+    """Return the values of a layer's tokens, which are equal in all heads."""
     shown = pages.pages(layer)
     parts = [blocks.flatten(1)[:, slots] for blocks, slots, _ in shown.parts(range(pages.length(layer)))]
     rows = torch.cat(parts, 1) if parts else torch.empty(HEADS, 0)
@@ -32,7 +32,7 @@ def rows_of(pages: LayerPages, layer: int) -> list[int]:
 
 
 def write(owner: Owner, layer: int, start: int, stamps: list[int]) -> None:
-    """To both sides."""
+    """Write to the pages and to the plain lists."""
     pages, known = owner
     shown = pages.reserve(layer, range(start, start + len(stamps)))
     for blocks, slots, at in shown.parts(range(start, start + len(stamps))):

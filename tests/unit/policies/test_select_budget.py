@@ -1,4 +1,4 @@
-"""The policies with a budget (oracle, streaming, h2o, quest), each against a plain implementation of what it says."""
+"""Test the policies with a budget (oracle, streaming, h2o, quest) against plain implementations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def options(budget: float) -> BudgetOptions:
 
 
 def count(budget: float, visible: Visible) -> int:
-    """The budget in tokens, less what is resident."""
+    """Return the number of tokens to select: the budget less the resident tokens."""
     total = math.floor(budget * (visible.all.stop - visible.all.start) + 1e-9)
     return min(len(visible.candidates), max(0, total - len(visible.sinks) - len(visible.recent)))
 
@@ -41,7 +41,7 @@ def visible_of(length: int) -> Visible:
 
 
 def true_weights(shape: ModelGeometry, layer: int, query: torch.Tensor, k: torch.Tensor, seen: range) -> torch.Tensor:
-    """Softmax weights `[H, N]` of queries `[H, d]` over the tokens `seen`, one head at a time; 0 elsewhere."""
+    """Return softmax weights `[H, N]` of queries `[H, d]` over the tokens `seen`, and 0 elsewhere."""
     out = torch.zeros(shape.heads, k.shape[2], dtype=torch.float64)
     for head in range(shape.heads):
         scores = k[layer, head // shape.group, seen.start : seen.stop] @ query[head] * shape.scales[layer]
@@ -52,7 +52,7 @@ def true_weights(shape: ModelGeometry, layer: int, query: torch.Tensor, k: torch
 
 
 def best(values: torch.Tensor, among: range, n: int) -> set[int]:
-    """The n tokens of `among` with the largest values `[N]`, of equal ones the lower."""
+    """Return the n tokens of `among` with the largest values `[N]`. Lower tokens win ties."""
     return set(sorted(among, key=lambda t: (-float(values[t]), t))[:n])
 
 
@@ -117,7 +117,7 @@ def test_quest_forks_and_bytes() -> None:
     _, k = tokens(shape, 2048)
     state = Quest(QuestOptions(dense_layers=()), shape, CPU, torch.bfloat16).new_state(no_keys)
     state.on_keys(0, k[0].bfloat16(), 0)
-    # Two numbers for sixteen keys and values: 1/16, and room to grow.
+    # Two bounds per page of 16 keys and values: 1/16 of the KV, plus room to grow.
     assert 1 / 16 <= state.device_bytes / shape.kv_bytes(2048, torch.bfloat16) <= 1.5 / 16
     fork = state.fork(no_keys)
     fork.on_keys(0, 100 * k[0, :, :1].bfloat16(), 2048)
@@ -129,7 +129,7 @@ def test_quest_forks_and_bytes() -> None:
 
 
 class PlainH2O:
-    """One layer of h2o, one KV head at a time, with lists."""
+    """One layer of h2o with lists, one KV head at a time."""
 
     def __init__(self, shape: ModelGeometry, budget: float, layer: int) -> None:
         self.shape, self.budget, self.layer = shape, budget, layer
@@ -172,7 +172,7 @@ def filled_h2o(shape: ModelGeometry, budget: float, q: torch.Tensor, k: torch.Te
 def test_h2o_keeps_heavy_hitters_and_drops_for_ever(
     group: int, softcap: float | None, budget: float, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    monkeypatch.setattr(h2o, "WEIGHED_AT_ONCE", 700)  # several blocks of queries to a slice
+    monkeypatch.setattr(h2o, "WEIGHED_AT_ONCE", 700)  # several blocks of queries per prefill chunk
     shape = replace(geometry(group=group), softcap=softcap)
     q, k = tokens(shape, TOTAL)
     state = filled_h2o(shape, budget, q.to(device), k.to(device))

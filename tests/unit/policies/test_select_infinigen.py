@@ -1,4 +1,4 @@
-"""InfiniGen's selection against its rules, written plainly here with dense matrices and loops."""
+"""Test InfiniGen's selection against a plain implementation with dense matrices and loops."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ TOTAL = 110
 def policy(
     shape: ModelGeometry, dtype: torch.dtype = torch.float64, device: torch.device = CPU, **options: object
 ) -> InfiniGen:
-    """Preset "rows" with another scorer and window."""
+    """Return preset "rows" with the partial scorer and a small window."""
     mine: dict[str, object] = {"scorer": "partial", "dense_layers": (), "sinks": 4, "recent": 8}
     chosen = InfiniGenOptions.preset("rows", **mine | options)
     return InfiniGen(chosen, shape, artifact(shape), device, dtype)
 
 
 def filled(rule: InfiniGen, q: torch.Tensor, k: torch.Tensor, prompt: int = PROMPT) -> InfiniGenState:
-    """A state after a prompt, its queries in two slices, and single tokens up to the end of k."""
+    """Return a state after a prompt in two prefill chunks and single tokens up to the end of `k`."""
     state = rule.new_state(no_keys)
     for layer in range(len(k)):
         for start, stop in ((0, prompt // 3), (prompt // 3, prompt)):
@@ -46,7 +46,7 @@ def filled(rule: InfiniGen, q: torch.Tensor, k: torch.Tensor, prompt: int = PROM
 
 
 def plain_scores(rule: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Scores `[H, N]` of one query `[H, d]`, columns `kept` [Hkv, r] of each KV head, one dot product at a time."""
+    """Return scores `[H, N]` of a query `[H, d]`, from columns `kept` `[Hkv, r]`."""
     shape, basis = rule.geometry, artifact(rule.geometry)
     out = torch.empty(shape.heads, k.shape[2], dtype=torch.float64)
     for head in range(shape.heads):
@@ -60,7 +60,7 @@ def plain_scores(rule: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tens
 def plain_selection(
     scores: torch.Tensor, candidates: range, group: int, alpha: float, max_fraction: float
 ) -> list[set[int]]:
-    """Threshold and top-n (paper §4.3) on a dense matrix of scores `[H, N]`, all but the candidates masked."""
+    """Apply threshold and top-n (paper §4.3) to dense scores `[H, N]`, masked except for the candidates."""
     if not candidates:
         return [set() for _ in range(len(scores) // group)]
     masked = torch.full_like(scores, -math.inf)
@@ -78,7 +78,7 @@ def plain_selection(
 
 
 def calibrated(rule: InfiniGen) -> torch.Tensor:
-    """The first r columns of every KV head."""
+    """Return the indices of the first r columns, per KV head."""
     r = max(1, math.floor(rule.options.partial_ratio * rule.geometry.head_dim))
     return torch.arange(r).expand(rule.geometry.kv_heads, r)
 
@@ -112,7 +112,7 @@ def test_paper_preset_chooses_columns_from_the_prompt(group: int, device: torch.
     rule = InfiniGen(options, shape, artifact(shape), device, torch.float64)
     assert (rule.query_source, rule.sinks, rule.recent, rule.dense_layers) == ("attention_input", 0, 1, {0})
     q, k = tokens(shape, TOTAL)
-    q[:, :, :, 3] *= 5  # unlike magnitudes, so that the prompt's columns are not calibration's
+    q[:, :, :, 3] *= 5  # other magnitudes, so that the prompt selects other columns than calibration
     state = filled(rule, q.to(device), k.to(device))
     visible = Visible.of(TOTAL, sinks=0, recent=1, window=None)
     basis = artifact(shape)
@@ -183,7 +183,7 @@ def test_incremental_keys_equal_bulk_keys(scorer: str) -> None:
         single.on_keys(0, k[0, :, start:stop], start)
     for wanted in (range(80), range(5, 71), range(78, 79)):
         a, b = (state._keys.ask(0, q[0, :, 3], wanted).scores for state in (bulk, single))
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # products of other shapes may round otherwise
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # products of other shapes may round differently
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_forks_are_independent(options: dict[str, str]) -> None:
     [
         ({"partial_ratio": 0.3}, 0.15),
         ({"partial_ratio": 1.0}, 0.5),
-        ({"scorer": "int8"}, 32 / 256),  # 19 columns in rows of a multiple of 16 bytes
+        ({"scorer": "int8"}, 32 / 256),  # 19 columns, padded to a multiple of 16 bytes
         ({"scorer": "int4"}, 0.125),
         ({"scorer": "int2"}, 0.0625),
     ],
@@ -223,7 +223,7 @@ def test_device_bytes(options: dict[str, object], share: float) -> None:
     state.on_keys(0, k[0].bfloat16(), 0)
     exact = share if "partial_ratio" not in options else math.floor(float(options["partial_ratio"]) * 64) / 128  # type: ignore[arg-type]
     kv_bytes = shape.kv_bytes(2048, torch.bfloat16)
-    # One sixteenth of room to grow, rounded up to 64 slots.
+    # Room to grow is one sixteenth, rounded up to 64 slots.
     assert exact <= state.device_bytes / kv_bytes <= exact * (17 / 16 + 0.13)
     assert abs(exact - share) < 0.01
 
@@ -251,7 +251,7 @@ def test_packing_is_reversible(rows: int, bits: int, seed: int) -> None:
 
 @pytest.mark.parametrize(("bits", "gaussian_error"), [(4, 0.01154), (2, 0.1188)])
 def test_quantiser_error(bits: int, gaussian_error: float) -> None:
-    """Inside the levels at most half a step; on Gaussian columns Max's mean squared error (1960, table II)."""
+    """Errors are at most half a step within the levels. Gaussian columns have Max's error (1960, table II)."""
     generator = torch.Generator().manual_seed(0)
     std = torch.tensor([[1.0, 0.1, 10.0], [3.0, 2.0, 0.01]])
     mean = torch.tensor([[0.0, 5.0, -1.0], [1.0, 0.0, 0.5]])
@@ -284,8 +284,8 @@ def test_quantised_scores_are_those_of_the_dequantised_keys(bits: int, group: in
     query = quantiser.basis.skew_query(q[layer, :, -1])
     exact = query @ restored.transpose(1, 2)
     scores = state._keys.scores(layer, q[layer, :, -1].to(device), range(3, 50)).cpu()
-    # The int8 query is off by at most half a 127th of its largest weight, in each column, times a code's distance
-    # from the middle.
+    # The error of the int8 query is at most 1/254 of its largest weight per column. It is multiplied by the distance
+    # of the code from the middle level.
     weights = (query * quantiser.step.unsqueeze(1)).abs().amax(-1, keepdim=True)
     bound = weights / 254 * 20 * ((1 << bits) - 1) / 2
     assert ((scores - exact[:, :, 3:]).abs() <= bound).all()
@@ -293,7 +293,7 @@ def test_quantised_scores_are_those_of_the_dequantised_keys(bits: int, group: in
 
 
 def missed_mass(rule: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tensor, attended: list[set[int]]) -> float:
-    """Mean over query heads of the softmax mass (over all tokens, by scoring keys) outside `attended`."""
+    """Return the attention mass of scoring keys outside `attended`, as the mean over query heads."""
     scores, cap, group = (
         plain_scores(rule, layer, query, k, calibrated(rule)),
         rule.geometry.softcap,

@@ -1,4 +1,4 @@
-"""Policies by name, and what a wrong name or option is told."""
+"""Test the policy registry, and error messages for wrong names and options."""
 
 from __future__ import annotations
 

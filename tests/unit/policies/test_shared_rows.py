@@ -1,4 +1,4 @@
-"""Low-bit rows of a prefix that live sequences share exist once, and are those that each would have made."""
+"""Test that sequences with a common prefix share its low-bit KV, with unchanged contents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def runner_of(**options: Any) -> Runner:
 
 
 def prompts() -> list[list[int]]:
-    """Three with `COMMON` tokens in common."""
+    """Return three prompts that share their first `COMMON` tokens."""
     stem = tiny_prompt(COMMON)
     return [stem + tiny_prompt(90, seed=seed) for seed in (1, 2, 3)]
 
@@ -43,7 +43,7 @@ def kept(sequence: Sequence) -> LowBitRows:
 
 
 def blocks_of(sequence: Sequence) -> torch.Tensor:
-    """All whole blocks of low-bit rows of a prompt, `[layers, Hkv, blocks, block_bytes]`."""
+    """Return the low-bit KV of a prompt's full blocks, `[layers, Hkv, blocks, block_bytes]`."""
     rows = kept(sequence)
     pages = [rows._rows.pages(layer) for layer in range(2)]
     whole = torch.stack([torch.cat([page[own.layer] for page in own.tensors], 1) for own in pages])
@@ -52,7 +52,7 @@ def blocks_of(sequence: Sequence) -> torch.Tensor:
 
 @pytest.fixture
 def learned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The first slot of every write of keys from now on."""
+    """Record the first slot of every write of keys."""
     starts: list[int] = []
     write = LowBitRows.write
 
@@ -65,7 +65,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_shared_prefix_has_its_rows_once(learned: list[int]) -> None:
-    """Whoever comes later learns what is its own, and the rows are those of a sequence that learns all."""
+    """Later sequences compute only their own low-bit KV."""
     runner, others = runner_of(), runner_of(enable_prefix_caching=False)
     sequences = [started(runner, prompt) for prompt in prompts()]
     assert learned == [0, 0, *[COMMON] * 4] and all(one.learned == one.unlearned == 0 for one in sequences)
@@ -86,7 +86,7 @@ def test_a_shared_prefix_has_its_rows_once(learned: list[int]) -> None:
 
 
 def test_only_what_a_prefill_made_is_taken(learned: list[int]) -> None:
-    """Not of a sequence that is still learning, not decoded tokens, and nothing where slots are overwritten."""
+    """Low-bit KV is not shared from incomplete sequences, nor for decoded tokens."""
     runner, prompt = runner_of(), tiny_prompt(4 * CHUNK)
     first = begun(runner, 3 * CHUNK + 10)
     assert first.tokens[: 3 * CHUNK] == prompt[: 3 * CHUNK]

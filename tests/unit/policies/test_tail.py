@@ -1,4 +1,4 @@
-"""The tail in whole models: what it estimates is what was not selected, and nothing else."""
+"""Test approximate (low-bit) KV in whole models: it stands in exactly for the tokens that were not selected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def attend_exactly(
     asked: dict[int, tuple[torch.Tensor, range]],
     scales: tuple[float, ...],
 ) -> Any:
-    """`LowBitRows.attend` over rows that were never rounded, with what was `asked` last."""
+    """Return a `LowBitRows.attend` over unquantised KV, with the last query and range in `asked`."""
 
     def attend(
         self: LowBitRows, layer: int, query: LowBitQuery, skip: torch.Tensor, softcap: float | None
@@ -65,8 +65,8 @@ def attend_exactly(
 def test_an_estimate_without_rounding_is_full(
     name: str, budget: float, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is selected, exact rows and tail together are attention over everything; in models where any layer
-    selects (all of Mistral's slide)."""
+    """For any selection, exact and approximate KV together give full attention."""
+    # Only models with full-attention layers: all layers of Mistral slide and select nothing.
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     keys: dict[int, torch.Tensor] = {}
     write, write_values = LowBitRows.write, LowBitRows.write_values
@@ -99,7 +99,7 @@ def test_an_estimate_without_rounding_is_full(
 
 @pytest.mark.parametrize("tail", ["int4", "int2"])
 def test_samples_and_beams_are_what_each_is_alone(tail: str) -> None:
-    """Forks share low-bit rows until one of them writes."""
+    """Forks share low-bit KV until one of them writes."""
     options = {"tail": tail, "budget": 0.3, "recent": 8, "dense_layers": ()}
     llm, prompt = make_llm("llama", options, torch.float64), tiny_prompt(100)
     drawn = SamplingParams(max_tokens=16, temperature=1.0, seed=5, n=3)
@@ -114,7 +114,7 @@ def test_samples_and_beams_are_what_each_is_alone(tail: str) -> None:
 
 
 def test_low_bit_rows_take_what_is_said_of_them() -> None:
-    """Keys 4 bits and values 2 or 4, with one byte each for their steps, in pages of 512 tokens."""
+    """Keys take 4 bits, values 2 or 4, each with one byte for the step, in pages of 512 tokens."""
     for tail, bits in (("int2", 2), ("int4", 4)):
         llm = make_llm("llama", {"tail": tail, "dense_layers": (0,)})
         [found] = completed(llm.generate([tiny_prompt(520)], GREEDY))
@@ -129,7 +129,7 @@ def test_low_bit_rows_take_what_is_said_of_them() -> None:
 
 
 def test_a_tail_scores_with_its_own_keys() -> None:
-    """Scoring keys of one's own need another preset, and the message says which; also int8, which "auto" would be."""
+    """Other scoring keys need another preset, and the error message names it."""
     for wrong in ({"scorer": "partial"}, {"scorer": "int8"}, {"columns": "prompt"}):
         for tail in ({}, {"tail": "int2"}):
             with pytest.raises(ConfigError, match=r"needs tail='off' \(or preset='rows'\).* scores with its own keys"):
@@ -143,7 +143,7 @@ def test_a_tail_scores_with_its_own_keys() -> None:
 
 
 def test_the_default_estimates_what_it_does_not_select() -> None:
-    """2 % of the candidates at most cross the link in every layer, beside the window; the others are estimated."""
+    """Each layer copies at most 2 % of the candidates to the device and approximates the rest."""
     llm = make_llm("llama", {})
     [found] = completed(llm.generate([tiny_prompt(600)], GREEDY))
     assert found.stats.dense_layers == () and found.stats.approximate_bytes_device > 0
@@ -153,7 +153,7 @@ def test_the_default_estimates_what_it_does_not_select() -> None:
 
 
 def test_a_lineage_is_what_it_was_before_there_were_tails_and_auto() -> None:
-    """Sessions are found by it."""
+    """Stored sessions are found by their KV provenance."""
     before = (
         "InfiniGenOptions(alpha=None, partial_ratio=0.3, max_fraction=0.1, source='residual', corrected=True, "
         "scorer='int8', columns='calibration', skew='balanced', sinks=4, recent=64, dense_layers=(0,), "
@@ -183,7 +183,7 @@ def test_a_working_set_and_streamed_weights_change_no_token(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("head_dim", [2, 6, 10, 34])
 def test_default_takes_any_even_head_dim(head_dim: int) -> None:
-    """The default runs, and a budget that selects everything gives the tokens of full attention."""
+    """The default runs. A budget of 1.0 gives the tokens of full attention."""
     model, prompt = tiny_model("llama", head_dim=head_dim), tiny_prompt(150)
     options = ({}, {"budget": 1.0, "dense_layers": (), "recent": 8})
     found = [

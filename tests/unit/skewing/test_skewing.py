@@ -1,4 +1,4 @@
-"""Skewing: bases against brute force, calibration against transformers' own queries and keys, folding, the artifact."""
+"""Test skewing: bases against brute force, calibration against transformers, folding, the artifact and its cache."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ABSOLUTE = [("opt", {}), ("opt_postnorm", {}), ("gpt2", {}), ("gpt2", {"scale_at
 
 
 def random_rows(tokens: int, d: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q, K `[tokens, d]` float64: anisotropic in two unrelated bases, not centred."""
+    """Return Q and K `[tokens, d]` float64, anisotropic in two unrelated bases and not centred."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ def moments_of(Q: torch.Tensor, K: torch.Tensor) -> Moments:
 
 
 def score_error(Q: torch.Tensor, K: torch.Tensor, basis: SkewBasis, r: int) -> float:
-    """Brute force: squared error of all scores from r columns, up to the constant that softmax ignores."""
+    """Return the squared error of all scores from r columns, up to the constant that softmax ignores."""
     centred = K - K.mean(0)
     kept = (Q @ basis.query)[:, :r] @ (centred @ basis.key)[:, :r].T
     return float((Q @ centred.T - kept).square().sum())
@@ -80,19 +80,18 @@ def score_error(Q: torch.Tensor, K: torch.Tensor, basis: SkewBasis, r: int) -> f
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("tokens", [1, 5, 16, 300])
 def test_scores_are_exact_with_all_columns(method: str, tokens: int) -> None:
-    """Also from fewer calibration tokens than d = 16, and for queries and keys that were not calibrated on."""
+    """Calibrate with few tokens (d = 16) or many, and test with other queries and keys."""
     basis = BASES[method](moments_of(*random_rows(tokens, 16, seed=1)))
     Q, K = random_rows(50, 16, seed=2)
     exact = Q @ K.T
-    # The ridge bounds the condition of B_q: 1e-16 of float64 grows to at most 1e-10 here.
+    # The ridge bounds the condition number of B_q, so float64 rounding of 1e-16 grows to at most 1e-10.
     torch.testing.assert_close((Q @ basis.query) @ (K @ basis.key).T, exact, rtol=0, atol=1e-10 * exact.abs().max())
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("size", [0.0, 100.0])
 def test_degenerate_heads(method: str, size: float) -> None:
-    """Dead heads (all zero), and keys that are all alike, of whose covariance only rounding is left (often indefinite):
-    no direction to prefer, and no reason to fail."""
+    """Test all-zero heads and heads with equal keys, whose covariance is rounding error and often indefinite."""
     for seed in range(5):
         Q, K = random_rows(50, 6, seed)
         moments = moments_of(size * Q, size * K[:1].expand(7, 6))
@@ -112,7 +111,7 @@ def test_svd_basis_is_the_papers() -> None:
 
 
 def test_svd_columns_are_the_best_subset() -> None:
-    """Against every other choice of the same number of the paper's columns."""
+    """Compare with all other subsets of the same size."""
     Q, K = random_rows(200, 6, seed=4)
     basis = svd_basis(moments_of(Q, K))
     for r in range(1, 6):
@@ -143,7 +142,7 @@ def test_balanced_is_the_best_rank_and_svd_beats_none(seed: int) -> None:
             score_error(Q, K, make(moments), r) for make in (plain_basis, svd_basis, balanced_basis)
         )
         floor = float(singular[r:].sum())
-        # Eckart-Young; the ridge (1e-6) moves the basis off the optimum to second order only
+        # Eckart-Young. The ridge (1e-6) has only a second-order effect.
         assert floor * (1 - 1e-9) <= balanced <= floor * (1 + 1e-4)
         assert balanced <= svd <= plain
 
@@ -173,7 +172,7 @@ def test_batched_bases_are_those_of_each_head() -> None:
 
 @pytest.fixture
 def captured() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Unscaled q `[H, T, d]` and k `[Hkv, T, d]` of every attention call inside transformers."""
+    """Capture unscaled q `[H, T, d]` and k `[Hkv, T, d]` of every attention call inside transformers."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -184,13 +183,13 @@ def captured() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = capture
     yield seen
-    del ALL_ATTENTION_FUNCTIONS["sdpa"]  # the override; the original is back
+    del ALL_ATTENTION_FUNCTIONS["sdpa"]  # removes the override
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_moments_are_those_of_transformers(name: str, captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices, segments (2 of 130 tokens), windows (Mistral: 48), groups, scales; positions as they are."""
+    """Covers prefill chunks, two segments of 130 tokens, windows (Mistral: 48), groups and scales."""
     monkeypatch.setattr(calibrate_module, "SLICE", 32)
     model = tiny_model(name, dtype=torch.float64)
     ids = tiny_prompt(260)
@@ -202,7 +201,7 @@ def test_moments_are_those_of_transformers(name: str, captured: Any, monkeypatch
         parts = [captured[layer], captured[layers + layer]]
         k = torch.cat([k for _, k in parts], dim=1)
         q = torch.cat([q for q, _ in parts], dim=1).reshape(len(k), -1, k.shape[-1])
-        # float64, but RMSNorm and RoPE pass through float32 in transformers
+        # float64, but transformers computes RMSNorm and RoPE in float32
         for found, expected in (
             (moments.query[layer], q.mT @ q / q.shape[1]),
             (moments.key[layer], k.mT @ k / k.shape[1]),
@@ -212,7 +211,7 @@ def test_moments_are_those_of_transformers(name: str, captured: Any, monkeypatch
 
 
 def test_spread_positions_turn_queries_and_leave_attention_alone() -> None:
-    """RoPE keeps lengths, so the trace of every layer's moments says whether the text was attended to as it is."""
+    """RoPE keeps lengths, so spread positions must not change the trace of a layer's moments."""
     adapter, ids = adapter_for(tiny_model("llama", dtype=torch.float64)), tiny_prompt(130)
     natural, spread = (measure(adapter, ids, positions=positions)[0] for positions in (130, 4096))
     for name in ("query", "key"):
@@ -306,7 +305,7 @@ def novels_moments(text: str, positions: int) -> Moments:
 
 @needs_novels
 def test_skewing_concentrates_a_trained_model() -> None:
-    """30 % of the columns, on a book that was not calibrated on; measured: 0.71, 0.79, 0.81."""
+    """Keep 30 % of the columns, on a book not used for calibration. Measured: 0.71, 0.79, 0.81."""
     calibration, held_out = novels_moments("calibration", 2048), novels_moments("book", 2048)
     plain, svd, balanced = (
         float(kept_energy(held_out, make(calibration), 19).mean()) for make in (plain_basis, svd_basis, balanced_basis)
@@ -318,7 +317,7 @@ def test_skewing_concentrates_a_trained_model() -> None:
 @needs_novels
 @pytest.mark.parametrize("method", METHODS)
 def test_a_basis_belongs_to_its_positions(method: str) -> None:
-    """The trap: calibrated on 2,048 positions, RoPE has turned the basis away by 32,768; measured 0.63 against 0.71."""
+    """A basis calibrated on 2,048 positions does not fit at 32,768. Measured: 0.63 against 0.71."""
     held_out = novels_moments("book", 32768)
     near, far = (BASES[method](novels_moments("calibration", positions)) for positions in (2048, 32768))
     assert float(kept_energy(held_out, far, 19).mean()) > float(kept_energy(held_out, near, 19).mean()) + 0.05
@@ -346,7 +345,7 @@ def test_folded_checkpoint_gives_the_logits(name: str, overrides: dict[str, Any]
     with torch.no_grad():
         expected, found = model(ids).logits, folded(ids).logits
     assert (found - expected).abs().max() <= 5e-5 * expected.abs().max()
-    # It was skewed: on the text it was calibrated on, the queries are uncorrelated
+    # The model is skewed: queries are uncorrelated on the calibration text.
     moment = measure(adapter_for(folded), tiny_prompt(300))[0].query
     correlated = moment - moment.diagonal(dim1=-2, dim2=-1).diag_embed()
     assert correlated.abs().max() < 1e-4 * moment.abs().max()
@@ -354,7 +353,7 @@ def test_folded_checkpoint_gives_the_logits(name: str, overrides: dict[str, Any]
 
 def test_fold_without_biases_and_from_few_tokens(tmp_path: Path) -> None:
     model = tiny_model("opt", enable_bias=False)
-    folded = fold(model, artifact_for(model, "balanced", tokens=7))  # d = 16
+    folded = fold(model, artifact_for(model, "balanced", tokens=7))  # fewer tokens than d = 16
     ids = torch.tensor([tiny_prompt(200)])
     expected = model(ids).logits
     assert (folded(ids).logits - expected).abs().max() <= 5e-5 * expected.abs().max()
@@ -509,7 +508,7 @@ def test_not_an_artifact(tmp_path: Path) -> None:
     ],
 )
 def test_inconsistent_artifact(change: dict[str, torch.Tensor | None], message: str, tmp_path: Path) -> None:
-    """Files whose digest is right but whose tensors cannot be an artifact's."""
+    """Files with a valid digest but inconsistent tensors."""
     whole = {
         "query": torch.zeros(2, 2, 4, 4),
         "key": torch.zeros(2, 2, 4, 4),
@@ -538,7 +537,7 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = cached_artifact(loaded, "svd", 100)
     written = path.read_bytes()
 
-    cached_artifact(loaded, "balanced", 100)  # a request in between changes nothing
+    cached_artifact(loaded, "balanced", 100)  # must not affect the svd entry
     assert len(list(path.parent.iterdir())) == 2
     path.write_bytes(written[:-7])
     again = cached_artifact(loaded, "svd", 100)
@@ -575,9 +574,9 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_first_load_says_that_it_calibrates(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a terminal, whatever `progress` is, and only where nothing is cached."""
+    """The message appears on a terminal, only if no artifact is cached."""
     monkeypatch.setattr("offload_rt.utils.progress.PATIENCE_SECONDS", -1.0)
-    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich assume a terminal
     model = tiny_model("llama", seed=11)
     LLM(model, host_memory="8MiB")
     assert "calibrating LlamaForCausalLM (once)" in capsys.readouterr().err
