@@ -50,10 +50,8 @@ def test_answers_are_those_of_a_cpu(cell: Cell, schedule: str, tmp_path: Path) -
 
 
 EVICTION = {  # once a step, after its last layer; the host waits for the logits there anyway
-    (
-        "_local_scalar_dense",
-        "offload_rt/model_runner/batched.py",
-    ),  # number of selected tokens: the host ranks the eviction victims
+    # number of selected tokens: the host ranks the eviction victims
+    ("_local_scalar_dense", "offload_rt/model_runner/batched.py"),
     ("copy device to host", "offload_rt/model_runner/slot_table.py"),  # ids of the selected tokens
 }
 ALLOWED: dict[str, set[tuple[str, str]]] = {
@@ -73,9 +71,7 @@ ALLOWED: dict[str, set[tuple[str, str]]] = {
     "forks": set(),
     "rounded, full": set(),
     "graphs": set(),
-    "h2o, batch": {
-        ("_local_scalar_dense", "offload_rt/policies/h2o.py")
-    },  # number of tokens that have not been evicted
+    "h2o, batch": {("_local_scalar_dense", "offload_rt/policies/h2o.py")},  # number of tokens not evicted
     "oracle, batch": {  # computes true scores from the keys in host memory
         ("event", "offload_rt/transfer/open_sequences.py"),
         ("copy host to device", "offload_rt/policies/oracle.py"),

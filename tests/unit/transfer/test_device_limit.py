@@ -116,7 +116,7 @@ def test_the_peak_is_below_the_limit(
 def test_a_first_start_calibrates_with_layers_that_stream(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peak stays within the limit, although calibration uses a longer context than the plan."""
+    """The peak stays within the limit, although calibration takes more memory than the planned context."""
     monkeypatch.setattr(memory_model, "CUDA_WORKSPACE", 0)
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
     row = Row("tail, streamed", "infinigen", options=WINDOW, streamed=True)

@@ -175,7 +175,8 @@ def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_program_that_does_not_end_is_interrupted_and_one_that_fails_is_told(tmp_path: Path) -> None:
-    interruptible = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"  # also under nohup, which ignores SIGINT
+    # nohup makes the process ignore SIGINT, so restore the handler
+    interruptible = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"
     endless = f"{interruptible}; print('begun', flush=True); time.sleep(60)"
     code, output = programs.run_program([sys.executable, "-c", endless], 2)
     assert code == programs.STOPPED and "begun" in output and "KeyboardInterrupt" in output
