@@ -54,7 +54,7 @@ def test_shapes_that_do_not_go_together_are_an_error() -> None:
 
 @triton.jit
 def _masked(a, bits, out, n) -> None:
-    """What is there of `a`, else -1, and its bits; of both halves what is positive, as a wider number."""
+    """Store the bits of `a`, or of -1 where masked, and the values above 0.5 in float64."""
     at = tl.arange(0, 2)[:, None].to(tl.int64) * 4 + tl.arange(0, 4)[None, :]
     there = (at < n) & (at >= 1)
     row = tl.load(a + at, mask=there, other=-1.0)

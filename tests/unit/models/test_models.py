@@ -365,9 +365,7 @@ class TestRefusals:
         assert no_network == []
 
     def test_a_hub_id_without_network(self, no_network: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(
-            "huggingface_hub.constants.HF_HUB_OFFLINE", True
-        )  # otherwise the hub client retries for 20 s
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # avoid 20 s of retries
         self.refused("offload-rt-tests/no-such-model", "no such folder, so sought on the hub")
 
     def test_not_shipped(self, monkeypatch: pytest.MonkeyPatch) -> None:
