@@ -107,7 +107,7 @@ def test_package_is_complete(built: dict[str, set[str]], kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sdist", "wheel", "wheel from sdist"])
 def test_what_code_reads_beside_itself_is_there(built: dict[str, set[str]], kind: str) -> None:
-    """The package reads C code, texts, models and task files. It does not read Markdown pages and measured results."""
+    """The package reads C code, texts, models and task files. It does not read README pages and measured results."""
     rooms = {f"{name}/": f"offload_rt/{name}/" for name in LINKED} | {"offload_rt/": "offload_rt/"}
     files = [name for name in tracked_or_new() if (ROOT / name).is_file() and not name.endswith((".py", "README.md"))]
     wanted = {
