@@ -206,7 +206,6 @@ class Case:
         left = leftovers(self.store, gone, kept)
         # A file renamed to a non-document name belongs to the user. A file renamed to another session's name and then
         # damaged has no known owner, so the deletion must report it as unreadable.
-        # session's and then damaged belongs to nobody who could be asked: the deletion has to name it.
         missed = [path for path in left if DOCUMENT_FILE.fullmatch(path.name) and path.stem not in removed.unreadable]
         assert not missed, left
         self.done["searched"] += 1

@@ -187,7 +187,7 @@ def test_every_field_says_what_it_is(kind: type) -> None:
         assert "int" not in str(shown) and "float" not in str(shown), f"{field.name} needs a metavar: its unit"
 
 
-# ----------------------------------------------------------------------------------------------------------- lineages
+# -------------------------------------------------------------------------------------------------------- KV provenance
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_a_history_with_counts_that_no_conversation_has(counts: dict[str, int]) 
     assert History.from_bytes(json.dumps(json.loads(history.to_bytes()) | counts).encode()) is None
 
 
-# -------------------------------------------------------------------------------------- what was made and is read again
+# -------------------------------------------------------------------------------------------------------- written files
 
 
 def written(folder: Path) -> dict[str, Callable[[Path], Any]]:

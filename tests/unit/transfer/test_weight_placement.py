@@ -127,7 +127,7 @@ def test_statistics_say_what_crossed(folder: Any) -> None:
 @pytest.mark.simulated
 @pytest.mark.parametrize("name", MIXTURES if ALL else MIXTURES[:1])
 def test_a_device_gives_the_tokens_of_a_cpu(folder: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use transformers' sequential expert products, because the simulated device has no grouped ones."""
+    """Use transformers' batched expert products, because the simulated device has no grouped ones."""
     monkeypatch.setattr(PreTrainedModel, "get_correct_experts_implementation", lambda self, asked: "batched_mm")
     few = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     prompts = [prompt[:6] for prompt in PROMPTS[: 3 if ALL else 2]]
