@@ -69,7 +69,7 @@ def test_every_kernel_fits_shared_memory_and_registers(rows: list[dict[str, Any]
 
 
 def test_what_is_read_in_bulk_is_read_in_wide_loads(rows: list[dict[str, Any]]) -> None:
-    """KV, scoring keys and sortable scores are read 16 bytes at once. Only scalars of a program may use narrower loads."""
+    """KV, scoring keys and sortable scores are read 16 bytes at once. Only scalars may use narrower loads."""
     for row in rows:
         if row["kernel"] in WIDE:
             narrow = row.get("load_1", 0) + row.get("load_2", 0)

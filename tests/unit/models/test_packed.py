@@ -141,7 +141,7 @@ def test_eight_billion_weights_in_four_bits_and_128k_tokens_fit_a_card(tmp_path:
 
 def test_packed_layers_stream(tmp_path: Path) -> None:
     """Packed bytes and scales are copied, about an eighth of the float32 size, and logits equal those of resident
-    modules. The reference uses the GPU's weight layout, too."""
+    modules. The reference keeps bitsandbytes' original weight layout, as streamed layers do."""
     pytest.importorskip("bitsandbytes")
     plain = tiny_checkpoint(tmp_path / "plain", "llama", intermediate_size=128, num_hidden_layers=8)
     packed = tmp_path / "packed"
