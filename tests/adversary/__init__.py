@@ -1,1 +1,1 @@
-"""The standing adversary: random cases against independent oracles, each reproducible from its seed."""
+"""Randomised adversary tests: cases are checked against independent oracles and reproducible from their seeds."""

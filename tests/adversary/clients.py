@@ -1,9 +1,9 @@
-"""Hostile HTTP clients beside normal ones, against a real server with random limits.
+"""Test a real server with random limits against hostile and normal HTTP clients.
 
-A case starts a server over a tiny model. Hostile clients send broken requests over raw sockets, or leave anywhere.
-Oracles: a normal request gets the text that it gets alone, or a documented refusal. The server never answers 500 and
-logs no exception. When the clients are gone, no request runs, the pool is empty, and descriptors and threads are those
-before. Everything but the timing follows from the seed.
+A case starts a server over a tiny model. Hostile clients send broken requests over raw sockets, or disconnect at any
+point. Oracles: a normal request gets the same text as without other clients, or a documented refusal. The server never
+answers 500 and logs no exception. After the clients have disconnected, no request runs, the pool is empty, and the
+numbers of descriptors and threads are unchanged. The seed determines everything except the timing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LOGGERS = ("offload_rt", "uvicorn", "asyncio")
 
 @functools.cache
 def checkpoint() -> str:
-    """Return a folder with the model of all cases; it is deleted when the process ends."""
+    """Return a folder with the model of all cases. It is deleted when the process ends."""
     place = tempfile.TemporaryDirectory()
     atexit.register(place.cleanup)
     return tiny_checkpoint(Path(place.name), "llama", num_hidden_layers=2)
@@ -65,7 +65,7 @@ def runtime() -> LLM:
 
 @functools.cache
 def alone(prompt: str, max_tokens: int) -> str:
-    """Return the text of a request that has an engine of its own."""
+    """Return the text of a request without other clients."""
     ids = runtime().tokenizer(prompt, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
     return runtime().generate(ids, SamplingParams(max_tokens=max_tokens, temperature=0))[0].outputs[0].text
 
@@ -87,7 +87,7 @@ def random_options(rng: random.Random, store: Path | None) -> ServerOptions:
 
 @dataclass
 class Log(logging.Handler):
-    """Records of the server, kept."""
+    """Collect the server's log records."""
 
     records: list[logging.LogRecord] = field(default_factory=list)
 
@@ -114,7 +114,7 @@ class Log(logging.Handler):
                 logging.getLogger(name).setLevel(level)
 
     def check(self) -> None:
-        """Raise AssertionError if the server failed."""
+        """Raise AssertionError if the server has failed."""
         for record in self.records:
             assert record.exc_info is None, logging.Formatter().format(record)
             fields = getattr(record, "fields", {})
@@ -123,7 +123,7 @@ class Log(logging.Handler):
             assert record.levelno < logging.ERROR or fields or expected, record.getMessage()
 
     def requests(self) -> dict[str, dict[str, Any]]:
-        """Return what the log says of each request, by its id."""
+        """Return the logged fields of each request by its id."""
         found = [getattr(record, "fields", {}) for record in self.records if record.getMessage() == "request"]
         return {fields["id"]: fields for fields in found}
 
@@ -131,15 +131,15 @@ class Log(logging.Handler):
 class Normal:
     """A client that sends valid requests and checks the answers.
 
-    tries: connections that it opens for a request. A flood of new connections may replace it before its client sends,
-    if the server allows few.
+    tries: maximum number of connections opened for a request. If the server allows few connections, a flood of new
+    ones may replace a connection before its request is sent.
     """
 
     def __init__(self, url: str, rng: random.Random, tries: int = 1) -> None:
         self.port, self.rng, self.tries, self.counts = urlsplit(url).port, rng, tries, Counter[str]()
 
     def ask(self, path: str, body: dict[str, Any], method: str = "POST") -> tuple[int, bytes]:
-        """Send a request over a connection of its own. Return the status and the body of the answer."""
+        """Send a request over a new connection. Return the status and the body of the response."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
         for tries in range(1, self.tries + 1):
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=90)
@@ -157,7 +157,7 @@ class Normal:
         raise AssertionError
 
     def once(self) -> int:
-        """Ask one thing. Return the status."""
+        """Send one random request and check the response. Return the status."""
         rng = self.rng
         words, max_tokens = f"{rng.choice(WORDS)} {rng.randrange(5)}", rng.choice((1, 8, 30))
         chat, stream = rng.random() < 0.5, rng.random() < 0.5
@@ -179,7 +179,7 @@ class Normal:
 
 
 def text_of(answer: dict[str, Any]) -> str:
-    """Return the text in an answer, or in one event of a stream."""
+    """Return the text of a response or of one stream event."""
     found = ""
     for choice in answer["choices"]:
         said = choice.get("message") or choice.get("delta") or choice
@@ -188,7 +188,7 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 def read_events(data: bytes) -> tuple[dict[str, Any] | None, str]:
-    """Return the error that ended a stream, if one did, and its text."""
+    """Return the error that ended a stream, if any, and the stream's text."""
     lines = [line[6:] for line in data.decode().splitlines() if line.startswith("data: ")]
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     error = next((event["error"] for event in events if "error" in event), None)
@@ -197,7 +197,7 @@ def read_events(data: bytes) -> tuple[dict[str, Any] | None, str]:
 
 
 class Threads:
-    """Threads whose errors are raised in `join`."""
+    """Threads whose first error is raised in `join`."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
@@ -221,7 +221,7 @@ class Threads:
 
 
 def attack(url: str, hostile: list[Hostile], seed: int, tries: int) -> Counter[str]:
-    """Let hostile and normal clients ask at once. The hostile ones may leave connections open."""
+    """Run hostile and normal clients concurrently. Hostile clients may leave connections open."""
     normal = [Normal(url, random.Random(seed * 100 + 50 + i), tries) for i in range(2)]
     attackers, askers, over = Threads(), Threads(), threading.Event()
 
@@ -249,7 +249,7 @@ def wait_idle(engine: AsyncLLM) -> None:
 
 
 def check_empty(engine: AsyncLLM) -> None:
-    """Raise AssertionError if something is left of the requests."""
+    """Raise AssertionError if any request state is left."""
     assert not engine._by_number
     engine._engine.check_integrity()
     engine.llm.runner.check_integrity()
@@ -257,7 +257,7 @@ def check_empty(engine: AsyncLLM) -> None:
 
 
 def serve_case(seed: int, store: Path | None, log: Log) -> Counter[str]:
-    """Run one server and its clients. Some hostile connections stay open while the server ends."""
+    """Run one server and its clients. Some hostile connections may stay open during the shutdown."""
     rng = random.Random(seed)
     options = random_options(rng, store)
     engine = AsyncLLM(make(), max_waiting=options.max_waiting, store=None if store is None else store / "kv")
@@ -290,7 +290,7 @@ def serve_case(seed: int, store: Path | None, log: Log) -> Counter[str]:
 
 @functools.cache
 def warm_up() -> None:
-    """Run a server once, so that what is imported or opened with the first one does not count as a leak."""
+    """Run a server once, so that its first imports and files do not count as leaks."""
     log = Log()
     with log.kept():
         serve_case(0, None, log)

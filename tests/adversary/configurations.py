@@ -1,12 +1,12 @@
-"""Random models and options against transformers: exact ones give its greedy tokens, illegal ones are refused.
+"""Test random models and options against transformers: exact ones give its greedy tokens, invalid ones are refused.
 
-A case builds a random tiny model (`support.random_models`) and a runtime with random options. It asks for batches of
-prompts with common beginnings, for several samples of a prompt, and for turns of sessions in a folder: new turns, edits
-of earlier turns, regenerations, forks, truncations, restarts. Half of the cases use the copying link of a GPU, with the
-CPU as the device. The oracles:
+A case builds a random tiny model (`support.random_models`) and a runtime with random options. It generates batches of
+prompts with shared prefixes, several samples of a prompt, and turns of sessions in a folder: new turns, edits of
+earlier turns, regenerations, forks, truncations, restarts. Half of the cases use the GPU's copy path, with the CPU as
+the device. The oracles:
 
-* if the options are exact, every token is the greedy one of transformers' own forward pass over the whole text;
-* only subclasses of OffloadError escape, with a message, and no EngineError;
+* if the options are exact, every token is the greedy one of transformers' forward pass over the whole text;
+* only subclasses of OffloadError escape, each with a message, and no EngineError;
 * `check_integrity` holds, and at the end the pool is empty and no thread is left.
 """
 
@@ -38,11 +38,11 @@ from offload_rt.sessions.whole_prompts import WholePrompts
 LENGTHS = (1, 2, 30, 63, 64, 65, 100, 127, 128, 129, 192, 200, 300, 600)
 STEPS = 6
 NEAR = 1e-4
-"""Largest gap to the best logit, as a share of the largest one: norms and routers compute in float32."""
+"""Tolerance for near ties, relative to the largest logit: norms and routers compute in float32."""
 
 
 def random_policy(rng: random.Random) -> tuple[dict[str, Any], bool]:
-    """Return options of a policy, and whether its tokens are those of full attention."""
+    """Return policy options, and whether the tokens must equal those of full attention."""
     window = {"sinks": rng.choice((0, 1, 4)), "recent": rng.choice((1, 8, 64, 65))}
     everything = window | {"budget": 1.0, "dense_layers": ()}
     select_all = window | {"preset": "rows", "alpha": float("inf"), "max_fraction": 1.0}
@@ -65,7 +65,7 @@ def random_policy(rng: random.Random) -> tuple[dict[str, Any], bool]:
 
 
 def random_options(rng: random.Random, folder: Path) -> tuple[dict[str, Any], bool]:
-    """Return options of a runtime, and whether its tokens are those of full attention."""
+    """Return runtime options, and whether the tokens must equal those of full attention."""
     options, exact = random_policy(rng)
     options |= {
         "kv_cache_dtype": rng.choices(("auto", "int8", "int4", "int2"), (7, 1, 1, 1))[0],
@@ -85,18 +85,18 @@ def random_options(rng: random.Random, folder: Path) -> tuple[dict[str, Any], bo
 
 
 class Case:
-    """A runtime, the model it runs, and what is compared."""
+    """A random model and runtime, with the checks on their answers."""
 
     def __init__(self, rng: random.Random, folder: Path) -> None:
         self.rng, self.folder, self.done = rng, folder, Counter[str]()
         self.about, self.model = random_model(rng)
         self.options, self.exact = random_options(rng, folder)
         self.seen: list[list[int]] = []
-        """Texts so far: other prompts begin like them."""
+        """Earlier texts, which new prompts may share a prefix with."""
         self.copies, self.small = rng.random() < 0.5, rng.random() < 0.3
 
     def open(self, ends: ExitStack) -> LLM:
-        """Return a new runtime. Its host memory is ample, or a few blocks."""
+        """Return a new runtime with ample host memory, or with a few blocks."""
         llm = self._runtime(ends, "64MiB")
         pool = llm.runner.pool
         if self.small and pool.file is None:
@@ -114,7 +114,7 @@ class Case:
     # ----------------------------------------------------------------------------------------------------- requests
 
     def prompt(self) -> list[int]:
-        """Return a prompt that is new, or begins like an earlier text."""
+        """Return a prompt that is new or shares a prefix with an earlier text."""
         rng, new = self.rng, [self.rng.randrange(1, VOCAB) for _ in range(self.rng.choice(LENGTHS))]
         if self.seen and rng.random() < 0.6:
             text = rng.choice(self.seen)
@@ -166,7 +166,7 @@ class Case:
     # ----------------------------------------------------------------------------------------------------- sessions
 
     def turns(self, llm: LLM) -> None:
-        """Take turns of a session, with what can come between them."""
+        """Take turns of a session, with random operations between them."""
         rng, store = self.rng, self.folder / "store"
         name = rng.choice(("a", "b"))
         session = llm.session(name, store)
@@ -195,7 +195,7 @@ class Case:
             session.close()
 
     def edits(self, llm: LLM) -> None:
-        """Send whole prompts to a session: each changes, repeats or continues what came before."""
+        """Send whole prompts to a session. Each one changes, repeats or continues the previous text."""
         rng, store = self.rng, llm.session_store(self.folder / "edits")
         whole, engine, prompt = WholePrompts(store), llm.make_engine(), self.prompt()
         try:
@@ -220,7 +220,7 @@ class Case:
     # ---------------------------------------------------------------------------------------------------------- case
 
     def attempt(self, action: Callable[[LLM], None], llm: LLM) -> None:
-        """Run `action`. An error of our own is a refusal, except EngineError: it stands for an unexpected exception."""
+        """Run `action`. OffloadError counts as a refusal, except EngineError, which wraps an unexpected exception."""
         try:
             action(llm)
         except EngineError:
@@ -230,7 +230,7 @@ class Case:
             self.done["full" if isinstance(error, PoolFullError) else "refusals"] += 1
 
     def transformers_runs_it(self) -> bool:
-        """Return whether transformers computes the model. Its grouped products of experts refuse some widths."""
+        """Return whether transformers can compute the model. Its grouped expert products reject some widths."""
         try:
             self.model(torch.tensor([[1, 2, 3]]))
         except RuntimeError:
@@ -238,7 +238,7 @@ class Case:
         return True
 
     def run(self) -> None:
-        """Raise an exception if something is wrong."""
+        """Run random actions. Raise an exception if a check fails."""
         if not self.transformers_runs_it():
             self.done["models that transformers does not run"] += 1
             return
@@ -263,14 +263,14 @@ class Case:
 
 
 def run_case(seed: int) -> Counter[str]:
-    """Run one case. Raise an exception, with a note of its model and options, if something is wrong."""
+    """Run one case. Add a note of its model and options to any exception."""
     rng, threads = random.Random(seed), set(threading.enumerate())
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as place, patch.dict("os.environ", OFFLOAD_RT_CACHE=f"{place}/cache"):
         case = Case(rng, Path(place))
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # sessions that were truncated, stores that could not save
+                warnings.simplefilter("ignore")  # truncated sessions, stores that could not save
                 case.run()
         except BaseException as error:
             error.add_note(
@@ -282,7 +282,7 @@ def run_case(seed: int) -> Counter[str]:
 
 
 def check_threads(before: set[threading.Thread]) -> None:
-    """Raise AssertionError if threads are left that were not there before."""
+    """Raise AssertionError if new threads are still running after 5 seconds."""
     end = time.monotonic() + 5
     gc.collect()
     while left := [one for one in threading.enumerate() if one not in before and one.is_alive()]:
@@ -291,5 +291,5 @@ def check_threads(before: set[threading.Thread]) -> None:
 
 
 def check_message(error: OffloadError) -> None:
-    """Raise AssertionError if an error does not say what was wrong."""
+    """Raise AssertionError if the error has no useful message."""
     assert len(str(error)) > 10, f"{type(error).__name__} without a message"

@@ -1,12 +1,12 @@
-"""A file-system fuzzer on a store of sessions: nothing it does may give a wrong token, or take more than it damages.
+"""Fuzz the files of a session store: damage never gives a wrong token, and never affects more than the damaged data.
 
-A case runs a few sessions in a store of its own. Between turns and restarts it truncates, changes, renames, swaps,
-deletes, duplicates and chmods files, and puts links, pipes and folders in their place. The oracles:
+A case runs a few sessions in a new store. Between turns and restarts it truncates, changes, renames, swaps, deletes,
+duplicates and chmods files, and replaces them with links, pipes and folders. The oracles:
 
-* a session opens with tokens that it once had, or raises StoreError; its next answer is the model's own;
-* no other kind of exception escapes, `check_integrity` holds, and nothing outside the folder changes;
+* a session opens with tokens that it had before, or raises StoreError; its next answer equals the model's;
+* no other exception escapes, `check_integrity` holds, and nothing outside the folder changes;
 * after a session was deleted, no run of its tokens is in any file of the store, except in documents that the deletion
-  named as unreadable.
+  reported as unreadable.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def runtime() -> LLM:
 
 @cache
 def model_answer(tokens: tuple[int, ...]) -> list[int]:
-    """What the model says after `tokens`, from an engine that shares nothing with the sessions."""
+    """Return the model's answer to `tokens` from an engine that shares no state with the sessions."""
     model = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
     with LLM(model, dtype="float64", host_memory="4MiB", policy="full", enable_prefix_caching=False) as llm:
         return completed(llm.generate([list(tokens)], PARAMS))[0].token_ids
@@ -105,12 +105,12 @@ def folder(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
 
 
 def stale(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
-    """What a process that was killed was writing."""
+    """Leave a temporary file, as a killed process would."""
     shutil.copyfile(path, path.with_name(f"{path.stem}.{rng.randrange(1, 99999)}.{rng.randrange(99)}.tmp"))
 
 
 def linked_folder(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
-    """A folder of the store is a link to a place outside that holds files of the same names."""
+    """Replace a folder of the store with a link to an outside folder that holds files of the same names."""
     if path.parent.name == "store":
         return
     target = outside / path.parent.name
@@ -119,7 +119,8 @@ def linked_folder(rng: random.Random, path: Path, other: Path, outside: Path) ->
     target.mkdir()
     for name in os.listdir(path.parent):
         (target / name).write_text("the user's own")
-    # One rename, since the saver thread may be writing to the folder. It may also make the folder again meanwhile.
+    # Use one rename, since the saver thread may be writing to the folder. It may also create the folder again
+    # meanwhile.
     os.replace(path.parent, outside.parent / f"moved-{path.parent.name}")
     with suppress(FileExistsError):
         path.parent.symlink_to(target)
@@ -129,7 +130,7 @@ DAMAGES = (truncate, flip, rename, swap, delete, duplicate, chmod, link, fifo, f
 
 
 class Case:
-    """Sessions in a store, what each of them may be, and a folder outside that must not change."""
+    """Sessions in a store, their earlier states, and an outside folder that must not change."""
 
     def __init__(self, rng: random.Random, place: Path) -> None:
         self.rng, self.place, self.store = rng, place, place / "store"
@@ -143,7 +144,7 @@ class Case:
         return {path: (path.stat().st_mode, path.read_bytes()) for path in files}
 
     def turn(self, name: str) -> None:
-        """Open a session, take a turn, close it."""
+        """Open a session, take a turn and close the session."""
         try:
             session = runtime().session(name, self.store)
         except StoreError:
@@ -154,7 +155,8 @@ class Case:
             self.answer(session)
             if self.rng.random() < 0.2 and len(session.tokens) > 100:
                 session.truncate(keep_last=70)
-                # Positions differ from a fresh prompt's from now on: the session starts again without its past.
+                # From now on positions differ from those of a fresh prompt, so the session restarts without its
+                # history.
                 session.discard()
                 self.been[name] = [[]]
                 return
@@ -188,12 +190,12 @@ class Case:
             return
         kind = self.rng.choice(DAMAGES)
         path, other = self.rng.choice(files), self.rng.choice(files)
-        with suppress(FileNotFoundError):  # the store is open, and has just renamed it
+        with suppress(FileNotFoundError):  # the open store has just renamed the file
             kind(self.rng, path, other, self.place / "outside")
         self.done[kind.__name__] += 1
 
     def delete(self, name: str) -> None:
-        """Delete a session, and search for what is left of it."""
+        """Delete a session and search for remaining data."""
         try:
             removed = delete_stored(self.store, name).removed
         except (StoreError, LookupError, ValueError):
@@ -202,8 +204,8 @@ class Case:
         gone = max(self.been[name], key=len)
         kept = [tokens for other, all in self.been.items() if other != name for tokens in all]
         left = leftovers(self.store, gone, kept)
-        # A file that was renamed to no name of a document's is the user's own. One that was renamed to another
-        # session's and then damaged belongs to nobody who could be asked: the deletion has to name it.
+        # A file renamed to a non-document name belongs to the user. A file renamed to another session's name and then
+        # damaged has no known owner, so the deletion must report it as unreadable.
         missed = [path for path in left if DOCUMENT_FILE.fullmatch(path.name) and path.stem not in removed.unreadable]
         assert not missed, left
         self.done["searched"] += 1

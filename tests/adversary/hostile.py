@@ -1,4 +1,5 @@
-"""One hostile HTTP client over raw sockets: broken heads and bodies, silence, and leaving anywhere."""
+"""A hostile HTTP client over raw sockets: it sends broken heads and bodies, stays silent, or disconnects at any
+point."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 from offload_rt.server.options import ServerOptions
 
 LONG_ANSWER = 3000
-"""Tokens of an answer that nobody waits for: seconds of decoding."""
+"""Tokens of an abandoned answer: seconds of decoding."""
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize", "/detokenize")
 JSON_HOLES = [
     '{"prompt": %s}', '{"messages": %s}', '{"messages": [{"role": "user", "content": %s}]}', '{"logit_bias": %s}',
@@ -41,7 +42,7 @@ ACTIONS = (
 
 
 class Hostile:
-    """A client that does a few random things, each over connections of its own."""
+    """A client that performs a few random attacks, each over new connections."""
 
     def __init__(self, url: str, options: ServerOptions, key: str, rng: random.Random) -> None:
         self.where = ("127.0.0.1", urlsplit(url).port)
@@ -49,13 +50,13 @@ class Hostile:
         self.counts = Counter[str]()
         self.open: list[socket.socket] = []
         self.left: list[str] = []
-        """Ids of long streaming requests that were left at their beginning."""
+        """Ids of long streaming requests that were abandoned at their start."""
 
     def run(self) -> None:
         for _ in range(self.rng.randint(3, 6)):
             action = self.rng.choice(ACTIONS)
             self.counts[action] += 1
-            with suppress(OSError):  # the server closes, resets, or does not answer: its right
+            with suppress(OSError):  # the server may close, reset or not respond
                 getattr(self, action)()
 
     def leave(self) -> None:
@@ -64,7 +65,7 @@ class Hostile:
         self.open.clear()
 
     def check(self, requests: dict[str, dict[str, Any]]) -> None:
-        """Raise AssertionError if a request went on though its client had left."""
+        """Raise AssertionError if a request continued after its client had disconnected."""
         for request_id in self.left:
             ended = requests[request_id]
             late = ended["finish"] == "timeout" and self.options.timeout < 10
@@ -83,7 +84,7 @@ class Hostile:
         return found
 
     def close(self, connection: socket.socket) -> None:
-        """End a connection: at once, in order, for one direction, or not at all."""
+        """End a connection with a close, a reset or a half close, or leave it open."""
         how = self.rng.choice(("close", "close", "reset", "shutdown", "stay"))
         if how == "reset":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -94,7 +95,7 @@ class Hostile:
             self.open.remove(connection)
 
     def head(self, path: str, *lines: str) -> bytes:
-        """Return a head without the empty line that ends it."""
+        """Return a request head without the empty line at its end."""
         given = ["Host: localhost", "Content-Type: application/json", f"Authorization: Bearer {self.key}", *lines]
         return "\r\n".join([f"POST {path} HTTP/1.1", *given, ""]).encode()
 
@@ -109,7 +110,7 @@ class Hostile:
         return self.post("/v1/completions", self.body())
 
     def exchange(self, data: bytes) -> None:
-        """Send bytes, read a while, end the connection."""
+        """Send bytes, read for a while, and end the connection."""
         connection = self.connect()
         with suppress(OSError):
             connection.sendall(data)
@@ -122,7 +123,7 @@ class Hostile:
     # -------------------------------------------------------------------------------------------------------- actions
 
     def bytewise(self) -> None:
-        """Send a request byte by byte, and stop anywhere."""
+        """Send a request byte by byte, and stop at any point."""
         connection, data = self.connect(), self.valid()
         for i in range(self.rng.randint(1, len(data))):
             connection.sendall(data[i : i + 1])
@@ -137,7 +138,7 @@ class Hostile:
             connection.sendall(data[: self.rng.randrange(len(data))])
 
     def garbage(self) -> None:
-        """Send what is not HTTP, or a request with wrong bytes in it."""
+        """Send data that is not HTTP, or a request with wrong bytes in it."""
         rng = self.rng
         kind = rng.randrange(3)
         data = bytearray(self.valid())
@@ -146,14 +147,14 @@ class Hostile:
         self.exchange([rng.choice(GARBAGE), rng.randbytes(rng.randint(1, 3000)), bytes(data)][kind])
 
     def wrong_length(self) -> None:
-        """Announce another length than that of the body."""
+        """Announce a wrong content length."""
         content, rng = self.body(), self.rng
         length = rng.choice((0, 1, len(content) - 1, len(content) + 1, 10**6, 10**30, -1, "x", "1 1", "+5", "", "٣"))
         more = rng.choice(((), ("Content-Length: 7",), ("Transfer-Encoding: chunked",), ("Expect: 100-continue",)))
         self.exchange(self.head("/v1/completions", f"Content-Length: {length}", *more) + b"\r\n" + content)
 
     def chunked(self) -> None:
-        """Send chunks whose sizes may be wrong."""
+        """Send chunked encoding, possibly with wrong sizes."""
         content, rng, parts = self.body(), self.rng, list[bytes]()
         while content:
             size = rng.randint(1, len(content))
@@ -165,7 +166,7 @@ class Hostile:
         self.exchange(self.head("/v1/completions", f"Transfer-Encoding: {coding}") + b"\r\n" + b"".join(parts) + end)
 
     def oversized(self) -> None:
-        """Send more than is allowed: heads, bodies, prompts."""
+        """Send heads, bodies and prompts above the limits."""
         rng = self.rng
         size = rng.choice((1 << 12, 1 << 16, 1 << 18, 1 << 21))
         kind = rng.randrange(5)
@@ -181,14 +182,14 @@ class Hostile:
             self.exchange(self.post("/v1/completions", self.body(prompt=[1] * (size // 3), max_tokens=10**9)))
 
     def cut_request(self) -> None:
-        """End a request anywhere."""
+        """End a request at any point."""
         data = self.valid()
         connection = self.connect()
         connection.sendall(data[: self.rng.randrange(len(data))])
         self.close(connection)
 
     def cut_answer(self) -> None:
-        """Leave anywhere in the answer."""
+        """Disconnect at any point of the response."""
         connection = self.connect()
         connection.sendall(self.valid())
         left = self.rng.randint(0, 3000)
@@ -197,7 +198,7 @@ class Hostile:
         self.close(connection)
 
     def stop_reading(self) -> None:
-        """Ask for a long stream and do not read it."""
+        """Request a long stream and do not read it."""
         connection = self.connect(receive_buffer=2048)
         asked = self.body(stream=True, n=self.rng.choice((1, 4)), max_tokens=LONG_ANSWER, ignore_eos=True)
         connection.sendall(self.post("/v1/completions", asked))
@@ -206,14 +207,14 @@ class Hostile:
             self.close(connection)
 
     def pipelined(self) -> None:
-        """Send several requests at once, with a broken one among them."""
+        """Send several requests at once, one of them broken."""
         requests = [self.valid() for _ in range(self.rng.randint(2, 6))]
         if self.rng.random() < 0.5:
             requests.insert(self.rng.randrange(len(requests)), self.rng.choice(GARBAGE))
         self.exchange(b"".join(requests))
 
     def nested(self) -> None:
-        """Send deep JSON."""
+        """Send deeply nested JSON."""
         rng = self.rng
         depth = rng.choice((10, 90, 900, 20_000))
         inner = rng.choice(("1", "", '"x"', "NaN", "1e999", "1" * 5000))
@@ -222,7 +223,7 @@ class Hostile:
         self.exchange(self.post(rng.choice(PATHS), text.encode()))
 
     def invalid_text(self) -> None:
-        """Send bytes that are not UTF-8, and characters that are none."""
+        """Send invalid UTF-8 and invalid characters."""
         text = self.rng.choice(
             (b"\xff\xfe", b"\xc0\x80", b"\xed\xa0\x80", b"\\ud800", b"\\u0000", b"\x00", b"\xf4\x90")
         )
@@ -231,7 +232,7 @@ class Hostile:
         self.exchange(self.post(self.rng.choice(PATHS), hole.replace(b"%s", text * 3), kind))
 
     def leave_stream(self, **fields: Any) -> None:
-        """Leave a long stream at its beginning: the request must end."""
+        """Disconnect at the start of a long stream, so that the request must end."""
         connection = self.connect()
         asked = self.body(stream=True, max_tokens=LONG_ANSWER, ignore_eos=True, temperature=0, **fields)
         connection.sendall(self.post("/v1/completions", asked))
@@ -243,7 +244,7 @@ class Hostile:
         self.open.remove(connection)
 
     def session(self) -> None:
-        """Leave a session's answer at its beginning, and delete the session: soon there is nothing left of it."""
+        """Disconnect at the start of a session's response and delete the session. It must soon be gone."""
         if self.options.documents is None:
             return
         name = self.rng.choice(SESSIONS)

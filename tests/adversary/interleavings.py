@@ -1,7 +1,9 @@
-"""Random interleavings of requests on engines that share a tight pool, against the tokens of each request alone.
+"""Test random interleavings of requests on engines that share a small pool: tokens must equal those of each request
+alone.
 
 Even seeds drive engines step by step, so that a failing case repeats exactly. Odd seeds use `AsyncLLM` with sessions,
-clients that leave, and a second policy in another thread: the operations are those of the seed, their timing is not.
+clients that disconnect, and a second policy in another thread. The seed determines their operations, but not the
+timing.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ LONGEST_PROMPT, MOST_TOKENS, WIDEST = 200, 24, 3
 
 @functools.cache
 def model(name: str) -> Any:
-    """Return a tiny float64 model: in float32 the order of sums could change a token."""
+    """Return a tiny float64 model. In float32 the order of sums could change a token."""
     if name == "gemma3":
         return architecture("gemma3", dtype=torch.float64)
     return tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, vocab_size=97)
@@ -64,19 +66,20 @@ def roomy(name: str, policy: str) -> LLM:
 
 
 def alone(name: str, policy: str, asked: Asked) -> list[list[int]]:
-    """Return the tokens of every completion of a request that has an engine of its own. Not while faults happen."""
+    """Return the tokens of each completion of a request on a separate engine. Do not call this while a fault is
+    injected."""
     return [one.token_ids for one in completed(roomy(name, policy).generate([list(asked[0])], asked[1]))]
 
 
 def tight_memory(name: str, rng: random.Random) -> int:
-    """Return bytes that suffice for most requests, and not for two of the larger ones."""
+    """Return a pool size in bytes that holds most requests, but not two of the larger ones."""
     pool = roomy(name, "full").runner.pool
     blocks = pool.groups.chunks(LONGEST_PROMPT + MOST_TOKENS) + rng.randint(0, 8) * pool.groups.chunks_at_once
     return int(blocks * pool.chunk_bytes)
 
 
 def fits_alone(name: str, policy: str, asked: Asked, memory: int) -> bool:
-    """Return whether a request can be answered in a pool of its own of this size."""
+    """Return whether a request alone fits a pool of this size."""
     try:
         make(name, policy, host_memory=memory).generate([list(asked[0])], asked[1])
     except PoolFullError:
@@ -85,7 +88,7 @@ def fits_alone(name: str, policy: str, asked: Asked, memory: int) -> bool:
 
 
 def random_prompt(rng: random.Random, longest: int = LONGEST_PROMPT) -> tuple[int, ...]:
-    """Return token ids that often begin like those of other prompts."""
+    """Return token ids that often share a prefix with other prompts."""
     whole = tiny_prompt(LONGEST_PROMPT, seed=rng.randrange(3))
     tail = tiny_prompt(20, seed=rng.randrange(50))
     count = rng.randint(1, longest)
@@ -104,7 +107,8 @@ def random_params(rng: random.Random, kinds: str = "greedy sampled several beams
 
 @contextmanager
 def random_fault(llm: LLM, rng: random.Random) -> Iterator[Exception | None]:
-    """With a probability of one half let one call inside the engine raise the exception that this yields."""
+    """With a probability of one half, let one call inside the engine raise an exception. Yield the exception or
+    None."""
     if rng.random() < 0.5:
         yield None
         return
@@ -115,7 +119,7 @@ def random_fault(llm: LLM, rng: random.Random) -> Iterator[Exception | None]:
 
 @contextmanager
 def swapping(rng: random.Random, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield options of a runtime that may write what it preempts to disk, and then always does."""
+    """Yield options that may enable swapping. If enabled, preempted requests are always swapped to disk."""
     if rng.random() < 0.5:
         yield {}
         return
@@ -128,7 +132,7 @@ def swapping(rng: random.Random, folder: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Engines:
-    """Engines of one pool under random policies, and what was asked of each."""
+    """Engines of one pool under random policies, with their requests."""
 
     name: str
     rng: random.Random
@@ -200,7 +204,7 @@ class Engines:
 
 
 def run_engines(seed: int, folder: Path) -> Counter[str]:
-    """Drive up to three engines, each in a thread of its own, one step at a time."""
+    """Drive up to three engines, each in a separate thread, one step at a time."""
     rng = random.Random(seed)
     name = rng.choice(("llama", "gemma3"))
     state = Engines(name, rng)
@@ -241,7 +245,7 @@ def run_engines(seed: int, folder: Path) -> Counter[str]:
 
 @dataclass
 class Clients:
-    """Clients of one `AsyncLLM`: what they may do, and what became of it."""
+    """Clients of one `AsyncLLM` and the results of their requests."""
 
     name: str
     engine: AsyncLLM
@@ -258,7 +262,7 @@ class Clients:
             await self.once(f"{number}-{turn}", rng)
 
     async def once(self, request_id: str, rng: random.Random) -> None:
-        """Do one thing; errors that belong to it are no failure."""
+        """Perform one operation. Errors expected for it are counted, not raised."""
         kind = rng.random()
         try:
             if kind < 0.1:
@@ -278,11 +282,11 @@ class Clients:
                 raise
             self.counts["refused"] += 1
         except (AssertionError, RuntimeError) as error:
-            if error is not self.injected:  # raised by a call that is no request
+            if error is not self.injected:  # an injected fault may also be raised outside a request
                 raise
 
     async def turn(self, request_id: str, rng: random.Random) -> None:
-        """Go on with a session, or edit it: what it said before is cut anywhere."""
+        """Continue a session, or edit it by cutting its earlier text at any point."""
         name = rng.choice("ab")
         before = self.histories.get(name, ())
         kept = before if rng.random() < 0.6 else before[: rng.randint(0, len(before))]
@@ -292,7 +296,7 @@ class Clients:
         self.histories[name] = (*prompt, *said[0])[: LONGEST_PROMPT - 20]
 
     async def ask(self, request_id: str, asked: Asked, rng: random.Random, **more: Any) -> list[list[int]]:
-        """Read an answer: slowly, not to its end, or until somebody aborts it."""
+        """Read an answer slowly, only in part, or until it is aborted."""
         leaves = rng.randint(1, 6) if rng.random() < 0.2 else 1000
         aborts = rng.randint(1, 6) if rng.random() < 0.1 else 1000
         pause = rng.choice((0, 0, 0.004))
@@ -317,7 +321,7 @@ class Clients:
         return found
 
     def beside(self, llm: LLM, policy: str, rng: random.Random) -> None:
-        """Answer prompts under another policy, in a thread of its own."""
+        """Answer prompts under another policy, in a separate thread."""
         for _ in range(rng.randint(0, 3)):
             asked: Asked = random_prompt(rng), random_params(rng)
             try:
@@ -347,7 +351,7 @@ class Clients:
 
 
 async def run_clients(seed: int, folder: Path) -> Counter[str]:
-    """Let several clients, a second policy and a fault loose on one `AsyncLLM`, which may be closed under them."""
+    """Run several clients, a second policy and a fault on one `AsyncLLM`, which may be closed while they run."""
     rng = random.Random(seed)
     name = rng.choice(("llama", "gemma3"))
     with swapping(rng, folder) as options:

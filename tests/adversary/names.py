@@ -1,8 +1,8 @@
-"""Random session names against a dictionary: what happens to one session never changes another.
+"""Test random session names against a dictionary: an operation on one session never changes another.
 
-A case takes names that look like the store's own files, like paths, like each other, or like nothing at all, and
-creates, reopens, forks, lists, exports and deletes sessions, through the library and through the command line. The
-oracle is a dictionary from names to tokens. At the end all sessions are deleted, and no file may be left.
+A case chooses names that resemble the store's own files, paths or each other, or are arbitrary. It creates, reopens,
+forks, lists, exports and deletes sessions through the library and the command line. The oracle is a dictionary from
+names to tokens. At the end all sessions are deleted, and no file may be left.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def runtime() -> LLM:
 
 
 def random_name(rng: random.Random, known: list[str]) -> str:
-    """A new name, often one that some file system or parser takes for a known one."""
+    """Return a new name, often one that a file system or parser could confuse with a known one."""
     if known and rng.random() < 0.5:
         name = rng.choice(known)
         changes = [
@@ -61,7 +61,7 @@ def random_name(rng: random.Random, known: list[str]) -> str:
 
 
 class Sessions:
-    """The sessions of a store beside what they must be."""
+    """The sessions of a store with their expected tokens."""
 
     def __init__(self, rng: random.Random, folder: Path) -> None:
         self.rng, self.folder = rng, folder
@@ -125,7 +125,7 @@ def command(action: str, name: str | None, folder: Path) -> int:
 
 
 def run_case(seed: int) -> Counter[str]:
-    """Run one case. Raise AssertionError if a session is not what the dictionary says."""
+    """Run one case. Raise AssertionError if a session differs from the dictionary."""
     rng, done = random.Random(seed), Counter[str]()
     with tempfile.TemporaryDirectory() as place:
         sessions = Sessions(rng, Path(place) / "store")

@@ -1,4 +1,4 @@
-"""Run one part of the standing adversary until its time is up, or repeat one case.
+"""Run one part of the randomised adversary tests for a given time, or repeat one case.
 
     python tests/adversary/run.py files --seconds 600 --seed 1
     python tests/adversary/run.py files --case 1000042
@@ -33,7 +33,6 @@ Case = Callable[[int], Counter[str]]
 
 
 def load(part: str) -> Case:
-    """Return the function that runs one case of `part`."""
     case: Case = importlib.import_module(f"adversary.{part}").run_case
     return case
 
@@ -79,7 +78,7 @@ def run_part(part: str, seeds: Iterator[int], seconds: float) -> tuple[Counter[s
 
 
 def main() -> int:
-    """Parse the command line, run one part, print its counts. Return the exit status."""
+    """Parse the command line, run one part and print its counts. Return the exit status."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)

@@ -1,4 +1,4 @@
-"""Attention over slices and scattered parts against a plain softmax in float64."""
+"""Test attention over prefill chunks and scattered parts against a plain softmax in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload_rt.model_runner.attention import attend, group_weights, scores_lse
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor) -> torch.Tensor:
-    """q `[H, m, d]`, k, v `[Hkv, n, d]`, seen bool `[m, n]`."""
+    """Attend q `[H, m, d]` to k and v `[Hkv, n, d]`, with seen bool `[m, n]`."""
     k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0).double() for x in (k, v))
     return torch.softmax((q.double() @ k.transpose(1, 2) * scale).masked_fill(~seen, -math.inf), -1) @ v
 
@@ -31,11 +31,11 @@ def random_rows(seed: int, heads: int, group: int, m: int, n: int, d: int, dtype
 
 
 ERRORS = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-"""A few units in the last place of values up to about 3: sums of n products of rounded numbers."""
+"""Error bounds: a few units in the last place of values up to about 3, from sums of n products of rounded numbers."""
 
 
 BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 5e-6}
-"""Of C code: outputs and weights are rounded to 8 bits in bfloat16."""
+"""Error bounds of the C code. In bfloat16, outputs and weights are rounded to 8 bits."""
 
 
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
@@ -55,7 +55,7 @@ def test_causal_slices(
 
 @pytest.mark.parametrize(("dtype", "launches"), [(torch.bfloat16, 1), (torch.float32, 4)], ids=str)
 def test_a_device_reads_keys_once_for_a_group_in_half_precision(dtype: torch.dtype, launches: int) -> None:
-    """A slice behind 26 tokens, and one that begins a text."""
+    """Cover a prefill chunk after 26 earlier tokens, and one at the start of a text."""
     for m, n in ((64, 90), (90, 90)):
         q, k, v = random_rows(3, 2, 4, m, n, 32, dtype)
         seen = torch.arange(n - m, n)[:, None] >= torch.arange(n)
@@ -81,8 +81,8 @@ def test_causal_attention_by_c_code(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Keys and values are packed before or while they are read, rows have gaps, and a caller has threads. Without C
-    code, torch computes the same."""
+    """Cover K and V packed before and during the computation, gaps between rows, and several threads. If the C code
+    takes the shape, compare torch's path as well."""
     q, k, v = (x[:, ::2] for x in random_rows(n, 2, 3, 2 * m, 2 * n, d, dtype))
     monkeypatch.setattr(causal_cpu, "WORTH_THREADS", 0)
     monkeypatch.setattr(team, "threads", lambda: threads)
@@ -115,9 +115,9 @@ def test_attention_to_blocks(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Queries attend to blocks of keys and then to their own, after the last edge, and 7 tokens before, by the C code
-    and by torch. Scores differ so much that the first block has nearly all of some softmax and none of another.
-    float32 rounds scores of 45 by 2e-6."""
+    """Queries attend to blocks of keys, then to the keys after the last edge: 7 earlier tokens and their own. Cover
+    C code and torch. Score ranges differ so that the first block holds nearly all of some softmaxes and none of
+    others. float32 rounds scores of 45 by 2e-6."""
     n = edges[-1] + 7 + m
     q, k, v = random_rows(n, 2, 3, m, n, d, dtype)
     q = q * torch.linspace(0.1, 4, m).to(q.dtype).view(1, m, 1)
@@ -144,7 +144,7 @@ def test_attention_to_blocks(
 @settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 50), max_size=4), group=st.sampled_from([1, 2, 7]), seed=st.integers(0, 99))
 def test_parts_add_up_however_rows_are_cut(cuts: list[int], group: int, seed: int) -> None:
-    """Out, LSE and weights of the union from any partition, empty parts included."""
+    """Check output, LSE and weights of the union for any partition, empty parts included."""
     q, k, v = random_rows(seed, 3, group, 1, 50, 16, torch.float64)
     edges = [0, *sorted(cuts), 50]
     parts = [KVPart(k[:, a:b], v[:, a:b]) for a, b in itertools.pairwise(edges)]
@@ -160,7 +160,7 @@ def test_parts_add_up_however_rows_are_cut(cuts: list[int], group: int, seed: in
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize(("group", "n"), [(1, 1), (7, 130), (120, 64)])
 def test_bfloat16_parts_by_torch(group: int, n: int, cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out and LSE of a decode step without C code, against float64."""
+    """Check output and LSE of a decode step without C code against float64."""
     monkeypatch.setattr(decode_attention, "takes", lambda q: None)
     q, k, v = random_rows(n, 2, group, 1, n, 64, torch.bfloat16)
     scores = q.double().view(2, group, 64) @ k.double().mT * 0.3
@@ -180,7 +180,8 @@ def test_scores_far_apart_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("group", [1, 4, 9])
 def test_keys_beyond_the_caches_give_the_same_scores(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either order of the product, against float64: 1e-5 is float32's rounding of 32 products of unit normals."""
+    """Check both orders of the product against float64. The tolerance of 1e-5 is for float32 rounding of 32 products
+    of unit normals."""
     from offload_rt.kernels import reference
 
     q, k = torch.randn(2, group, 32), torch.randn(2, 100, 40)[:, :, :32]
@@ -197,7 +198,8 @@ def test_keys_beyond_the_caches_give_the_same_scores(group: int, monkeypatch: py
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several blocks of rows, the last one shorter. Scores of 20 rounded to bfloat16 would be off by up to 0.06."""
+    """Cover several blocks of rows with a shorter last one. Scores of 20 rounded to bfloat16 would have errors of up
+    to 0.06."""
     from offload_rt.kernels import reference
 
     torch.manual_seed(0)
@@ -214,7 +216,7 @@ def test_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypat
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_capped_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch computes them, as on a device: outputs are off by what rounding them, and weights, costs."""
+    """Cover torch's path, which a GPU also uses. Only the rounding of outputs and weights may add errors."""
     monkeypatch.setattr(causal_cpu, "takes", lambda q: None)
     q, k, v = random_rows(0, 2, 2, 40, 100, 64, dtype)
     q *= 4

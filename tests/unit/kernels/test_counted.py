@@ -1,5 +1,5 @@
-"""Selections whose counts stay on the device: the path of a CUDA device, run on a CPU with the torch definitions and
-with the Triton kernels under the interpreter, gives what the path gives that asks for the counts."""
+"""Test selections whose counts stay on the device, as on CUDA. On a CPU, with the torch definitions and with
+interpreted Triton kernels, the results equal those of the path that reads the counts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def make(counted: bool, dtype: torch.dtype, options: dict[str, Any], working_set
 
 
 def counts_of(done: list[CompletionOutput]) -> list[Any]:
-    """What was written, what crossed, and shares, which may differ in their last bits."""
+    """Return tokens, bytes, hit rate and fractions of each completion. Fractions are rounded, since their last bits
+    may differ."""
     facts = []
     for one in done:
         s = one.stats
@@ -64,7 +65,7 @@ def counts_of(done: list[CompletionOutput]) -> list[Any]:
 def test_counts_on_the_device_change_nothing(
     options: dict[str, Any], working_set: int, settings: dict[str, Any]
 ) -> None:
-    """A ragged batch, two of which share a prefix; tokens, bytes, hits and fractions."""
+    """Run a ragged batch with a shared prefix and compare tokens, bytes, hits and fractions."""
     prompts = [tiny_prompt(1), tiny_prompt(150), tiny_prompt(130) + tiny_prompt(9, seed=1)]
     params = SamplingParams(max_tokens=10, temperature=0)
     runs = [
@@ -75,7 +76,7 @@ def test_counts_on_the_device_change_nothing(
 
 
 def test_the_kernels_select_and_attend_alike_and_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model's sparse steps with every kernel as Triton compiles it for a device, under the interpreter."""
+    """Run a tiny model's sparse steps with all Triton kernels under the interpreter."""
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the kernels are compiled on this machine")
@@ -99,14 +100,14 @@ def test_the_kernels_select_and_attend_alike_and_ask_for_nothing(monkeypatch: py
     assert done.stats.exact_fraction == plain.stats.exact_fraction
     assert 0 < (done.stats.working_set_hit_rate or 0) < 1
 
-    with pytest.raises(EngineError, match="AskedError"):  # eviction has to know what was selected
+    with pytest.raises(EngineError, match="AskedError"):  # eviction reads the selected tokens on the host
         make(True, torch.float32, options, eviction="lru").generate([prompt], params)
 
 
 @pytest.mark.gpu
 @pytest.mark.hardware
 def test_a_sparse_step_never_waits_for_the_device() -> None:
-    """In the profiler's trace of a decode step nothing waits for the device, from the embedding to the logits."""
+    """Check the profiler's trace of a decode step, from the embedding to the logits."""
     from torch.profiler import ProfilerActivity, profile
 
     options = OPTIONS | {"dense_layers": ()}
@@ -115,7 +116,7 @@ def test_a_sparse_step_never_waits_for_the_device() -> None:
     runner = llm.runner
     sequence = runner.new_sequence(tiny_prompt(220), 256)
     runner.prefill(sequence, 200)
-    for _ in range(5):  # compiles the kernels
+    for _ in range(5):  # compile the kernels
         runner.decode([sequence])
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as trace:
@@ -123,6 +124,6 @@ def test_a_sparse_step_never_waits_for_the_device() -> None:
     names = [event.name for event in trace.events()]
     runner.free(sequence)
     assert any("Launch" in name for name in names), "the profiler saw no kernels"
-    # The profiler itself waits for the whole device when it ends.
+    # Ignore the profiler's own wait for the whole device at its end.
     waiting = ("cudaStreamSynchronize", "cudaEventSynchronize", "_local_scalar_dense", "nonzero")
     assert not [name for name in names if any(word in name for word in waiting)]

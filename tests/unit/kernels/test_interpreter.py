@@ -1,4 +1,4 @@
-"""What the quick interpreter of Triton's kernels leaves out is never a check, and what it remembers is right."""
+"""Test the fast interpreter for Triton kernels: it keeps all checks, and its caches return correct results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _arithmetic(a, b, out, TIMES: tl.constexpr) -> None:
 
 
 def arithmetic(a: torch.Tensor, b: torch.Tensor, times: float) -> torch.Tensor:
-    """`[4, 4]`: `a * times - b + (a + 1)` of each of `a` with each of `b`."""
+    """Return `[4, 4]`: `a * times - b + (a + 1)` for every pair of an element of `a` and one of `b`."""
     out = a.new_empty(4, 4)
     _arithmetic[(1,)](a, b, out, TIMES=times)
     return out
@@ -54,7 +54,7 @@ def test_shapes_that_do_not_go_together_are_an_error() -> None:
 
 @triton.jit
 def _masked(a, bits, out, n) -> None:
-    """What is there of `a`, else -1, and its bits; of both halves what is positive, as a wider number."""
+    """Store the bits of `a`, or of -1 where masked, and the values above 0.5 in float64."""
     at = tl.arange(0, 2)[:, None].to(tl.int64) * 4 + tl.arange(0, 4)[None, :]
     there = (at < n) & (at >= 1)
     row = tl.load(a + at, mask=there, other=-1.0)
@@ -65,7 +65,7 @@ def _masked(a, bits, out, n) -> None:
 
 
 def test_loads_masks_and_casts_are_torchs() -> None:
-    """Bits that are taken for an integer, and for a number again, are no number that is rounded."""
+    """A bitcast to an integer and back must not round the value."""
     a = torch.tensor([9.0, 0.75, -2.0, 3.0, 0.5, 8.0, 7.0, 6.0])
     bits, out = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.float64)
     _masked[(1,)](a, bits, out, 6)

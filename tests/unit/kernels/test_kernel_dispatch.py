@@ -1,4 +1,4 @@
-"""Which tensors take which path, on a machine with and without CUDA."""
+"""Test which tensors use compiled kernels, with and without CUDA."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_an_operation_is_called_as_it_is_defined(operation: str) -> None:
 
 
 def test_cpu_tensors_take_the_definition() -> None:
-    """In float64, which the kernels do not compute in."""
+    """The test uses float64, which the compiled kernels do not support."""
     q, k = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(2, 5, 8, dtype=torch.float64)
     counts = torch.tensor([5, 2])
     out, lse = dispatch.attend_counted(q, k, k, counts, 1.0)

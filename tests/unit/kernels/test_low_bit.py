@@ -1,4 +1,4 @@
-"""Low-bit rows and the attention over them, against plain implementations."""
+"""Test low-bit KV and the attention over it against plain implementations."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_rows_come_back_within_half_a_step(bits: int) -> None:
 def plain_tail(
     q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Everything dequantised in float64, one softmax; the query rounded as it is there."""
+    """Dequantise everything in float64 and compute one softmax. The query is rounded as in the implementation."""
     weights, scale = quantise_query(q)
     keys, values = (
         dequantise_rows(*(part.flatten(1, 2) for part in parts), bits, torch.float64)
@@ -110,7 +110,7 @@ def test_lists_are_the_sequences_by_themselves() -> None:
 
 @pytest.mark.parametrize("value_bits", [2, 4])
 def test_a_batch_joins_what_each_sequence_does_not_select(value_bits: int) -> None:
-    """With the exact rows by one softmax; tokens behind a count do not matter."""
+    """Exact and approximate KV share one softmax, and tokens after the counts are ignored."""
     q, mean, mixed, layout, table, starts, stops, chosen, counts, tokens, out, lse = ragged_lists(
         Layout(16, value_bits), 3, torch.device("cpu")
     )
@@ -150,7 +150,7 @@ def test_a_batch_appends_as_each_sequence_does() -> None:
 
 @pytest.fixture(params=["torch", *native_code.available_levels()])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Compute by torch, or by the C code of each level of this processor."""
+    """Compute with torch, or with the C code of each level of this processor."""
     if request.param == "torch":
         monkeypatch.setattr(native, "low_bit", lambda *shape: None)
     else:
@@ -166,7 +166,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.mark.parametrize(("d", "group"), [(32, 1), (64, 7), (64, 3), (96, 9), (128, 4)])
 @pytest.mark.parametrize("tokens", [range(5, 177), range(1100), range(64, 65), range(500, 530)])
 def test_a_processor_computes_what_is_defined(path: str, tokens: range, d: int, group: int, value_bits: int) -> None:
-    """Weights of values are rounded to bfloat16, eight bits (in C only at the level that multiplies it)."""
+    """The tolerance is for weights of values rounded to bfloat16 (8 bits). In C, only the level with bfloat16
+    products rounds them."""
     layout = Layout(d, value_bits)
     pages, q, mean = stored_rows(layout, 2, 1100), torch.randn(2, group, d) / 4, torch.randn(2, d)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
@@ -192,7 +193,7 @@ def test_without_a_token_a_processor_finds_nothing(path: str) -> None:
 
 
 def test_a_guess_of_what_is_high_can_be_wrong(level: str) -> None:
-    """The n-th largest score is guessed from every sixteenth: here these are the largest."""
+    """The n-th largest score is estimated from every sixteenth score. Here the sampled scores are the largest."""
     if (library := native.low_bit(32, 2, 1)) is None:
         pytest.skip("no C compiler")
     scores = torch.randn(1, 1, 1600) - 20
@@ -226,7 +227,7 @@ def test_a_processor_selects_and_stores_what_is_defined(
 
 
 def test_a_layers_scores_take_the_memory_of_the_layers_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a long context; from the allocator they would not always get it."""
+    """After a long context, the allocator might not return the same memory."""
     monkeypatch.setattr(native, "SCRATCH", RecycledMemory())
     layout, tokens, skip = Layout(32, 4), range(4, 5500), torch.tensor([[7], [9]])
     pages, q, mean = stored_rows(layout, 2, 5500), torch.randn(2, 7, 32), torch.randn(2, 32)
@@ -241,8 +242,8 @@ def test_a_layers_scores_take_the_memory_of_the_layers_before(monkeypatch: pytes
 
 
 def test_levels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code sums are exact, and every level adds up in the same order: levels that multiply and add in one rounding
-    find the same scores and select the same tokens."""
+    """Code sums are exact, and all levels add in the same order. Levels with fused multiply-add therefore compute
+    equal scores and select equal tokens."""
     layout, tokens, found = Layout(64, 4), range(7, 3000), {}
     pages, q, mean = stored_rows(layout, 2, 3000), torch.randn(2, 7, 64) / 4, torch.randn(2, 64)
     for level in native_code.available_levels():

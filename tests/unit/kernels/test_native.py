@@ -1,4 +1,5 @@
-"""C code compiled on first use: kept for the next process, and done without where it cannot be had."""
+"""Test C code that is compiled at first use: it is cached for later processes, and torch computes if it is not
+available."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ LAYOUT = Layout(32, 2)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache folder, and a process that has loaded nothing; compiled quickly."""
+    """Use an empty cache folder and an unoptimised compiler, with no library loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if (compiler := native_code.find_compiler()) is not None:
         monkeypatch.setenv("CC", str(unoptimised(compiler, tmp_path / "quick")))
@@ -39,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def scores() -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the same rows, as a processor computes them and as they are defined."""
+    """Return scores of the same low-bit KV from the C code and from the definition."""
     storage, q, mean = stored_rows(LAYOUT, 2, 100), torch.randn(2, 1, 32), torch.randn(2, 32)
     given = (q, mean, storage, LAYOUT, range(3, 90))
     return low_bit_cpu.ask(*given).scores, low_bit.low_bit_scores(*given)
@@ -62,7 +63,7 @@ def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytes
 
 
 def test_each_level_has_code_of_its_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A home folder is shared by machines: the name of the code says which processors run it."""
+    """Machines may share a home folder, so file names contain the instruction set level."""
     if native.low_bit(32, 2, 1) is None:
         pytest.skip("no C compiler")
     for level in native_code.available_levels():
@@ -106,7 +107,7 @@ def test_a_compiler_that_fails_is_said_and_done_without(
 
 
 def test_heads_are_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are, and nothing changes."""
+    """Results do not depend on the number of threads."""
     if native.low_bit(32, 2, 1) is None:
         pytest.skip("no C compiler")
     storage, q, mean = stored_rows(LAYOUT, 5, 200), torch.randn(5, 3, 32), torch.randn(5, 32)
@@ -122,7 +123,7 @@ def test_heads_are_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("named", ["env cc", "a folder/cc", " "])
 def test_a_compiler_may_be_a_command_with_arguments(named: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with `ccache cc`; or a path with spaces in it; or nothing."""
+    """Cover a command such as `ccache cc`, a path with spaces, and an empty value."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
     folder = cache.parents[1] / "a folder"
@@ -157,7 +158,7 @@ def test_prebuilt_code_is_used_without_a_compiler(
 
 
 def test_options_are_prebuilt() -> None:
-    """All numbers of bits that the options name, and the page size of the kernels."""
+    """Check all supported numbers of bits and the page size of the kernels."""
     prebuilt = native_libraries.LIBRARIES["low_bit"].constants
     assert set(prebuilt["VALUE_BITS"]) == set(VALUE_BITS.values()) and prebuilt["PAGE_BLOCKS"] == (PAGE_BLOCKS,)
     sources = {path for folder in ("kernels", "kv_cache/disk") for path in (PACKAGE / folder).glob("*.c")}
@@ -165,7 +166,7 @@ def test_options_are_prebuilt() -> None:
 
 
 def test_who_has_no_home_has_a_folder_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user id of a container that no file knows."""
+    """A container may run under a user id without a home folder."""
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("OFFLOAD_RT_CACHE", raising=False)
     monkeypatch.setattr(Path, "home", lambda: Path("~").expanduser())
@@ -197,7 +198,7 @@ def test_levels_of_a_processor(
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_code_compiles_without_warnings(name: str, level: str, tmp_path: Path) -> None:
-    """For the smallest and a larger value of each constant."""
+    """Cover the smallest and the largest value of each constant."""
     if native_code.find_compiler() is None:
         pytest.skip("no C compiler")
     library = LIBRARIES[name]

@@ -1,4 +1,5 @@
-"""The CPU's fast selection and integer scores against their torch definitions: equal as sets, ties included."""
+"""Test the CPU's fast selection and integer scores against their torch definitions: results are equal as sets, ties
+included."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from offload_rt.kernels.selection import (
 
 @st.composite
 def score_tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Scores `[Hkv, G, N]`: continuous, of few distinct values (ties), all equal, or with -inf among them."""
+    """Draw scores `[Hkv, G, N]`: continuous, with few distinct values (ties), all equal, or partly -inf."""
     shape = (draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 600)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
     scores = torch.randn(shape, generator=generator, dtype=draw(st.sampled_from([torch.float32, torch.float64]))) * 4
@@ -63,7 +64,7 @@ def test_fast_top_tokens_are_the_reference(scores: torch.Tensor, share: float) -
 
 @pytest.mark.parametrize("group", [1, 2])
 def test_of_scores_that_are_no_numbers_none_passes(group: int) -> None:
-    """Of those of one head alone any tokens are its best."""
+    """If only one head's scores are NaN, any distinct tokens are valid for it."""
     scores = torch.randn(2, group, 100)
     assert select_tokens(scores * math.nan, 4.0, 0.1).shape == (2, 0)
     scores[0] = math.nan
@@ -74,22 +75,22 @@ def test_of_scores_that_are_no_numbers_none_passes(group: int) -> None:
 @pytest.mark.parametrize("sampled", [-10.0, 10.0])
 def test_a_misleading_sample_changes_nothing(sampled: float) -> None:
     values = torch.rand(2, 1000, generator=torch.Generator().manual_seed(0))
-    values[:, ::16] = sampled  # what the fast path looks at first
+    values[:, ::16] = sampled  # the fast path samples these first
     for n in (1, 50, 100, 400, 999):
         assert as_sets(top_tokens(values, n)) == as_sets(top_tokens_reference(values, n))
 
 
 def test_of_equal_scores_the_lower_index_wins() -> None:
     scores = torch.tensor([[[1.0, 5.0, 5.0, 5.0, 0.0]], [[7.0, 7.0, 0.0, 0.0, 0.0]]])
-    # 3 and 2 tokens pass: n = 3; head 1 takes its third among the tokens that pass anywhere.
+    # 3 and 2 tokens pass, so n = 3. Head 1 takes its third token from those that pass in any head.
     assert as_sets(select_tokens(scores, 0.0, 1.0)) == [{1, 2, 3}, {0, 1, 2}]
     assert as_sets(select_tokens(scores, 0.0, 0.4)) == [{1, 2}, {0, 1}]
 
 
 def test_a_head_with_large_scores_does_not_decide_for_its_group() -> None:
     scores = torch.full((1, 2, 50), 0.0)
-    scores[0, 0, :10] = torch.arange(100.0, 110.0)  # a loud head in two minds about tokens 9 and 8
-    scores[0, 1, 40] = 20.0  # a quiet head, certain of token 40
+    scores[0, 0, :10] = torch.arange(100.0, 110.0)  # large scores, undecided between tokens 9 and 8
+    scores[0, 1, 40] = 20.0  # small scores, a clear maximum at token 40
     assert as_sets(select_tokens(scores, 0.5, 1.0)) == [{40}], "a count of 1 goes to the certain head"
     assert as_sets(select_tokens(scores, 1.5, 1.0)) == [{9, 40}], "count ceil((2 + 1) / 2)"
 
@@ -135,7 +136,7 @@ def test_integer_code_sums_are_exact(heads: int, group: int, rows: int, d: int, 
 def test_selection_from_integer_sums_is_that_from_scores(
     heads: int, group: int, rows: int, bits: int, alpha: float, fraction: float, mean: float, seed: int
 ) -> None:
-    """Also where a mean is so large that neighbouring sums have one score, and queries are 0."""
+    """Cover means so large that neighbouring sums round to the same score, and zero queries."""
     generator = torch.Generator().manual_seed(seed)
     fields, d = 8 // bits, 19
     codes = torch.randint(0, 1 << bits, (heads, rows * fields, d), generator=generator, dtype=torch.uint8)

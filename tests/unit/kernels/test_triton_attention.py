@@ -1,4 +1,5 @@
-"""Sparse decode attention and the LSE merge against float64, over every head dimension, group and ragged counts."""
+"""Test sparse decode attention and the LSE merge against float64 for every head dimension and group, with ragged
+counts."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ SHAPES = [(64, 1), (80, 4), (96, 7), (128, 16), (128, 8), (256, 2)]
 def inputs(
     device: torch.device, d: int, group: int, dtype: torch.dtype, counts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q `[P, G, d]`, k and v `[P, n, d]` (views of a wider buffer), counts; NaN behind every count."""
+    """Return q `[P, G, d]`, k and v `[P, n, d]` (views of a wider buffer) and counts. KV after the counts is NaN."""
     listed = max(counts) + 3
     q = torch.randn(len(counts), group, d, device=device).to(dtype)
     kv = torch.randn(2, len(counts), listed + 1, d, device=device).to(dtype)[:, :, :listed]
@@ -70,7 +71,7 @@ def test_merge_is_float64s(kernel_device: torch.device, parts: int) -> None:
     torch.manual_seed(parts)
     outs, lses = torch.randn(parts, 7, 80, device=kernel_device), torch.randn(parts, 7, device=kernel_device) * 40
     lses[0, 2], lses[:, 3] = -math.inf, -math.inf
-    outs[0, 2], outs[:, 3] = math.nan, math.nan  # parts without rows hold whatever was there
+    outs[0, 2], outs[:, 3] = math.nan, math.nan  # outputs of empty parts are uninitialised
     out, lse = merge_parts(outs, lses)
     want, want_lse = lists.merge_parts(outs.double(), lses.double())
     torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-5)
@@ -81,8 +82,8 @@ def test_merge_is_float64s(kernel_device: torch.device, parts: int) -> None:
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("d", [40, 128, 256, 320, 512])
 def test_a_step_has_as_many_rows_as_a_product_takes(d: int, itemsize: int) -> None:
-    """The interpreter takes any number; a GPU's compiler no fewer than 16 (`eval compiled-kernels`, "attend, fp32, d
-    512")."""
+    """The interpreter accepts any number; a GPU's compiler needs at least 16 (`eval compiled-kernels`, "attend,
+    fp32, d 512")."""
     from offload_rt.kernels.triton_attention import steps
 
     assert steps(d, itemsize)["BLOCK"] >= 16

@@ -1,5 +1,5 @@
-"""Every kernel compiles for a GPU, and what the compiler makes of it stays within limits: the interpreter knows
-neither. No device is needed."""
+"""Test that every kernel compiles for GPUs within resource limits, which the interpreter does not check. No GPU is
+needed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 SHARED = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "sm_120": 99 * 1024}
-"""Bytes of shared memory that one program may have."""
+"""Shared memory limit of one program, in bytes."""
 
 SPILLED = 8
-"""Bytes of a thread that may lie outside its registers: one number, on one architecture."""
+"""Largest register spill of a thread, in bytes: one value, on one architecture."""
 
 REGISTERS = {
     ("attend, bf16", "triton_resident._attend"): 96,
@@ -28,19 +28,19 @@ REGISTERS = {
     ("tail, int4", "triton_low_bit._attend"): 128,
     ("tail, int2, d 64", "triton_low_bit._attend"): 96,
 }
-"""The most that a thread may have, on every GPU. Queries padded to the 16 rows of a tensor core would need more: 105 of
-the third, 168 of the first with a tail, 138 of the last."""
+"""Register limits of a thread on every GPU. Queries padded to the 16 rows of a tensor core would need more: 105 for
+the third, 168 for the first with approximate KV, 138 for the last."""
 
 AT_RISK = ["gather, bf16", "partial keys", "int8 keys", "attend, bf16", "runs, bf16", "tail, int4"]
-"""Cases of `make test`; `make stress PART=kernels` has all, for every architecture."""
+"""Cases of `make test`. `make stress PART=kernels` covers all cases and architectures."""
 
 ALL = "OFFLOAD_RT_STRESS" in os.environ
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> list[dict[str, Any]]:
-    """What `offload-rt eval compiled-kernels` says, in a process of its own, since the interpreter cannot be switched
-    off again. What was compiled before is not compiled again."""
+    """Return the rows of `offload-rt eval compiled-kernels`. It runs in a new process, because the interpreter
+    cannot be switched off again, and keeps compiled kernels in a cache."""
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if pytestconfig.pluginmanager.hasplugin("cacheprovider"):
@@ -69,7 +69,7 @@ def test_every_kernel_fits_shared_memory_and_registers(rows: list[dict[str, Any]
 
 
 def test_what_is_read_in_bulk_is_read_in_wide_loads(rows: list[dict[str, Any]]) -> None:
-    """Of rows, keys and orders 16 bytes at once: what is narrower are single numbers of a program."""
+    """KV, scoring keys and sortable scores are read 16 bytes at once. Only scalars may use narrower loads."""
     for row in rows:
         if row["kernel"] in WIDE:
             narrow = row.get("load_1", 0) + row.get("load_2", 0)
@@ -89,5 +89,6 @@ WIDE = {
     "triton_low_bit._score": 1,
     "triton_low_bit._attend": 8,
 }
-"""Loads of one or two bytes that a kernel may have: of a query of one head, of a low-bit row its steps and whether it
-counts. Rows of `gather, int4` are no multiple of 16 bytes, and a packed block goes through shared memory in eights."""
+"""Allowed loads of one or two bytes for each kernel: of the query if it has one head, of the steps of low-bit KV and
+of its validity. `gather, int4` and packed blocks use 8-byte loads: the rows are no multiple of 16 bytes, and packed
+blocks pass through shared memory."""

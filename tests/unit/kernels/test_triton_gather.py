@@ -1,5 +1,5 @@
-"""Zero-copy gather: the rows that are asked for, byte for byte; nothing behind a count, or with a negative id, is
-written."""
+"""Test the zero-copy gather: requested rows arrive byte for byte, and nothing is written after a count or for a
+negative id."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from support.interpreter import compiled
 from offload_rt.core import CHUNK
 from offload_rt.kernels import lists
 
-ROWS = [  # dtype and width of a row: native rows, and quantised ones of even and odd byte counts
+ROWS = [  # dtype and row width: native rows, and quantised rows of even and odd byte counts
     (torch.bfloat16, 64), (torch.float16, 80), (torch.bfloat16, 96), (torch.float32, 128), (torch.float16, 256),
     (torch.uint8, 36), (torch.uint8, 54), (torch.uint8, 27),
 ]  # fmt: skip
 
 
 def random_rows(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random bytes: NaN and subnormal numbers among them must survive."""
+    """Return random bytes, which include NaN and subnormal numbers."""
     return torch.randint(0, 256, (count, width * dtype.itemsize), dtype=torch.uint8).view(dtype)
 
 
@@ -32,8 +32,8 @@ def test_rows_arrive_as_they_are(kernel_device: torch.device, dtype: torch.dtype
     rows = rows.pin_memory() if cuda and pinned else rows.to(kernel_device)
     counts = torch.tensor([listed, 0, 1, 13], dtype=torch.int32, device=kernel_device)
     ids = torch.randint(0, total, (4, listed), device=kernel_device)
-    ids[3, 13:] = 1 << 60  # behind the count: an address nobody may read
-    ids[0, 5:9] = -1  # not wanted
+    ids[3, 13:] = 1 << 60  # after the count: an invalid address
+    ids[0, 5:9] = -1  # not requested
     out = torch.full((4, listed, width), 7, dtype=dtype, device=kernel_device)
     want = out.clone()
     gather_rows(rows, ids, counts, out)
@@ -44,7 +44,7 @@ def test_rows_arrive_as_they_are(kernel_device: torch.device, dtype: torch.dtype
 
 
 def test_rows_that_are_there_twice_are_copied_within(kernel_device: torch.device) -> None:
-    """Source and target are one tensor; rows that are read are not written."""
+    """Source and target are the same tensor; the source rows are not overwritten."""
     from offload_rt.kernels.triton_gather import gather_rows
 
     rows = random_rows(40, 36, torch.uint8).to(kernel_device)
@@ -60,8 +60,8 @@ def test_rows_that_are_there_twice_are_copied_within(kernel_device: torch.device
 
 
 def table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of three sequences with two chunks each, in any order, the row of each chunk's first token; and where K and V of
-    two heads lie from there, in chunks of `[K or V, head, token]`."""
+    """Return bases `[3, 2]`, the first row of each of two blocks of three sequences, and planes `[2, 2]`, the
+    offsets of K and V of two heads in a block of `[K or V, head, token]`."""
     bases = torch.randperm(6).view(3, 2) * (4 * CHUNK)
     planes = torch.arange(4).view(2, 2) * CHUNK
     return bases.to(device), planes.to(device)
@@ -73,7 +73,7 @@ def table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 def test_keys_and_values_of_tokens_arrive(
     kernel_device: torch.device, dtype: torch.dtype, width: int, counted: bool, programs: int
 ) -> None:
-    """However many programs there are; the definition reads one row after the other."""
+    """The result does not depend on the number of programs. The definition copies one row at a time."""
     from offload_rt.kernels.triton_gather import gather_tokens
 
     rows, (bases, planes) = random_rows(6 * 4 * CHUNK, width, dtype), table(kernel_device)
@@ -81,7 +81,7 @@ def test_keys_and_values_of_tokens_arrive(
     tokens = torch.randint(0, 2 * CHUNK, (6, 150), device=kernel_device)
     counts = torch.tensor([150, 0, 1, 130, 33, 64], dtype=torch.int32, device=kernel_device)
     if counted:
-        tokens[2, 1:] = 1 << 40  # behind the count: in no chunk
+        tokens[2, 1:] = 1 << 40  # after the count: in no block
     out = torch.full((2, 6, 150, width), 7, dtype=dtype, device=kernel_device)
     gather_tokens(rows, tokens, counts if counted else None, bases, planes, out, programs)
     for kv in (0, 1):

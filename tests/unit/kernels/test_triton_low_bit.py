@@ -1,5 +1,5 @@
-"""Low-bit rows in Triton against their definitions: the newest row's entry, scores, the tail of one sequence and of a
-batch."""
+"""Test Triton kernels for low-bit KV against their definitions: appending the newest KV, scores, and approximate
+attention of one sequence and of a batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SHAPES = [(64, 3, 4), (80, 1, 2), (10, 2, 4)]
 
 
 def largest_value(layout: Layout, pages: Pages, tokens: int) -> float:
-    """What an output over the first tokens can be at most; behind them is garbage."""
+    """Return the largest absolute value among the first tokens; later ones are uninitialised."""
     packed, steps = (part.flatten(1, 2)[:, :tokens] for part in layout.values(joined(pages)))
     return float(dequantise_rows(packed, steps, layout.value_bits, torch.float32).abs().max())
 
 
 def rounding(device: torch.device) -> float:
-    """Of a value's weight: on CUDA to bfloat16, eight bits; the interpreter multiplies in float32."""
+    """Return the relative rounding of a value's weight: bfloat16 (8 bits) on CUDA, float32 under the interpreter."""
     return 2**-8 if device.type == "cuda" else 4e-6
 
 
@@ -61,8 +61,8 @@ def test_where_no_token_is_left_there_is_nothing(kernel_device: torch.device) ->
 def test_a_batch_is_joined_with_its_exact_rows(
     kernel_device: torch.device, d: int, group: int, value_bits: int
 ) -> None:
-    """Ragged lists: one without candidates, one all of whose candidates were selected; what lies behind a count is any
-    token."""
+    """Cover a list without candidates and one whose candidates were all selected. Tokens after a count are
+    arbitrary."""
     from offload_rt.kernels.triton_low_bit import join_tail
 
     torch.manual_seed(d)
@@ -92,7 +92,7 @@ def test_scores_are_the_integers(kernel_device: torch.device, d: int, group: int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("d", "value_bits"), [(64, 4), (80, 2)])
 def test_the_newest_rows_enter(kernel_device: torch.device, d: int, value_bits: int, dtype: torch.dtype) -> None:
-    """As the definition rounds them, but for a number next to the border of two codes; nothing else changes."""
+    """Codes equal the definition's, except at a rounding boundary between two codes. Other KV does not change."""
     from offload_rt.kernels.triton_low_bit_rows import append_rows
 
     torch.manual_seed(d)

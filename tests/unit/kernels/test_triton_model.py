@@ -1,4 +1,4 @@
-"""Norms and rotary positions in Triton against their definitions."""
+"""Test Triton kernels for norms and rotary embeddings against their definitions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from offload_rt.kernels import norm, rotary
 
 ROUNDING = {torch.float32: 2.0**-20, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
-"""Of a result against one of float64: two roundings, where the interpreter cuts bfloat16 off."""
+"""Relative error against float64: two roundings. The interpreter truncates bfloat16."""
 
 
 @pytest.mark.parametrize(("tokens", "d"), [(1, 64), (3, 72), (2, 1024)])
@@ -30,7 +30,7 @@ def test_a_norm_is_the_definitions(kernel_device: torch.device, tokens: int, d: 
 def test_positions_are_the_definitions(
     kernel_device: torch.device, heads: int, tokens: int, d: int, dtype: torch.dtype
 ) -> None:
-    """Of heads that lie token by token, as a projection leaves them."""
+    """Heads are interleaved token by token, as in the output of a projection."""
     from offload_rt.kernels.triton_rotary import rotate_halves
 
     torch.manual_seed(d)
@@ -44,8 +44,9 @@ def test_positions_are_the_definitions(
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 def test_positions_are_rounded_as_transformers_rounds_them(kernel_device: torch.device, dtype: torch.dtype) -> None:
-    """Bit for bit with tables of the same dtype: products are rounded before they are added. An H100 refused Qwen,
-    whose keys are large, for keys rounded once. (The interpreter cuts bfloat16 off.)"""
+    """Results are equal bit for bit if the tables have the same dtype: products are rounded before they are added.
+    With a single rounding, Qwen's large keys failed the load-time verification on an H100. The interpreter truncates
+    bfloat16."""
     from offload_rt.kernels.triton_rotary import rotate_halves
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Rows that stay on the device, found by address: kept and attended to, and rows written back by id, against torch."""
+"""Test attention to resident KV through pointer tables and write-back of KV by id against torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ HEADS, ROOM = 2, 300
 
 
 def kept_rows(device: torch.device, d: int, dtype: torch.dtype) -> PointerTable:
-    """Of three sequences, each in memory of its own, one of them a layer in the middle of others; NaN at the first and
-    the last place, which nobody sees."""
+    """Return resident KV of three sequences in separate memory, one of them inside a larger tensor. The first and
+    the last slot, which must not be read, are NaN."""
     rows = torch.randn(3, 2 * HEADS, ROOM, d, device=device).to(dtype)
     rows[:, :, 0] = rows[:, :, -1] = math.nan
     layers = torch.zeros(3, 2 * HEADS, ROOM, d, device=device, dtype=dtype)
@@ -29,7 +29,7 @@ def kept_rows(device: torch.device, d: int, dtype: torch.dtype) -> PointerTable:
 def test_kept_and_fetched_rows_are_attended_to(
     kernel_device: torch.device, d: int, group: int, dtype: torch.dtype
 ) -> None:
-    """Ragged places and counts; a sequence without fetched rows, one whose places are in two pieces."""
+    """Cover ragged ranges and counts, a sequence without fetched KV, and one whose range has two pieces."""
     from offload_rt.kernels.triton_resident import attend_kept
 
     torch.manual_seed(d)

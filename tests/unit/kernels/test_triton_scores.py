@@ -1,4 +1,5 @@
-"""Scores with compressed keys, their maxima and sums, and the newest key's entry, against float64 and the codes."""
+"""Test scores with compressed keys, their maxima and LSE, and appending the newest key, against float64 and the
+codes."""
 
 from __future__ import annotations
 
@@ -18,20 +19,21 @@ HEADS = 2
 
 
 def ranges(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """starts, stops `[P]` of ragged lists (two sequences of two heads; one without tokens) and the tokens stored."""
+    """Return starts and stops `[P]` of ragged lists and the number of stored tokens. There are two sequences of two
+    heads, one of them without tokens."""
     stored = 131_072 if compiled(device) else 520
     stops = torch.tensor([stored - 13, stored - 13, 4, 4], dtype=torch.int32, device=device)
     return torch.tensor([5, 5, 4, 4], dtype=torch.int32, device=device), stops, stored
 
 
 def apart(lists_: torch.Tensor) -> PointerTable:
-    """`[P, a, c]` as two sequences have it, each in memory of its own, the second with more room than the first."""
+    """Split `[P, a, c]` into two sequences in separate memory; the second has more capacity than the first."""
     wider = torch.nn.functional.pad(lists_[HEADS:], (0, 0, 0, 3))
     return PointerTable.of([lists_[:HEADS], wider[:, : lists_.shape[1]]])
 
 
 def check_scores(got: lists.Scores, want: lists.Scores, tolerance: torch.Tensor) -> None:
-    """Every score within `tolerance` `[P, G, 1]`; maximum and LSE are those of the scores themselves."""
+    """Check every score within `tolerance` `[P, G, 1]`, and maximum and LSE against the returned scores."""
     finite = want.scores.isfinite()
     assert torch.equal(got.scores.isfinite(), finite)
     error = torch.where(finite, got.scores.double() - want.scores, 0).abs()
@@ -45,8 +47,8 @@ def check_scores(got: lists.Scores, want: lists.Scores, tolerance: torch.Tensor)
 def test_partial_scores_are_float64s(
     kernel_device: torch.device, r: int, group: int, dtype: torch.dtype, room: int
 ) -> None:
-    """Columns of any length are read number by number, those of a multiple of 16 bytes in wide loads, which go on
-    behind the last token."""
+    """Unaligned columns are read element by element. Columns of a multiple of 16 bytes use wide loads, which read
+    past the last token."""
     from offload_rt.kernels.triton_scores import partial_scores
 
     torch.manual_seed(r)
@@ -58,14 +60,14 @@ def test_partial_scores_are_float64s(
     assert own.aligned == (room == 8)
     got = partial_scores(q, own, starts, stops, stored + 250)
     want = lists.partial_scores(q.double(), own, starts, stops, stored + 250)
-    # r products and sums, each rounded to 2^-24 of the sum of |q k|, itself at most |q|_1 * max |k|
+    # r products and sums, each rounded to 2^-24 of the sum of |q k|, which is at most |q|_1 * max |k|
     bound = r * 2.0**-24 * q.double().abs().sum(-1, keepdim=True) * keys[:, :, : stored - 13].double().abs().max()
     check_scores(got, want, bound)
 
 
 @pytest.mark.parametrize(("d", "group", "bits"), PACKED)
 def test_quantised_scores_are_the_integers(kernel_device: torch.device, d: int, group: int, bits: int) -> None:
-    """Where a row has more bytes than columns, these hold anything."""
+    """Padding bytes after the columns of a row hold arbitrary values."""
     from offload_rt.kernels.triton_scores import quantised_scores
 
     torch.manual_seed(d + bits)
@@ -77,7 +79,7 @@ def test_quantised_scores_are_the_integers(kernel_device: torch.device, d: int, 
     packed, q = torch.cat((pack(codes, bits), spare), 2), torch.randn(4, group, d, device=kernel_device)
     assert apart(packed).aligned
     got = quantised_scores(q, apart(packed), mean, step, bits, starts, stops, stored)
-    # the definition in float64, from the int8 query that float32 gives: what is left is the rounding of the last steps
+    # Compute the definition in float64 from the int8 query of float32, so that only the last steps round differently.
     weights, scale = quantise_query(q * step.repeat(2, 1).unsqueeze(1))
     centred = codes.double() - ((1 << bits) - 1) / 2
     exact = weights.double() @ centred.transpose(1, 2) * scale.double()
@@ -88,8 +90,8 @@ def test_quantised_scores_are_the_integers(kernel_device: torch.device, d: int, 
 
 
 def test_quantised_scores_follow_the_torch_definition(kernel_device: torch.device) -> None:
-    """All sums are whole numbers, so the two differ by the rounding of two operations and of q * mean: by one place of
-    scores below 64."""
+    """All sums are integers. The results differ by the rounding of two operations and of q * mean: one unit in the
+    last place of scores below 64."""
     from offload_rt.kernels.triton_scores import quantised_scores
 
     torch.manual_seed(3)
@@ -119,7 +121,7 @@ def test_a_new_column_is_the_skewed_key(kernel_device: torch.device, d: int, r: 
     lists.append_partial(k.double(), basis.double(), PointerTable.of(want.split(HEADS)), slots)
     unit = torch.finfo(dtype).eps
     if compiled(kernel_device) or dtype != torch.bfloat16:
-        unit /= 2  # to nearest; the interpreter cuts bf16 off
+        unit /= 2  # round to nearest; the interpreter truncates bfloat16
     bound = unit * want.abs() + d * 2.0**-24 * k.double().abs().max()
     assert ((keys.double() - want).abs() <= bound).all()
 
@@ -131,7 +133,7 @@ def test_a_new_column_is_the_skewed_key(kernel_device: torch.device, d: int, r: 
 def test_a_new_code_is_the_quantised_key(
     kernel_device: torch.device, d: int, r: int, dtype: torch.dtype, bits: int
 ) -> None:
-    """Within half a step of the true number (inside the levels), and every other token keeps its code."""
+    """The code is within half a step of the key (inside the range), and other tokens keep their codes."""
     from offload_rt.kernels.triton_append import append_quantised
 
     torch.manual_seed(d + bits)

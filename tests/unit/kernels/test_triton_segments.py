@@ -1,4 +1,4 @@
-"""Attention over shared and own runs in Triton against float64: random trees, every head dimension and group."""
+"""Test attention over shared and own runs of KV in Triton against float64, for every head dimension and group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload_rt.kernels.segments import Run
 
 
 def rows(device: torch.device, n: int, kv_heads: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v `[Hkv, n, d]`, views of a wider buffer that is NaN around them."""
+    """Return k and v `[Hkv, n, d]` as views of a wider buffer with NaN around them."""
     buffer = torch.full((2, kv_heads, n + 5, d), torch.nan, device=device, dtype=dtype)
     buffer[:, :, 2 : n + 2] = torch.randn(2, kv_heads, n, d, device=device).to(dtype)
     return buffer[0, :, 2 : n + 2], buffer[1, :, 2 : n + 2]
@@ -23,14 +23,15 @@ def widened(runs: list[Run]) -> list[Run]:
 
 
 TREE = [(0, 7, 130), (0, 3, 64), (3, 6, 256), (4, 6, 1), (0, 1, 300), (1, 2, 1), (2, 3, 17), (3, 4, 0), (3, 4, 2)]
-"""first, stop, rows: three levels of sharing over seven sequences, an empty run; tails of 5, 4 and 3 follow."""
+"""first, stop, tokens: three levels of sharing over seven sequences, one run empty. Own runs of 5, 4 and 3 tokens
+follow."""
 
 
 SHAPES = [(64, 1), (80, 4), (96, 3), (128, 16), (128, 4), (20, 2)]
 """Head dimension and group."""
 
 HALVES = SHAPES if torch.cuda.is_available() else SHAPES[:2]
-"""Those that half precision is tested with too: under the interpreter it only loads other words."""
+"""Shapes for half precision. Under the interpreter only the loads differ, so fewer are tested."""
 
 
 @pytest.mark.parametrize(

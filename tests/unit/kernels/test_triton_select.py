@@ -1,4 +1,5 @@
-"""Selection under a static cap: the same tokens as the definition for any scores, ties included, and no host sync."""
+"""Test selection with a static capacity: it selects the tokens of the definition for any scores, ties included,
+without a host sync."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ KINDS = ["continuous", "ties", "equal", "minus infinity", "signed zeros", "tiny"
 
 
 def scores_of(kind: str, shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
-    """Scores `[P, G, N]`."""
+    """Return scores `[P, G, N]`."""
     scores = torch.randn(shape, device=device) * 4
     if kind == "ties":
         return (scores / 3).round()
     if kind == "equal":
         return torch.zeros_like(scores)
-    if kind == "no numbers":  # of a model that has overflowed: what is selected must be tokens all the same
+    if kind == "no numbers":  # the model has overflowed: selected ids must still be valid tokens
         return scores * math.nan
     if kind == "minus infinity":
         return scores.masked_fill(torch.rand(shape, device=device) < 0.5, -math.inf)
@@ -60,7 +61,7 @@ def test_the_same_tokens_as_the_definition(
 
 @pytest.mark.parametrize("group", [1, 4])
 def test_the_definition_is_infinigens(group: int) -> None:
-    """`lists.select_tokens` of one sequence is `selection.select_tokens_reference` of its candidates."""
+    """For one sequence, `lists.select_tokens` equals `selection.select_tokens_reference` over its candidates."""
     torch.manual_seed(group)
     starts, stops = torch.full((3,), 8), torch.full((3,), 500)
     found = lists.within(torch.randn(3, group, 512) * 3, starts, stops)
@@ -87,7 +88,7 @@ def test_a_cap_holds(kernel_device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.simulated
 def test_nothing_waits_for_the_device() -> None:
-    """Scoring, selecting, attending and merging enqueue without one host sync (torch raises at any)."""
+    """Scoring, selecting and attending must not sync with the host; torch raises an error at any sync."""
     from offload_rt.kernels import dispatch
 
     device = torch.device("cuda")
@@ -103,9 +104,9 @@ def test_nothing_waits_for_the_device() -> None:
         _, counts = dispatch.select_tokens(found, starts, stops, 8, 4.0, limit, 128)
         return dispatch.attend_counted(query, rows, rows, counts, 0.09)[0]
 
-    want = step()  # compiles
+    want = step()  # compiles the kernels
     torch.cuda.synchronize()
-    with warnings.catch_warnings():  # that this mode may change
+    with warnings.catch_warnings():  # torch warns that this mode may change
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:

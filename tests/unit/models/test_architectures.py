@@ -1,6 +1,6 @@
-"""Every architecture against transformers, on tiny random models: logits of prefill and decode, greedy tokens of
-policies at full budget, ragged batches, past every window, and what is refused. `make stress PART=architectures` runs
-every policy with every architecture."""
+"""Test every architecture against transformers on tiny random models: logits of prefill and decode, greedy tokens of
+policies with a full budget, ragged batches, contexts longer than every window, and refusals. `make stress
+PART=architectures` combines every policy with every architecture."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "quest": ("quest", {"budget": 1.0, "dense_layers": ()}),
     "tail": ("infinigen", {"budget": 1.0, "dense_layers": ()}),
 }
-"""Policies that attend to everything."""
+"""Policies configured to attend to all tokens."""
 
 STRESS = os.environ.get("OFFLOAD_RT_CELLS") == "1"
-"""Every policy with every architecture; else each architecture with `full` and, in turn, one other."""
+"""Whether to run every policy with every architecture. By default each architecture runs with `full` and, in
+rotation, one other policy."""
 
 
 def cells() -> list[tuple[str, str]]:
@@ -60,7 +61,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Logits `[T, V]` of one sequence through the adapter's pieces."""
+    """Return logits `[T, V]` of one sequence, computed layer by layer with the adapter."""
     x = adapter.embed(tokens, positions)
     for layer in range(adapter.geometry.layers):
         q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), positions)
@@ -70,10 +71,11 @@ def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor
 
 @pytest.mark.parametrize("name", RUNS)
 def test_logits_are_those_of_transformers(name: str) -> None:
-    """From a position other than 0, past the windows. 2e-5 of the largest logit is float32 rounding."""
+    """Cover a start position other than 0 and a length beyond the windows. The tolerance of 2e-5 of the largest
+    logit is for float32 rounding."""
     model = architecture(name)
     adapter = adapter_for(model)
-    first = 0 if adapter.geometry.chunked else 5  # Llama 4 begins to count with what it is given
+    first = 0 if adapter.geometry.chunked else 5  # Llama 4 counts positions from the first given token
     tokens, positions = torch.tensor(prompt_of(3 * WINDOW)), torch.arange(first, first + 3 * WINDOW)
     expected = model(tokens[None], position_ids=positions[None]).logits[0]
     actual = forward(adapter, tokens, positions)
@@ -82,8 +84,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "policy"), cells())
 def test_a_ragged_batch_continues_as_transformers(name: str, policy: str) -> None:
-    """Greedy tokens of three prompts in a batch: shorter and longer than the windows, and one that passes them while it
-    decodes."""
+    """Cover one prompt longer than the windows, one shorter, and one that grows past them during decode."""
     model = architecture(name)
     prompts = [prompt_of(length, seed=length) for length in (3 * WINDOW, 1, WINDOW - 2)]
     chosen, options = POLICIES[policy]
@@ -97,7 +98,7 @@ def test_a_ragged_batch_continues_as_transformers(name: str, policy: str) -> Non
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ("opt", "gpt2")])
 def test_rotated_keys_are_those_of_later_positions(name: str) -> None:
-    """In every layer, with its own rotation or none."""
+    """Cover every layer, with its own rotation or none."""
     adapter = adapter_for(architecture(name))
     a, positions = torch.randn(9, 32, generator=torch.Generator().manual_seed(0)), torch.arange(40, 49)
     for layer in range(adapter.geometry.layers):
@@ -108,7 +109,7 @@ def test_rotated_keys_are_those_of_later_positions(name: str) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_half_precision_rounds_like_transformers(name: str) -> None:
-    """bfloat16: the first layer's keys and values are transformers' own, but for one unit in the last place."""
+    """Use bfloat16. K of the first layer may differ by one unit in the last place; V must be equal."""
     model = architecture(name, dtype=torch.bfloat16)
     adapter = adapter_for(model)
     tokens, positions = torch.tensor(prompt_of(WINDOW - 1)), torch.arange(WINDOW - 1)
@@ -144,13 +145,13 @@ class TestRefusals:
 
 
 class TestCapsAndSinks:
-    """Attention scores that are capped, and sinks that take a share of the softmax, against a plain softmax."""
+    """Compare capped attention scores and attention sinks with a plain softmax."""
 
     @staticmethod
     def plain(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, cap: float | None, sinks: Any
     ) -> Any:
-        """q `[H, m, d]`, k, v `[H, n, d]`, seen bool `[m, n]`, sinks `[H]` or None."""
+        """Attend q `[H, m, d]` to k and v `[H, n, d]`, with seen bool `[m, n]` and sinks `[H]` or None."""
         scores = q @ k.mT * 0.5
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
         scores = scores.masked_fill(~seen, -math.inf)
@@ -180,7 +181,7 @@ class TestCapsAndSinks:
         parts = [KVPart(k[:, cut], v[:, cut]) for cut in cuts]
         newest = give_to_sinks(*attend(q[:, -1], parts, 0.5, cap), sinks)
         torch.testing.assert_close(newest, expected[:, -1], rtol=0, atol=1e-12)
-        if cap is not None:  # rows that lie behind their counts are not meant
+        if cap is not None:  # KV after the counts must be ignored
             behind = torch.full((2, 3, 8), 9.0, dtype=torch.float64)
             padded = KVPart(*(torch.cat((x[:, cuts[0]], behind), 1) for x in (k, v)), torch.full((2,), 18 - first))
             again = give_to_sinks(*attend(q[:, -1], [padded, *parts[1:]], 0.5, cap), sinks)
@@ -188,7 +189,8 @@ class TestCapsAndSinks:
 
     @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
     def test_prompts_that_begin_alike(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Their shared rows are one product, with the sinks' share taken once; capped scores are not shared."""
+        """Attention to the shared prefix is one product, and the sinks' share is counted once. Capped scores are not
+        shared."""
         monkeypatch.setattr("offload_rt.engine.runner.PAYS_FROM_BYTES", 1)
         model = architecture(name)
         stem = prompt_of(70)
@@ -206,21 +208,21 @@ class TestCapsAndSinks:
         [("gpt_oss", "off"), *([("gemma2", "off"), ("gpt_oss", "int4"), ("llama4", "off")] if STRESS else [])],
     )
     def test_a_device_gives_the_tokens_of_a_cpu(self, name: str, tail: str) -> None:
-        """Batched selection with sinks, selection of each sequence with a cap and with a tail."""
+        """Cover batched selection with sinks, and selection per sequence with a cap or with approximate KV."""
         options = {"preset": "rows", "tail": tail, "scorer": "auto", "dense_layers": ()} if tail == "off" else {}
         found = []
         for device in ("cpu", "cuda"):
             model = architecture(name)
             for layer in model.model.layers if name in ("gpt_oss", "llama4") else ():
-                setattr(layer, "mlp" if name == "gpt_oss" else "feed_forward", nn.Identity())  # experts are too much
+                setattr(layer, "mlp" if name == "gpt_oss" else "feed_forward", nn.Identity())  # experts are too slow
             llm = LLM(model.to(device), policy="infinigen", policy_options=options, host_memory="8MiB", verify="off")
             params = SamplingParams(max_tokens=3, temperature=0)
             found.append([c.token_ids for c in completed(llm.generate([prompt_of(46), prompt_of(40, seed=1)], params))])
         assert found[0] == found[1]
 
     def test_a_tail_is_under_the_cap_too(self) -> None:
-        """4-bit rows move the logits of a model with a low cap by a few percent, a tail without the cap by much
-        more."""
+        """4-bit KV changes the logits of a model with a low cap by a few percent. Without the cap on approximate
+        scores, the change would be much larger."""
         model = architecture("gemma2", attn_logit_softcapping=0.5)
         prompt, token = prompt_of(120), [prompt_of(1, seed=5)]
         scores = []
@@ -230,8 +232,8 @@ class TestCapsAndSinks:
         assert scores[1] == pytest.approx(scores[0], abs=0.02)
 
     def test_a_tail_and_sinks_share_one_softmax(self) -> None:
-        """What the tail estimates weighs against the sinks too: 4-bit rows move the logits of a model with strong sinks
-        by a few percent, a softmax that left the sinks out of the tail's share by much more."""
+        """4-bit KV changes the logits of a model with strong sinks by a few percent. Without the sinks in the
+        softmax of the approximate KV, the change would be much larger."""
         model = architecture("gpt_oss")
         for layer in model.model.layers:
             layer.self_attn.sinks.fill_(3.0)
@@ -244,7 +246,7 @@ class TestCapsAndSinks:
 
 
 def rewire(model: Any, change: Callable[[DecoderAdapter], None]) -> DecoderAdapter:
-    """The model's adapter with a fault."""
+    """Return the model's adapter with a fault."""
     adapter = adapter_for(model)
     assert isinstance(adapter, DecoderAdapter)
     change(adapter)
@@ -291,7 +293,7 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
     "no sinks": ("gpt_oss", lambda a: setattr(a, "_sinks", [None] * 3), "s_aux in layer 0"),
     "one after the other": ("gpt_neox", lambda a: setattr(a._layers[1], "_parallel", False), "layer 1"),
 }  # fmt: skip
-"""Model, what goes wrong in its adapter, and what the refusal names."""
+"""For each fault: the model, the change to its adapter, and the part named in the error."""
 
 
 class TestProof:
@@ -303,8 +305,8 @@ class TestProof:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_large_keys_are_no_fault(self, dtype: torch.dtype) -> None:
-        """Biases of keys that make scores of some hundreds, as Qwen2's first layer has them: rounded to half precision,
-        as eager attention rounds them, these are off by more than one."""
+        """Key biases give scores of several hundred, as in Qwen2's first layer. Eager attention rounds them to half
+        precision, with errors above one."""
         model = architecture("qwen2", dtype=dtype)
         attention = model.model.layers[0].self_attn
         attention.k_proj.bias[::5] = 150
@@ -321,7 +323,8 @@ class TestProof:
         assert refused.value.reason == ("attention_argument" if " in layer" in named else "proof")
 
     def test_a_fault_of_the_numbers_is_caught_without_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What attention is given says enough for caps, windows and sinks; the numbers say it too."""
+        """Caps, windows and sinks are normally verified by comparing attention arguments. The outputs must reveal
+        the faults, too."""
         monkeypatch.setattr(proof._Proof, "_compare_arguments", lambda *_: None)
         for fault in ("no cap of scores", "no window", "a window too short", "no sinks"):
             name, change, _ = FAULTS[fault]
@@ -330,7 +333,7 @@ class TestProof:
                 prove(model, rewire(model, change))
 
     def test_a_class_that_nobody_declared(self) -> None:
-        """One that computes what its modules say runs, one that does more is refused."""
+        """An undeclared class runs if it computes exactly its modules, and is refused if it computes more."""
         model = architecture("llama3")
         model.__class__ = type("Mine", (type(model),), {})
         assert load_model(model).name == "Mine"
@@ -344,7 +347,7 @@ class TestProof:
             return out
 
         model.__class__ = type("Quartered", (type(model),), {"forward": forward})
-        model.lm_head.weight[0] += 1  # another fingerprint
+        model.lm_head.weight[0] += 1  # changes the fingerprint
         with pytest.raises(ModelError, match=r"Quartered .* the head") as refused:
             load_model(model)
         assert refused.value.reason == "proof"
@@ -357,6 +360,6 @@ class TestProof:
         for verify in ("auto", "auto", "always", "off", "auto"):
             load_model(model, verify=verify)  # type: ignore[arg-type]
         assert done == ["auto", "always"]
-        model.config.some_option_of_tomorrow = 2.0  # which a fingerprint does not know
+        model.config.some_option_of_tomorrow = 2.0  # not part of the fingerprint
         load_model(model)
         assert done == ["auto", "always", "auto"]

@@ -1,4 +1,4 @@
-"""A second load takes the fingerprint from the cache, unless anything that decides about it has changed."""
+"""Test the fingerprint cache: a second load uses the cached fingerprint unless its inputs have changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from offload_rt.models.loading import LoadedModel, load_model
 
 
 class Digests:
-    """Counts how often the weights are digested."""
+    """Count how often the weights are digested."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -50,7 +50,7 @@ def load(folder: Path, **options: Any) -> LoadedModel:
 
 
 def edit_embedding(folder: Path) -> None:
-    """Change one element in place. Size, inode and mtime stay."""
+    """Change one element in place and keep size, inode and mtime."""
     path = folder / "model.safetensors"
     before, tensors = path.stat(), load_file(path)
     tensors["model.embed_tokens.weight"][-1, -1] += 0.5
@@ -84,7 +84,7 @@ def test_a_changed_configuration_is_seen(folder: Path, digests: Digests) -> None
 
 
 def test_the_dtype_counts(folder: Path, digests: Digests) -> None:
-    """Rounding to bfloat16 makes another model."""
+    """Rounding to bfloat16 changes the model."""
     assert load(folder).fingerprint != load(folder, dtype="bfloat16").fingerprint
     assert digests.count == 2
 
@@ -98,7 +98,7 @@ def test_a_file_that_replaces_another_is_seen(folder: Path, digests: Digests, tm
 
 
 def test_shards_elsewhere_count(folder: Path, digests: Digests) -> None:
-    """An index may name files that are not beside it."""
+    """An index may name shards in other folders."""
     tiny_model("llama", vocab_size=2048).save_pretrained(folder, max_shard_size="200kB")
     (folder / "model.safetensors").unlink(missing_ok=True)
     index = folder / "model.safetensors.index.json"
@@ -131,7 +131,7 @@ def test_files_that_change_during_a_load_are_not_cached(
 def test_files_that_have_just_been_written_are_not_cached(
     folder: Path, digests: Digests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their next change could leave all their times as they are."""
+    """A later change within the clock's resolution could keep all timestamps."""
     monkeypatch.setattr(fingerprint_cache, "_SETTLED_SECONDS", 60.0)
     load(folder)
     assert not (tmp_path / "cache" / "fingerprints").exists()
@@ -158,7 +158,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(folder: Path, digests: Diges
 
 
 def test_loaded_models_are_digested(digests: Digests, tmp_path: Path) -> None:
-    """Nobody knows which files they come from, and whether they are still the same."""
+    """The files of a loaded model are unknown and may have changed."""
     model = tiny_model("llama", dtype=torch.float32)
     assert load_model(model, verify="off").fingerprint == fingerprint(model)
     assert digests.count == 0 and not (tmp_path / "cache" / "fingerprints").exists()

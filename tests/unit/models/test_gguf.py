@@ -1,4 +1,4 @@
-"""Models in GGUF files, and the dtype that a CPU computes in."""
+"""Test models in GGUF files and the default compute dtype on a CPU."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_a_file_gives_the_model_that_was_written(written: tuple[Path, Any], load
 
 
 def test_blocks_that_transformers_was_to_keep(written: tuple[Path, Any], loaded: Any) -> None:
-    """It unpacks this architecture without a word. Here a warning says so and what to do, and the model counts as one
-    of numbers: its fingerprint, and whether its layers stream, are those of the file's."""
+    """For this architecture transformers dequantises the blocks silently. The runtime warns, and treats the model as
+    unquantised: the fingerprint and packing equal those of the file."""
     transformers = pytest.importorskip("transformers", minversion="5.23")
     path = written[0]
     asked = transformers.GgufConfig(dequantize=False)
@@ -103,7 +103,7 @@ def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(ModelError, match="does not exist"):
             locate(name)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "owner").mkdir()  # a path, then, and not of the hub
+    (tmp_path / "owner").mkdir()  # so the name is a path, not a hub id
     with pytest.raises(ModelError, match=r"model file 'owner/name/file\.gguf' does not exist"):
         locate("owner/name/file.gguf")
 
@@ -154,7 +154,7 @@ def test_shape_of_real_files(name: str) -> None:
 
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_dtype_that_a_cpu_takes(multiplies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ships stays in float32, whatever the processor."""
+    """Bundled models stay in float32 on every processor."""
     monkeypatch.setattr(checkpoint, "computes_bfloat16", lambda: multiplies)
     for own in (torch.bfloat16, torch.float16, torch.float32):
         tiny_model("llama", dtype=own).save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""What is fetched from the hub, which folder of this machine stands for here, and code that a checkpoint brings."""
+"""Test hub downloads, model locations in the local cache, and checkpoints with custom code."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub is its cache folder."""
+    """Restrict the hub to its cache folder."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """A cache folder of the hub with two revisions of one model, of two sizes."""
+    """Return a hub cache folder with two revisions of one model, of different sizes."""
     repository = tmp_path / "cache" / "models--somebody--tiny"
     (repository / "refs").mkdir(parents=True)
     for revision, commit, layers in (("main", "a" * 40, 2), ("older", "b" * 40, 1)):
@@ -78,7 +78,7 @@ class MineForCausalLM(LlamaForCausalLM):
 
 
 def with_code(folder: Path, factor: float) -> Path:
-    """A Llama under another name, whose code scales its logits by `factor`."""
+    """Save a Llama as a custom class whose code scales its logits by `factor`."""
     tiny_checkpoint(folder, "llama")
     (folder / "modeling_mine.py").write_text(CODE.format(ran=str(folder / "ran"), factor=factor))
     names = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
@@ -87,7 +87,7 @@ def with_code(folder: Path, factor: float) -> Path:
 
 
 def test_code_runs_only_where_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it computes is proved: a forward that does more than its modules say is refused."""
+    """The load-time verification also refuses custom code whose forward pass computes more than its modules."""
     for module in ("transformers.dynamic_module_utils", "transformers.utils.hub", "transformers.utils"):
         monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"), raising=False)
     folder = with_code(tmp_path / "same", 1)

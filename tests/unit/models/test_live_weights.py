@@ -1,4 +1,4 @@
-"""Weights that change in place under a live `LLM` or drop-in: KV of the old weights is never used again."""
+"""Test in-place weight changes under a live `LLM` or drop-in: KV of the old weights is never reused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def optimizer_step(model: PreTrainedModel) -> None:
 
 
 def merge_through_data(model: PreTrainedModel) -> None:
-    """As PEFT merges an adapter: no version counter changes."""
+    """Change a weight as PEFT merges an adapter, without a new version counter."""
     weight = model.get_parameter("model.layers.1.self_attn.k_proj.weight")
     weight.data += torch.full((len(weight), 1), 0.3) @ torch.full((1, weight.shape[1]), 0.3)
 
@@ -69,7 +69,7 @@ def test_a_drop_in_sees_changes_between_calls(change: Callable[[PreTrainedModel]
 
 
 def test_sessions_refuse_changed_weights(tmp_path: Path) -> None:
-    """A session is never saved under the fingerprint of other weights."""
+    """A session must not be saved under the fingerprint of other weights."""
     model = tiny_model("llama")
     llm = LLM(model, policy="full", host_memory="8MiB")
     session = llm.session("s", tmp_path)

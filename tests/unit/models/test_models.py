@@ -1,4 +1,4 @@
-"""Adapters against transformers (the oracle), loading and its refusals, fingerprints."""
+"""Test adapters against transformers, loading, refusals and fingerprints."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def build(variant: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Logits `[T, V]` of one sequence: the adapter's pieces round a plain masked softmax."""
+    """Return logits `[T, V]` of one sequence, computed with the adapter and a plain masked softmax."""
     geometry = adapter.geometry
     x = adapter.embed(tokens, positions)
     distance = positions[:, None] - positions[None, :]
@@ -73,7 +73,7 @@ def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor
 
 
 def compare(model: Any, start: int, tolerance: float) -> None:
-    """Largest difference of logits over the largest logit, for positions from `start` on."""
+    """Check the largest logit difference relative to the largest logit, with positions from `start`."""
     tokens = torch.tensor(tiny_prompt(LENGTH))
     positions = torch.arange(start, start + LENGTH)
     expected = model(tokens[None], position_ids=positions[None]).logits[0]
@@ -84,7 +84,7 @@ def compare(model: Any, start: int, tolerance: float) -> None:
 
 
 def widen_norms(model: nn.Module) -> None:
-    """transformers' RMSNorm rounds to float32 even in a float64 model; torch's own is as exact as the rest."""
+    """Replace transformers' RMSNorm, which rounds to float32 even in a float64 model, with torch's."""
     for path, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm"):
             norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, dtype=torch.float64)
@@ -107,11 +107,11 @@ class TestOracle:
     @variants
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_first_layer_rows_have_transformers_bits(self, variant: str, dtype: torch.dtype) -> None:
-        """K and V of layer 0, biases, QK-norm and RoPE included: the very bits of transformers' cache."""
+        """K and V of layer 0, including biases, QK-norm and RoPE, equal transformers' cache bit for bit."""
         model = build(variant, dtype)
         adapter = adapter_for(model)
         tokens, positions = torch.tensor(tiny_prompt(LENGTH)), torch.arange(LENGTH)
-        # The cache of a sliding layer holds no more than its window.
+        # The cache of a sliding-window layer holds one token less than its window.
         held = (adapter.geometry.windows[0] or LENGTH + 1) - 1
         cached = model(tokens[None], use_cache=True).past_key_values.layers[0]
         _, k, v = adapter.qkv(0, adapter.attention_input(0, adapter.embed(tokens, positions)), positions)
@@ -119,7 +119,7 @@ class TestOracle:
         assert torch.equal(v[:, -held:], cached.values[0])
 
     def test_yarn_attention_factor_is_not_one(self) -> None:
-        """Or the yarn variant above would not show whether it is applied."""
+        """With a factor of 1, the yarn variant above would not test its use."""
         assert build("llama-yarn").model.rotary_emb.attention_scaling > 1.1
 
 
@@ -135,13 +135,13 @@ class TestPieces:
             q, k, v = adapter.qkv(layer, a, positions)
             assert q.shape == (geometry.heads, 9, geometry.head_dim)
             assert k.shape == v.shape == (geometry.kv_heads, 9, geometry.head_dim)
-            # GPT-2 multiplies by slices of one matrix: the same products, perhaps added in another order.
+            # GPT-2 multiplies by slices of one matrix, so the order of additions may differ.
             torch.testing.assert_close(adapter.query(layer, a, positions), q, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(adapter.key_value(layer, a, positions), (k, v), rtol=1e-5, atol=1e-5)
 
     @variants
     def test_tokens_are_independent(self, variant: str) -> None:
-        """Any tokens, any order: a shuffled call is the shuffled result, and no argument is changed."""
+        """A permuted input gives the permuted output, and no argument is modified."""
         adapter = adapter_for(build(variant))
         tokens, positions = torch.tensor(tiny_prompt(12)), torch.tensor([3, 900, 7, 7, 0, 55, 54, 300, 2, 1, 11, 1023])
         order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
@@ -162,7 +162,7 @@ class TestPieces:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_logits_of_half_precision_are_float32(self, dtype: torch.dtype) -> None:
-        """The head's own numbers, widened after it."""
+        """The head computes in half precision, and its output is converted."""
         model = tiny_model("llama", dtype=dtype)
         x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
         logits = adapter_for(model).logits(x)
@@ -170,7 +170,8 @@ class TestPieces:
         assert torch.equal(logits, model.lm_head(model.model.norm(x)).float())
 
     def test_rotation_follows_the_positions(self) -> None:
-        """The memo of cos and sin: other positions are seen in any layer, those changed in place from layer 0 on."""
+        """cos and sin are cached. Other position tensors take effect in any layer, positions changed in place from
+        layer 0."""
         adapter, fresh = adapter_for(build("llama")), adapter_for(build("llama"))
         a = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
         first, second = torch.tensor([1, 2, 3]), torch.tensor([9, 2, 70])
@@ -185,7 +186,7 @@ class TestPieces:
     @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
     @pytest.mark.parametrize("offset", [-7, 0, 1000])
     def test_rotated_keys_are_those_of_later_positions(self, name: str, offset: int) -> None:
-        """float32 angles of up to 1,050 radians are off by 6e-5; keys are of size 3."""
+        """float32 angles of up to 1,050 radians have errors of 6e-5; keys are about 3."""
         adapter = adapter_for(build(name))
         a, positions = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)), torch.arange(40, 49)
         keys, _ = adapter.key_value(1, a, positions)
@@ -248,7 +249,7 @@ class TestGeometry:
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every attempt to reach a host fails, and is noted."""
+    """Let every connection attempt fail, and return the list of attempted hosts."""
     attempts: list[str] = []
 
     def refuse(host: str, *_: Any, **__: Any) -> None:
@@ -261,7 +262,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An untied Llama, saved."""
+    """Save a Llama without tied embeddings."""
     tiny_model("llama").save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -345,7 +346,7 @@ class TestLoading:
 
 
 class TestRefusals:
-    """One ModelError each; `match` is against the whole message, which is one line."""
+    """Each case raises one ModelError; `message` is matched against its single line."""
 
     def refused(self, model: Any, message: str) -> None:
         with pytest.raises(ModelError, match=message) as caught:
@@ -359,12 +360,12 @@ class TestRefusals:
         self, path: str, no_network: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "here").mkdir()
-        monkeypatch.chdir(tmp_path / "here")  # what lies beside this repository is no model to be found by ".."
+        monkeypatch.chdir(tmp_path / "here")  # ".." must not find files beside this repository
         self.refused(path, "does not exist|no config.json")
         assert no_network == []
 
     def test_a_hub_id_without_network(self, no_network: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # or the hub's client retries for 20 s
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # avoid 20 s of retries
         self.refused("offload-rt-tests/no-such-model", "no such folder, so sought on the hub")
 
     def test_not_shipped(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,7 +464,7 @@ class TestRefusals:
         self.refused(tiny_model("gpt2", add_cross_attention=True), "cross-attention")
 
     def test_adapters_beside_the_weights(self) -> None:
-        """As transformers' `load_adapter` marks its model, and in a class of peft's."""
+        """Cover a model marked by transformers' `load_adapter`, and a class from peft."""
         marked, wrapped = tiny_model("llama"), tiny_model("llama")
         marked._hf_peft_config_loaded = True
         wrapped.__class__ = type("PeftModelForCausalLM", (type(wrapped),), {"__module__": "peft.peft_model"})
@@ -499,7 +500,7 @@ class TestFingerprint:
     @pytest.mark.parametrize("path", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
     def test_sees_every_element(self, path: str, dtype: torch.dtype) -> None:
-        """The smallest change of any one number, whatever bfloat16 makes of it."""
+        """Change any single element by the smallest step, including changes that bfloat16 rounds away."""
         model = tiny_model("llama", dtype=dtype)
         weight, before = model.get_parameter(path).data.view(-1), fingerprint(model)
         for element in (0, len(weight) // 3, len(weight) - 1):
@@ -532,8 +533,8 @@ class TestFingerprint:
         assert len(set(prints)) == len(prints)
 
     def test_is_the_same_in_bfloat16(self) -> None:
-        """A bfloat16 checkpoint that is calibrated in float32 on a CPU serves in bfloat16 on a GPU. Rounding numbers
-        that bfloat16 cannot hold makes another model."""
+        """A bfloat16 checkpoint calibrated in float32 on a CPU can run in bfloat16 on a GPU. Rounding values that
+        bfloat16 cannot represent changes the model."""
         exact = fingerprint(tiny_model("llama"))
         half = tiny_model("llama", dtype=torch.bfloat16)
         expected = fingerprint(half)
@@ -546,7 +547,7 @@ class TestFingerprint:
         assert fingerprint(model) == before
 
     def test_numbers_are_numbers(self) -> None:
-        """A checkpoint may write rope_theta as 10000 or as 10000.0."""
+        """A checkpoint may store rope_theta as 10000 or 10000.0."""
         whole, real = ({"rope_type": "default", "rope_theta": theta} for theta in (10000, 10000.0))
         assert fingerprint(tiny_model("llama", rope_parameters=whole)) == fingerprint(
             tiny_model("llama", rope_parameters=real)

@@ -1,5 +1,5 @@
-"""Weights that stay packed: their modules compute, the rest knows how many bytes they take. bitsandbytes' nf4 and int8
-weights of torchao run on a CPU; of formats that need a device only the refusal is seen here."""
+"""Test quantised weights that stay packed: their modules compute, and plans use their packed size. bitsandbytes nf4
+and torchao int8 run on a CPU; for formats that need a GPU only the refusal is tested."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def int8(folder: Path) -> Any:
 
 
 WAYS: dict[str, tuple[Callable[[Path], Any], float]] = {"bitsandbytes": (nf4, 0.6), "torchao": (int8, 1.1)}
-"""How a checkpoint is packed, and the most bytes that a weight of a layer's matrices then takes, scales included."""
+"""How to pack a checkpoint, and the largest number of bytes per weight in a layer's matrices, scales included."""
 
 
 @pytest.fixture(scope="module", params=list(WAYS))
 def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a small Llama in this format."""
+    """Return a small Llama checkpoint in this format."""
     if importlib.util.find_spec(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
     plain = tiny_checkpoint(tmp_path_factory.mktemp("plain"), "llama", intermediate_size=128)
@@ -70,7 +70,7 @@ def ours(packed: Path, policy: str, **options: Any) -> list[int]:
 
 
 def test_tokens_are_those_of_transformers(packed: Path) -> None:
-    """Of its own modules in float32, through their prefill and their products with single tokens."""
+    """The reference is `generate` with the same packed modules in float32."""
     model = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
     given = torch.tensor([PROMPT])
     made = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=12, do_sample=False)
@@ -82,8 +82,7 @@ def test_a_selection_of_everything_is_all(packed: Path) -> None:
 
 
 def test_memory_is_planned_with_packed_bytes(packed: Path) -> None:
-    """A plan made from the file's header, before weights are read, knows what they will take, but for what a format
-    keeps beside them."""
+    """The plan reads only the file header and estimates the loaded size within 2 %. Some formats keep extra data."""
     shape, loaded = load_shape(packed, dtype="float32"), load_model(packed, dtype="float32")
     assert shape.weight_bytes == pytest.approx(loaded.weight_bytes, rel=0.02)
     assert shape.packing == packed.name
@@ -106,8 +105,7 @@ def test_memory_is_planned_with_packed_bytes(packed: Path) -> None:
 
 
 def test_eight_billion_weights_in_four_bits_and_128k_tokens_fit_a_card(tmp_path: Path, capsys: Any) -> None:
-    """As `info` says it, from `config.json` and the header of a file as bitsandbytes writes it, here with no weights
-    behind it."""
+    """`info` reads `config.json` and the header of a bitsandbytes file; the file contains no weights."""
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256}
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072, "dtype": "bfloat16"}
     packing = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
@@ -142,8 +140,8 @@ def test_eight_billion_weights_in_four_bits_and_128k_tokens_fit_a_card(tmp_path:
 
 
 def test_packed_layers_stream(tmp_path: Path) -> None:
-    """Their packed bytes and scales cross the link, about an eighth of float32's, and the modules compute the same with
-    them: on both sides the weights lie as on a device."""
+    """Packed bytes and scales are copied, about an eighth of the float32 size, and logits equal those of resident
+    modules. The reference keeps bitsandbytes' original weight layout, as streamed layers do."""
     pytest.importorskip("bitsandbytes")
     plain = tiny_checkpoint(tmp_path / "plain", "llama", intermediate_size=128, num_hidden_layers=8)
     packed = tmp_path / "packed"
@@ -184,7 +182,7 @@ def test_what_is_packed_in_another_way_does_not_stream() -> None:
 
 
 def test_what_is_not_packed_is_in_the_dtype_that_was_asked_for(packed: Path) -> None:
-    """Not in that of the file, as transformers leaves it: a plan counts on it."""
+    """transformers keeps the dtype of the file, but the plan needs the requested one."""
     shape, model = load_shape(packed, dtype="bfloat16"), load_model(packed, dtype="bfloat16", verify="always")
     assert model.adapter.dtype == shape.dtype == torch.bfloat16
     assert shape.weight_bytes == pytest.approx(model.weight_bytes, rel=0.04)
@@ -219,7 +217,7 @@ def test_what_must_have_numbers_refuses(tmp_path: Path) -> None:
 
 
 def test_a_format_that_becomes_numbers_is_no_packing(tmp_path: Path) -> None:
-    """transformers has no kernel for mxfp4 on a CPU: its layers may be brought over one by one."""
+    """transformers has no mxfp4 kernel for CPUs, so the weights are dequantised and the layers can stream."""
     folder = Path(tiny_checkpoint(tmp_path, "llama"))
     plain = load_shape(folder, device="cpu")
     edit_config(folder, quantization_config={"quant_method": "mxfp4"})
@@ -227,7 +225,7 @@ def test_a_format_that_becomes_numbers_is_no_packing(tmp_path: Path) -> None:
 
 
 def test_int4_weights_of_torchao_run_on_a_cpu(tmp_path: Path) -> None:
-    """Packed when they are loaded, in the layout that torchao has for CPUs, which no file holds yet."""
+    """Weights are packed at load time in torchao's CPU layout, which cannot be saved yet."""
     inference_workflow = pytest.importorskip("torchao.prototype.quantization.int4.inference_workflow")
     from transformers import TorchAoConfig
 
@@ -242,8 +240,8 @@ def test_int4_weights_of_torchao_run_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_unpacked_here_says_who_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers keeps the cause of a failed conversion to a report of its own. It is told to unpack in host memory,
-    or it would take a device that is there."""
+    """transformers writes the cause of a failed conversion only to its own report. The loader requests unpacking in
+    host memory; otherwise transformers would use an available GPU."""
     folder = Path(tiny_checkpoint(tmp_path, "llama"))
     edit_config(folder, quantization_config={"quant_method": "torchao"})
 

@@ -1,5 +1,5 @@
-"""Rotary frequencies that follow the length of the text are held at those of the longest: a runtime for long texts
-gives what transformers gives for a long one, a runtime for short texts what it gives for a short one."""
+"""Test RoPE frequencies that depend on the sequence length. They stay fixed at those of the maximum length:
+`max_model_len` selects transformers' frequencies for short or for long sequences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHORT = 30
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Phi-3, or Llama, with frequencies of this kind."""
+    """Save a tiny Phi-3 or Llama with this kind of frequencies."""
     folder = tmp_path_factory.mktemp("checkpoint") / str(request.param)
     model = build("Phi3" if request.param == "longrope" else "Llama", torch.float64, **KINDS[request.param])
     model.save_pretrained(folder)
@@ -69,7 +69,7 @@ def test_short_texts(checkpoint: Path) -> None:
 
 
 def test_a_class_that_nobody_declared(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is looked at before its weights are read, and that changes nothing of what is read."""
+    """An undeclared class is inspected before its weights are read. This must not change the loaded model."""
     for architecture in ("Phi3ForCausalLM", "LlamaForCausalLM"):
         monkeypatch.delitem(registry._adapters, architecture)
     prompt = prompt_of(SHORT)
@@ -87,7 +87,7 @@ def test_long_texts(checkpoint: Path) -> None:
 
 
 def test_a_reach_has_positions_and_a_fingerprint_of_its_own(checkpoint: Path) -> None:
-    """What one has stored must not be taken for the other's."""
+    """KV stored with one set of frequencies must not be reused with the other."""
     short, whole = (load_model(checkpoint, reach=reach) for reach in (TRAINED, None))
     same = checkpoint.name == "dynamic"
     assert (

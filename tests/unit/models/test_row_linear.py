@@ -1,4 +1,5 @@
-"""Linear layers of a few rows in C equal float64, however many rows come together, at every instruction set level."""
+"""Test linear layers for a few rows in C: results equal float64 for any number of rows at every instruction set
+level."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 ERRORS = {torch.bfloat16: {"rtol": 2**-8, "atol": 1e-4}, torch.float32: {"rtol": 1e-5, "atol": 1e-5}}
-"""bfloat16 outputs are rounded to 8 bits once."""
+"""bfloat16 outputs are rounded once, to 8 bits."""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("outs", "ins"), [(3, 32), (70, 128), (5, 416), (200, 1536)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_are_those_of_float64(outs: int, ins: int, bias: bool, dtype: torch.dtype, level: str) -> None:
-    """And a row has the same result among fewer rows."""
+    """A row's result does not depend on the number of rows."""
     layer = nn.Linear(ins, outs, bias=bias).to(dtype)
     x = torch.randn(row_products.MOST_ROWS, ins * 2, dtype=dtype)[..., ::2]
     expected = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
@@ -42,7 +43,7 @@ def test_products_are_those_of_float64(outs: int, ins: int, bias: bool, dtype: t
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_many_bfloat16_rows_are_multiplied_in_float32(bias: bool, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tile by tile of the weight, where torch has no instructions for bfloat16."""
+    """Without bfloat16 instructions in torch, the weight is converted and multiplied tile by tile."""
     monkeypatch.setattr(row_linear, "TILE_BYTES", 4 * 96 * 3)
     monkeypatch.setattr(row_products, "torch_multiplies_bfloat16", lambda: False)
     layer = nn.Linear(96, 7, bias=bias).bfloat16()
@@ -56,7 +57,7 @@ def test_many_bfloat16_rows_are_multiplied_in_float32(bias: bool, level: str, mo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("outs", [2, 70])
 def test_threads_share_the_weight(outs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of threads changes no sum."""
+    """Results must not depend on the number of threads."""
     monkeypatch.setattr(row_products, "WORTH_THREADS", 0)
     monkeypatch.setattr(row_products, "PART_BYTES", 1000)
     monkeypatch.setattr(team, "threads", lambda: threads)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of sampling is taken where a caller says nothing."""
+"""Test sampling defaults from a checkpoint's generation config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAID = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1.2,
 
 
 def test_a_folder_says_how_its_tokens_are_chosen(tmp_path: Path) -> None:
-    """Whoever says nothing gets what it says, through every door; what is given is taken as it is."""
+    """Defaults apply in every API if no sampling parameters are given. Explicit parameters are used unchanged."""
     model = tiny_model("llama", num_hidden_layers=2)
     model.save_pretrained(tmp_path)
     GenerationConfig(do_sample=True, **SAID).save_pretrained(tmp_path)

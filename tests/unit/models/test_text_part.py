@@ -1,5 +1,5 @@
-"""The text part of multimodal checkpoints, as transformers saves them: its tokens, which weights are read, and what
-knows of them. That loaded multimodal models run is in `test_architectures.py`, with all architectures."""
+"""Test the language model of multimodal checkpoints saved by transformers: tokens, the weights that are read, and
+fingerprints. `test_architectures.py` covers loaded multimodal models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(NOTICE)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
-    """A whole model by its name, and the folder that it is saved in."""
+    """Return a function that gives the folder of a saved multimodal model and the model itself."""
     made: dict[str, tuple[Path, Any]] = {}
 
     def give(name: str) -> tuple[Path, Any]:
@@ -46,7 +46,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 
 @pytest.mark.parametrize("name", WHOLES)
 def test_a_folder_gives_the_text_part(name: str, saved: Any) -> None:
-    """Tokens are the whole model's. No weight of another part is held; who knows the whole model knows this one."""
+    """Tokens equal the whole model's, weights of other parts are not loaded, and the fingerprint equals the whole
+    model's."""
     folder, whole = saved(name)
     with pytest.warns(UserWarning, match=r"its text part runs; pictures and sound are not read") as told:
         llm = LLM(folder, policy="full", host_memory="4MiB", verify="always", dtype="float32", device="cpu")
@@ -66,7 +67,7 @@ def test_a_folder_gives_the_text_part(name: str, saved: Any) -> None:
 
 
 def test_half_precision_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is planned for is what is loaded, though the model has been looked at without weights before."""
+    """The loaded dtype and size equal the planned ones, although the model was first inspected without weights."""
     monkeypatch.setattr(checkpoint, "computes_bfloat16", lambda: True)
     architecture("gemma3_multimodal", dtype=torch.bfloat16).save_pretrained(tmp_path)
     loaded, shape = load_model(tmp_path, device="cpu"), load_shape(tmp_path, device="cpu")
@@ -87,7 +88,7 @@ def test_its_layers_stream(name: str, saved: Any) -> None:
 
 
 def test_a_session_goes_on_with_the_whole_model(saved: Any, tmp_path: Path) -> None:
-    """What a folder's text part has stored is the loaded model's, too."""
+    """KV stored by the checkpoint's language model can be reused with the loaded multimodal model."""
     folder, whole = saved("mistral3")
     first = LLM(folder, policy="full", host_memory="4MiB", dtype="float32").session("s", tmp_path)
     list(first.send(PROMPT * 3, GREEDY))
@@ -100,7 +101,8 @@ def test_a_session_goes_on_with_the_whole_model(saved: Any, tmp_path: Path) -> N
 
 
 def test_packed_text_parts_run(tmp_path: Path) -> None:
-    """bitsandbytes leaves what sees as it is; plans count the text part's packed bytes, not the layers of a tower."""
+    """bitsandbytes does not pack the vision tower. Plans count the packed bytes of the language model, not the
+    tower's layers."""
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
@@ -120,7 +122,7 @@ def test_packed_text_parts_run(tmp_path: Path) -> None:
 
 
 class TestRefusals:
-    """Before weights are read."""
+    """Checkpoints are refused before their weights are read."""
 
     def test_a_text_part_that_cannot_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text = RUNS["llava"].options["text_config"] | {"model_type": "falcon", "alibi": True}

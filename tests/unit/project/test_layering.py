@@ -1,5 +1,5 @@
-"""The order of the rooms: left never imports right, rooms of one rank never import each other, and no files of the
-package import each other in a circle, imports for type checking counted."""
+"""Test the order of subpackages: none imports a later one or one of the same rank, and modules have no circular
+imports, including imports for type checking."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ORDER = (
     "eval server", "cli", "__main__",
 )  # fmt: skip
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms.split()}
-LINKED = {"kernels", "skewing", "eval"}  # folders at the top that are never imported by that name
+LINKED = {"kernels", "skewing", "eval"}  # top-level folders that must not be imported by these names
 
 
 def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Every module that `tree`, code of the package `package`, imports anywhere, as the parts of its absolute name."""
+    """Yield the absolute name of every module imported in `tree`, as parts. `package` contains the code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
@@ -31,7 +31,7 @@ def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, ...
 
 
 def violations(source: str, path: Path) -> list[str]:
-    """What `source`, the text of the file `path` (relative to the repository), may not import."""
+    """Return the forbidden imports in `source`, the text of the file `path` (relative to the repository)."""
     room = path.with_suffix("").parts[1] if path.parts[0] == "offload_rt" else None
     found = []
     for name in imported(ast.parse(source), path.parent.parts):
@@ -47,14 +47,14 @@ def violations(source: str, path: Path) -> list[str]:
 
 
 def module(path: Path) -> tuple[str, ...]:
-    """The module's name, of the file `path` relative to the repository, in parts."""
+    """Return the module name of the file `path`, as parts."""
     parts = path.with_suffix("").parts
     return parts[:-1] if parts[-1] == "__init__" else parts
 
 
 def import_graph(sources: dict[Path, str]) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
-    """Which of the modules with these sources import which others of them. A name that a package lends from one of its
-    modules counts for the package; the packages above a module that is imported do not count."""
+    """Return the imports between these modules. A name re-exported by a package counts as an import of the package;
+    parent packages of an imported module do not count."""
     modules = {module(path) for path in sources}
     graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
     for path, source in sources.items():
@@ -66,7 +66,7 @@ def import_graph(sources: dict[Path, str]) -> dict[tuple[str, ...], set[tuple[st
 
 
 def circles(graph: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[list[str]]:
-    """The modules that are in circles, one sorted list for each knot of them: those that reach each other."""
+    """Return the modules in import cycles, one sorted list for each strongly connected component."""
 
     def reach(start: tuple[str, ...]) -> set[tuple[str, ...]]:
         found: set[tuple[str, ...]] = set()
@@ -87,7 +87,8 @@ EVAL_RANK = {folder: rank for rank, folders in enumerate(EVAL_ORDER) for folder 
 
 
 def eval_violations(source: str, path: Path) -> list[str]:
-    """What `source`, the text of the file `path` of eval (relative to the repository), may not import of eval."""
+    """Return the forbidden imports of eval in `source`, the text of the file `path` of eval (relative to the
+    repository)."""
     folder, found = path.with_suffix("").parts[2], []
     for name in imported(ast.parse(source), path.parent.parts):
         parts = tuple(part for part in name if part)
@@ -99,7 +100,7 @@ def eval_violations(source: str, path: Path) -> list[str]:
 
 
 def files() -> list[Path]:
-    """Python files of the package (through its links), the scripts and the tests, relative to the repository."""
+    """Return the Python files of the package (through its links), scripts and tests, relative to the repository."""
     folders = [entry for entry in PACKAGE.iterdir() if entry.is_dir()] + [ROOT / "scripts", ROOT / "tests"]
     paths = [*PACKAGE.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
     return sorted(path.relative_to(ROOT) for path in paths)

@@ -1,4 +1,4 @@
-"""What an installation holds: built without network, once from the tree and once through the sdist."""
+"""Test the contents of an installation. It is built without network, once from the tree and once from the sdist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINKED = ("kernels", "skewing", "eval")
 
 
 def tracked_or_new() -> list[str]:
-    """Paths of the working tree that git does not ignore, links not followed."""
+    """Return the paths of the working tree that git does not ignore, without following links."""
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     return subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
 
@@ -39,8 +39,8 @@ def run(*command: str, cwd: Path, **variables: str) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the working tree as a clone would have it, with a module in every linked folder. Of the models' weights
-    only the beginning: 22 MB would be compressed three times, and nothing is said of what they hold."""
+    """Copy the working tree as a clone would contain it, with a module in every linked folder. Model weights are
+    truncated, since compressing 22 MB three times is slow and no test reads them."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("the list of files comes from git")
     copy = tmp_path_factory.mktemp("tree")
@@ -58,8 +58,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def out(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, the wheel built from the tree, and in `again` the wheel built from the sdist without a
-    compiler. `make stress` compiles the tree's wheel with optimisation, as for a release."""
+    """Build the sdist and the wheel from the tree, and in `again` the wheel from the sdist without a compiler. `make
+    stress` builds the tree's wheel with optimisation, as for a release."""
     out = tmp_path_factory.mktemp("out")
     compiler = native_code.find_compiler()
     if compiler is not None and not STRESS:
@@ -82,7 +82,7 @@ def out(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(out: Path) -> dict[str, set[str]]:
-    """Names inside the sdist and both wheels."""
+    """Return the file names inside the sdist and both wheels."""
     with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
         in_sdist = {member.name.split("/", 1)[1] for member in archive if member.isfile()}
     return {
@@ -107,8 +107,7 @@ def test_package_is_complete(built: dict[str, set[str]], kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sdist", "wheel", "wheel from sdist"])
 def test_what_code_reads_beside_itself_is_there(built: dict[str, set[str]], kind: str) -> None:
-    """Every file of the package's rooms that is not Python: C code, texts, models, task files. Pages for readers of the
-    repository and measured results are not read."""
+    """The package reads C code, texts, models and task files. It does not read README pages and measured results."""
     rooms = {f"{name}/": f"offload_rt/{name}/" for name in LINKED} | {"offload_rt/": "offload_rt/"}
     files = [name for name in tracked_or_new() if (ROOT / name).is_file() and not name.endswith((".py", "README.md"))]
     wanted = {
@@ -128,7 +127,7 @@ def test_wheel_holds_one_top_level_package(built: dict[str, set[str]], kind: str
 
 
 def test_the_wheel_contains_all_libraries_of_this_architecture(out: Path, built: dict[str, set[str]]) -> None:
-    """And is tagged for it. Without a compiler the wheel contains none and suits every machine."""
+    """The wheel has the platform's tag. Without a compiler, it contains no libraries and is tagged for any platform."""
     assert next((out / "again").glob("*.whl")).stem.endswith("-py3-none-any")
     assert not any("/native/" in name for name in built["wheel from sdist"])
     if native_code.find_compiler() is None:
@@ -143,7 +142,7 @@ def test_the_wheel_contains_all_libraries_of_this_architecture(out: Path, built:
 
 
 def test_the_wheel_needs_no_compiler(out: Path, tmp_path: Path) -> None:
-    """In an environment whose PATH holds nothing but itself, with an empty cache folder."""
+    """Use an environment whose PATH contains only itself, and an empty cache folder."""
     if native_code.find_compiler() is None:
         pytest.skip("no C compiler")
     environment, cache = tmp_path / "environment", tmp_path / "cache"
@@ -187,7 +186,7 @@ def test_editable_install_reaches_the_links_and_nothing_else(tree: Path, tmp_pat
         "    spec = importlib.util.find_spec(name)\n"
         f"    assert spec is None or {str(tree)!r} not in str(spec), spec\n"
     )
-    # -S: this environment's packages without its .pth files, whose own editable install would answer first.
+    # -S uses this environment's packages without its .pth files, whose editable install would be found first.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done = subprocess.run(
         [sys.executable, "-S", "-P", "-c", probe], cwd=tmp_path, env=environment, capture_output=True, text=True
@@ -203,7 +202,8 @@ def test_no_file_is_too_large_for_git() -> None:
 
 
 def test_transformers_does_not_take_our_kernels_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`kernels` is the name of a package that transformers imports; from the repository root ours must not answer."""
+    """transformers imports a package named `kernels`. It must not find this project's folder from the repository
+    root."""
     monkeypatch.syspath_prepend(ROOT)
     is_kernels_available.cache_clear()
     assert not is_kernels_available()

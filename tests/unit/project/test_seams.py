@@ -1,4 +1,4 @@
-"""What can be added from outside the package, in one file: here a policy and an option of the engine."""
+"""Test extensions from outside the package, in one file each: a policy, an engine option and an architecture."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from offload_rt.utils.config_fields import check, option, option_of
 
 @dataclass(frozen=True)
 class EveryNthOptions(BudgetOptions):
-    """Every `stride`-th candidate."""
+    """Options of a policy that selects every `stride`-th candidate."""
 
     stride: int = option(2, help="every how many-th candidate is attended", metavar="N")
 
@@ -130,7 +130,7 @@ def test_a_name_is_taken_once() -> None:
 
 @dataclass(frozen=True)
 class ToyConfig(EngineConfig):
-    """A field from outside: nothing else is changed."""
+    """An engine configuration with additional fields."""
 
     cushion: Size = option(1024, help="bytes left free", group="pool", plans=True)
     colour: Literal["red", "blue"] = option("red", help="what colour", group="toys")
@@ -187,12 +187,12 @@ def test_every_field_says_what_it_is(kind: type) -> None:
         assert "int" not in str(shown) and "float" not in str(shown), f"{field.name} needs a metavar: its unit"
 
 
-# ----------------------------------------------------------------------------------------------------------- lineages
+# -------------------------------------------------------------------------------------------------------- KV provenance
 
 
 @pytest.mark.parametrize(
     ("policy", "options", "lineage"),
-    [  # KV stored under a lineage is found again by its text, on every processor
+    [  # KV stored under a provenance key must be found again on every processor
         ("full", {}, "exact"),
         ("infinigen", {"preset": "rows", "source": "residual"}, "infinigen-291670f59291f28a"),
         ("infinigen", {"source": "residual"}, "infinigen-614c5f9e0ea278ea"),
@@ -211,7 +211,8 @@ def test_lineages_are_those_of_stores_that_exist(
 
 @pytest.fixture(scope="module")
 def reference_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """In a cache folder of its own: in the others' an artifact may have been calibrated in another dtype."""
+    """Return a function that makes a policy. A new cache folder is used, because an existing artifact may have been
+    calibrated in another dtype."""
     from offload_rt.models.loading import load_model
     from offload_rt.policies.registry import make_policy
     from offload_rt.skewing.calibrate import cached_artifact
@@ -265,7 +266,7 @@ class ScaledConfig(LlamaConfig):
 
 
 class ScaledForCausalLM(LlamaForCausalLM):
-    """A Llama whose logits are divided by 4: what no adapter of this package knows."""
+    """A Llama whose logits are divided by 4, which no built-in adapter does."""
 
     config_class = ScaledConfig
 

@@ -1,4 +1,5 @@
-"""The standing adversary: a few cases of each part here, ADVERSARY_SECONDS of each in `make stress PART=adversary`."""
+"""Run the randomised adversary tests: a few cases of each part here, ADVERSARY_SECONDS of each in `make stress
+PART=adversary`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ CASES = 3
 @pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.parametrize("part", PARTS)
 def test_adversary_finds_nothing(part: str) -> None:
-    """No case fails. Each run in `make stress` begins at another seed, which a failure prints."""
+    """Each run in `make stress` starts at another seed, which a failure prints."""
     first = int(time.time()) * CASES_PER_SEED if STRESS else 0
     seeds = range(first, first + (CASES_PER_SEED if STRESS else CASES))
     done, failed = run_part(part, iter(seeds), SECONDS)

@@ -1,7 +1,7 @@
-"""A day of sessions in minutes (`make stress PART=day`; DAY_SECONDS, 600): they arrive as in a recorded trace of chats
-(without one at random), go on, are forked, cut and forgotten in a store with a limit, while processes end well or are
-killed. Memory, files and threads stay flat, the limit holds, and what a sample of them says is what the whole text
-makes of it."""
+"""Simulate a day of sessions in minutes (`make stress PART=day`; DAY_SECONDS, 600). Requests arrive as in a recorded
+chat trace, or at random without one. Sessions in a store with a size limit continue, fork, and are truncated and
+deleted, while processes end normally or are killed. Memory, files and threads must not grow, the limit must hold,
+and sampled answers must equal a fresh computation."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, max_positi
 LIMIT = 24 << 20
 OPTIONS: dict[str, Any] = {"limit": LIMIT, "ttl": 20.0}
 SESSIONS, RATE, LIFE = 2000, 30.0, 15.0
-"""Names, arrivals a second, seconds that a process lives."""
+"""Number of session names, arrivals per second, and lifetime of a process in seconds."""
 
 TRACE = Path(os.environ.get("OFFLOAD_RT_DATA", "../shared/data")) / "traces" / "conversation_trace.jsonl"
 SCALE = 200
-"""Recorded tokens for one of ours: the tiny model's 512 positions hold what they come to."""
+"""Recorded tokens for each simulated token, so that contexts fit the tiny model's 512 positions."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: seconds after the one before, session, tokens of prompt and answer."""
+    """A request: seconds since the previous one, session name, and tokens of prompt and answer."""
 
     after: float
     name: str
@@ -48,8 +48,8 @@ class Arrival:
 
 
 def arrivals(rng: random.Random) -> Iterator[Arrival]:
-    """Requests without end. Of a trace: from a place of its own on, the gaps and lengths recorded there, one session
-    for what begins alike; gaps are stretched to the rate."""
+    """Yield requests without end. With a trace, start at a random position and use its intervals and lengths;
+    requests with the same prefix belong to one session. Intervals are scaled to the target rate."""
     if not TRACE.exists():
         while True:
             name = f"s{int(SESSIONS * rng.random() ** 3)}"
@@ -67,7 +67,7 @@ def resident() -> int:
 
 
 class Morning:
-    """One process: what it does until it is ended, and what it writes down of it."""
+    """One simulated process, which logs its resources until it ends."""
 
     def __init__(self, folder: Path, log: Path, seed: int) -> None:
         self.folder, self.log, self.rng = folder, log.open("a"), random.Random(seed)
@@ -77,7 +77,7 @@ class Morning:
         self.turns = self.checked = self.forks = self.cuts = self.forgotten = 0
 
     def run(self, until: float) -> None:
-        """Turns in queues of a second each, and between these what else people do."""
+        """Answer one second of arrivals at a time, and modify sessions in between."""
         while time.monotonic() < until:
             self.batch()
             self.others()
@@ -86,7 +86,7 @@ class Morning:
         self.note(ended=True)
 
     def batch(self) -> None:
-        """Arrivals of a second, answered together."""
+        """Answer one second of arrivals together."""
         queue, rng = self.llm.turns(self.folder, max_num_seqs=8, **OPTIONS), self.rng
         left, waiting = 1.0, []
         for arrival in self.arrivals:
@@ -123,7 +123,7 @@ class Morning:
                 self.forgotten += 1
 
     def note(self, ended: bool = False) -> None:
-        """What the process holds now."""
+        """Log the process's current resources and counts."""
         stores = [path.stat().st_size for path in self.folder.rglob("*.*") if path.is_file()]
         held = {
             "process": os.getpid(), "rss": resident(), "files": len(stores), "bytes": sum(stores),

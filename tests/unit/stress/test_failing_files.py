@@ -1,5 +1,5 @@
-"""A file system that fails at any call of a session's life: the next start answers right, and what was saved before is
-there. `make stress PART=faults` lets every call fail, alone and with all that follow."""
+"""Test a file system that fails at any call: the next start gives correct answers, and earlier saved data is intact.
+`make stress PART=faults` lets every call fail, alone and with all later calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A store with a session that was closed, and its tokens."""
+    """Return a store with a closed session, and the session's tokens."""
     folder = tmp_path_factory.mktemp("saved") / "store"
     with make_llm() as llm:
         session = llm.session("ada", folder)
@@ -45,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
 
 
 def take(session: Session, turn: list[int]) -> list[int]:
-    """A turn, whose answer is what the whole text makes of it."""
+    """Take a turn and compare its answer with a fresh computation."""
     before = session.tokens
     said = [event.token_id for event in session.send(turn, SHORT)]
     if not session.history.shift:
@@ -55,15 +55,15 @@ def take(session: Session, turn: list[int]) -> list[int]:
 
 
 def live(folder: Path) -> list[list[int]]:
-    """A session's life: it comes back, takes two turns, is forked, saved and closed. Returns its tokens as they were
-    after each, as far as it came."""
+    """Open a session, take two turns, fork, save and close. Return the session's tokens after each step that was
+    reached."""
     known: list[list[int]] = []
     llm = make_llm()
     try:
         session = llm.session("ada", folder)
         known.append(session.tokens)
         for turn in TURNS[1:3]:
-            with suppress(StoreError):  # the turn was answered, and its history could not be written
+            with suppress(StoreError):  # the turn was answered, but its history could not be written
                 take(session, turn)
             known.append(session.tokens)
         with suppress(OffloadError):
@@ -79,7 +79,7 @@ def live(folder: Path) -> list[list[int]]:
 
 
 def check_next_start(folder: Path, saved: list[int], known: list[list[int]]) -> None:
-    """Everything that was saved before is there, with as much of what came then as was saved; and it goes on."""
+    """Check that the session has its earlier tokens or a later saved state, and that it continues."""
     with make_llm() as llm:
         session = llm.session("ada", folder)
         assert session.tokens == saved or session.tokens in known
@@ -119,8 +119,8 @@ def test_any_call_may_fail(after: bool, saved: tuple[Path, list[int]], tmp_path:
 def test_a_turn_ends_while_the_disk_blocks_its_chunks(
     saved: tuple[Path, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A turn is answered to its end while the saver waits for the disk; what replaces its last chunk waits for that one
-    to be written, and so does closing: then all is there."""
+    """The turn completes while the saver thread waits for the disk. Replacing its last block and closing wait for
+    the write, and then all data is saved."""
     shutil.copytree(saved[0], tmp_path / "store")
     free, real = threading.Event(), os.fsync
 
@@ -141,8 +141,8 @@ def test_a_turn_ends_while_the_disk_blocks_its_chunks(
 
 
 def test_a_history_on_a_disk_that_blocks_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one turn's history is being synced others compute, on the same store too; the turn's last output comes
-    when it is on disk."""
+    """Other requests run while one turn's history is synced, even in the same store. The turn's last output arrives
+    after the sync."""
     blocked, free, real = threading.Event(), threading.Event(), os.fsync
     said: list[int] = []
 
@@ -186,7 +186,7 @@ def test_a_history_on_a_disk_that_blocks_holds_up_nobody_else(tmp_path: Path, mo
 def test_an_answer_is_whole_where_its_history_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last output was lost before. Closing writes the history."""
+    """The last output must not be lost. Closing writes the history."""
     said: list[int] = []
     with make_llm() as llm:
         session = llm.session("ada", tmp_path)
@@ -205,7 +205,7 @@ def refuse(store: DiskStore, name: str, data: bytes) -> None:
 
 
 def test_a_limit_on_the_size_of_files(saved: tuple[Path, list[int]], tmp_path: Path) -> None:
-    """As `ulimit -f` sets it: chunks do not fit, histories do."""
+    """The limits resemble `ulimit -f`: blocks do not fit, histories may."""
     shutil.copytree(saved[0], tmp_path / "store")
     tokens = saved[1]
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -227,7 +227,7 @@ def test_a_limit_on_the_size_of_files(saved: tuple[Path, list[int]], tmp_path: P
 
 
 def test_a_session_that_cannot_be_saved_keeps_no_other_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing raises, when everything else is saved and closed: the store is free for whoever comes."""
+    """Closing saves and closes all other sessions before it raises, and releases the store."""
     llm = make_llm()
     for name in ("ada", "bob", "cyd"):
         take(llm.session(name, tmp_path), TURNS[0])

@@ -1,5 +1,5 @@
-"""Any value for any argument, and any order of calls from several threads: only errors that are ours, no wrong token,
-nothing that stays behind. `make stress PART=api` runs as many cases as OFFLOAD_RT_FUZZ says."""
+"""Test any value for any argument and any order of calls from several threads: only OffloadError is raised, no token
+is wrong, and nothing is left behind. OFFLOAD_RT_FUZZ sets the number of cases in `make stress PART=api`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from offload_rt.sessions.session import Session
 from offload_rt.sessions.turn_queue import TurnQueue
 
 CASES = int(os.environ.get("OFFLOAD_RT_FUZZ", "0"))
-"""Of the stress: values; calls (thirty in a row) are a fifth as many."""
+"""Number of cases in `make stress`; 0 selects small defaults."""
 
 PROMPT, SHORT = tiny_prompt(70, seed=1), SamplingParams(max_tokens=2, temperature=0)
 MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, max_position_embeddings=512)
@@ -48,12 +48,12 @@ def make_llm(**config: Any) -> LLM:
 
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what survives the machine."""
+    """Skip fsync, since no test here covers a crash of the machine."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def only_ours(call: Callable[[], Any]) -> None:
-    """Runs a call that may be refused: any other exception than ours fails."""
+    """Run a call that may raise OffloadError. Any other exception fails the test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         with suppress(OffloadError):
@@ -71,7 +71,7 @@ def test_any_value_of_any_field(field: tuple[type, str], value: Any) -> None:
 
 
 class Place:
-    """What doors are opened with: one runtime, one folder, a session and a queue where they are asked for."""
+    """Objects for the API calls: runtimes and a folder, and sessions and queues on demand."""
 
     def __init__(self, folder: Path) -> None:
         self.llm, self.folder = make_llm(), folder
@@ -146,7 +146,7 @@ DOORS: dict[str, Callable[[Place, Any], Any]] = {
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("place")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)  # where a path that is refused would be made if it were not
+        patch.chdir(folder)  # a path that is wrongly accepted would be created here
         place = Place(folder)
         yield place
         place.llm.close()

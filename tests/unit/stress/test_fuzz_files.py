@@ -1,5 +1,5 @@
-"""Any file that is ever read, damaged in any way: our errors or the right answer; never a crash, memory without bound,
-a wrong token, a file outside its folder. `make stress PART=files` runs OFFLOAD_RT_FUZZ cases."""
+"""Test damaged files of every kind: they give an OffloadError or the right answer, but no crash, unbounded memory,
+wrong token, or file outside the folder. OFFLOAD_RT_FUZZ sets the number of cases in `make stress PART=files`."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
 SHORT = SamplingParams(max_tokens=3, temperature=0)
 TURNS = [tiny_prompt(70, seed=1), tiny_prompt(20, seed=2), tiny_prompt(40, seed=3)]
 MEMORY = 3 << 30
-"""Bytes beyond what the process has: sixty times what any of these files needs."""
+"""Memory limit above the process's current use, in bytes: sixty times the need of these files."""
 
 
 @pytest.fixture(autouse=True)
 def quickly_and_inside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing here is about what survives the machine; nothing leaves the folder."""
+    """Skip fsync, since no test here covers a crash of the machine, and keep all files inside the folder."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "run").mkdir()
@@ -55,14 +55,14 @@ def make_llm() -> LLM:
 
 
 def copied(whole: Path, place: Path) -> list[Path]:
-    """A fresh copy of a folder; its files."""
+    """Copy a folder and return the files of the copy."""
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(whole, place)
     return sorted(path for path in place.rglob("*") if path.is_file() and path.name != "lock")
 
 
 def damaged(whole: Path, place: Path, seed: int, spread: int = 400) -> list[str]:
-    """A copy of the folder in which one or two files are damaged. Returns what was done."""
+    """Copy the folder and damage one or two files. Return a description of the damage."""
     rng, files = random.Random(seed), copied(whole, place)
     return [
         f"{path.name}: {change(path, rng, files, spread)}"
@@ -71,7 +71,7 @@ def damaged(whole: Path, place: Path, seed: int, spread: int = 400) -> list[str]
 
 
 def survives(whole: Path, place: Path, cases: int, read: Callable[[Path], Any], spread: int = 400) -> int:
-    """Damages and reads so often; returns how often that was refused. The folder's neighbours stay as they are."""
+    """Damage and read the folder in each case. Return the number of refusals. Neighbouring files must not change."""
     refused, beside = 0, sorted(place.parent.iterdir())
     for seed in range(cases):
         done = damaged(whole, place, seed, spread)
@@ -94,7 +94,7 @@ def survives(whole: Path, place: Path, cases: int, read: Callable[[Path], Any], 
 
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[list[int]]]]:
-    """A store with two sessions of two turns, and what each of them was after each turn."""
+    """Return a store with two sessions of two turns, and their tokens after each turn."""
     folder, told = tmp_path_factory.mktemp("whole") / "store", {}
     with make_llm() as llm:
         for shift, name in enumerate(("ada", "bob")):
@@ -110,7 +110,7 @@ def sessions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 
 def test_a_store_that_was_damaged(sessions: tuple[Path, dict[str, list[list[int]]]], tmp_path: Path) -> None:
-    """What comes back is what was said, all of it or up to a turn, and what follows is what follows that."""
+    """A session opens with its tokens, all or up to an earlier turn, and its next answer must match them."""
     whole, told = sessions
     llm, opened = make_llm(), 0
 
@@ -126,7 +126,7 @@ def test_a_store_that_was_damaged(sessions: tuple[Path, dict[str, list[list[int]
                 answer = [event.token_id for event in session.send(TURNS[2], SHORT)]
                 session.check_integrity()
                 opened += 1
-                if session.history.turns and tokens not in told[name]:  # a document that says so, and is sealed
+                if session.history.turns and tokens not in told[name]:  # a damaged document with a valid checksum
                     assert all(0 <= token < 199 for token in tokens)
                 elif not shift:
                     assert_greedy(MODEL, tokens + TURNS[2], answer)
@@ -155,7 +155,7 @@ def test_a_store_that_was_damaged_and_is_looked_at(
 
 
 def test_a_history_that_says_anything(sessions: tuple[Path, dict[str, list[list[int]]]]) -> None:
-    """None, or one that can be played on."""
+    """The history is refused, or is consistent and can be exported and saved again."""
     [document] = sessions[0].glob(f"*/{document_name('bob')}.doc")
     data, rng, possible = document.read_bytes()[8:], random.Random(1), 0
     for _ in range(CASES // 4 or 300):
@@ -174,17 +174,18 @@ def test_a_history_that_says_anything(sessions: tuple[Path, dict[str, list[list[
 
 @pytest.mark.parametrize("counts", [{"shift": 10**30}, {"shift": 1 << 62}, {"shift": 5, "sink_shift": 6}])
 def test_a_history_with_counts_that_no_conversation_has(counts: dict[str, int]) -> None:
-    """The first was opened, and its next turn an OverflowError (case 1,995 of the store above)."""
+    """Regression test: the first history opened, and its next turn raised OverflowError (case 1,995 of the store
+    test)."""
     history = History("ada", "llama", tokens=[1, 2, 3], computed=3)
     assert History.from_bytes(history.to_bytes()) == history
     assert History.from_bytes(json.dumps(json.loads(history.to_bytes()) | counts).encode()) is None
 
 
-# -------------------------------------------------------------------------------------- what was made and is read again
+# -------------------------------------------------------------------------------------------------------- written files
 
 
 def written(folder: Path) -> dict[str, Callable[[Path], Any]]:
-    """Files of every kind in folders of `folder`, and what reads them."""
+    """Write files of every kind into subfolders of `folder`, and return a reader for each."""
     shutil.copytree(BEFORE / "skew_tiny", folder / "artifact")
     shutil.copytree(BEFORE / "recording", folder / "recording")
     (folder / "tuned").mkdir()
@@ -204,7 +205,7 @@ def written(folder: Path) -> dict[str, Callable[[Path], Any]]:
     novel, questions = load_example("generate_document"), load_example("answer_many")
 
     def chapters(place: Path) -> None:
-        with suppress(OSError, UnicodeDecodeError):  # of the document itself: it is the user's text
+        with suppress(OSError, UnicodeDecodeError):  # errors of the user's own document
             text = novel.read_document(place / "novel.txt")
             assert all(0 <= start <= len(text) for start in novel.headings(place / "novel.txt", text))
 
@@ -235,7 +236,7 @@ def test_what_was_made_and_is_read_again(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 5000, b"[1]", b"\xff", b"1e999", None])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_has_no_end(kind: str, content: bytes | None, tmp_path: Path) -> None:
-    """Brackets without end (a RecursionError before), numbers that none is, a file without end (None)."""
+    """Cover unclosed brackets (regression: RecursionError), invalid numbers, and an endless file (None)."""
     folder = tmp_path / "made"
     folder.mkdir()
     read = written(folder)[kind]
@@ -259,14 +260,13 @@ def test_a_recording_that_cannot_be(field: str, value: Any, tmp_path: Path) -> N
 
 
 def write_and_go_on(llm: LLM) -> None:
-    """A model that was loaded says something, or says why it cannot."""
     [done] = llm.generate([[1, 2, 3]], SHORT)
     assert len(done.outputs[0].token_ids) >= 1
 
 
 @pytest.mark.parametrize("kind", ["folder", "gguf"])
 def test_a_checkpoint_that_was_damaged(kind: str, tmp_path: Path) -> None:
-    """Numbers of weights and of a configuration may be others without anybody knowing; nothing else may happen."""
+    """Changed weights or configuration values may go undetected, but nothing else may happen."""
     whole = tmp_path / "whole"
     if kind == "folder":
         tiny_checkpoint(whole, "llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
@@ -284,7 +284,7 @@ def test_a_checkpoint_that_was_damaged(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_configuration_that_cannot_be(tmp_path: Path) -> None:
-    """An OverflowError before."""
+    """Regression test: this raised OverflowError."""
     tiny_checkpoint(tmp_path / "tiny", "llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     config = tmp_path / "tiny" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 10**30}))

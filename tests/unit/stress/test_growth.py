@@ -1,4 +1,4 @@
-"""Ten thousand requests, and what stays of them: nothing. `make stress PART=growth`."""
+"""Test that ten thousand requests leave nothing behind. Runs in `make stress PART=growth`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, max_positi
 
 
 NAMES = tracemalloc.Filter(False, pathlib.__file__)
-"""What is left out: pathlib interns every name, and Python's table of them doubles now and then (7.7 MB at once)."""
+"""Excluded allocations: pathlib interns every name, and the intern table doubles now and then (7.7 MB at once)."""
 
 
 def reading() -> dict[str, int]:
-    """What the process holds: memory, also by Python's own count, open files and threads."""
+    """Return resident memory, memory traced by Python, open files and threads."""
     gc.collect()
     traced = sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([NAMES]).traces)
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -38,7 +38,7 @@ def reading() -> dict[str, int]:
 
 
 def requests(llm: LLM, folder: Path, rng: random.Random) -> Callable[[], Any]:
-    """Any request that people make, chosen at random."""
+    """Return a function that makes a random request."""
 
     def prompt() -> list[int]:
         return tiny_prompt(rng.randrange(1, 90), seed=rng.randrange(50))

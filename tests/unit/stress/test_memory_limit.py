@@ -1,5 +1,5 @@
-"""Memory that ends at any allocation of a session's life: the process may fail, the next one answers right, and what
-was saved before is there. `make stress PART=faults`."""
+"""Test out-of-memory errors at any allocation of a session: the process may fail, but the next one gives correct
+answers, and earlier saved data is intact. Runs in `make stress PART=faults`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHORT = SamplingParams(max_tokens=3, temperature=0)
 TURNS = [tiny_prompt(70, seed=1), tiny_prompt(900, seed=2)]
 NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "bad allocation", "std::bad_alloc")
 MOST = 48 << 20
-"""Bytes above what the process has that the most generous limit leaves it: enough for both turns."""
+"""Largest memory limit above the process's current use, in bytes: enough for both turns."""
 
 
 def make_llm() -> LLM:
@@ -32,8 +32,8 @@ def addresses() -> int:
 
 
 def live(folder: Path, spare: int) -> int:
-    """A session's second turn in a process of its own with `spare` bytes of addresses to take. 0: it was answered and
-    saved; 1: refused, or out of memory; 2: something else, and what is printed."""
+    """Take a second turn in a new process with `spare` bytes of address space. Return 0 if it was answered and
+    saved, 1 if it was refused or out of memory, or 2 after any other error, which is printed."""
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

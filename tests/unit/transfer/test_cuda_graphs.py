@@ -1,6 +1,6 @@
-"""Steps captured once and replayed for other tokens, lengths and sequences, where there is no CUDA: a stand-in keeps
-every operation and every launch of a Triton kernel (under the interpreter) with the very tensors they were given, and
-repeats them on the same memory. What it cannot show is CUDA's: streams, events, the graph's memory."""
+"""Test CUDA graph capture and replay without CUDA. A stand-in for the graph records every operation and every launch
+of an interpreted Triton kernel with its tensors, and repeats them on the same memory. Streams, events and the
+graph's memory pool are not covered."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from offload_rt.policies.infinigen.key_lists import Rule
 
 
 def tensors(out: Any) -> list[torch.Tensor]:
-    """What an operation returned."""
     return [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, torch.Tensor)]
 
 
 class Repeating(TorchDispatchMode):
-    """`Graph`: each operation again, its results into the memory of the first ones; views stay views."""
+    """Stand-in for `Graph`. `replay` repeats each operation and copies the results into the memory of the first run;
+    views stay views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Repeating(TorchDispatchMode):
             patch.setattr(InterpretedFunction, "run", launch)
             results = body()
         for result in results:
-            result.fill_(0)  # as of a graph that has not run
+            result.fill_(0)  # a captured graph has no results before its first replay
         return results
 
     def replay(self) -> None:
@@ -96,8 +96,8 @@ if "OFFLOAD_RT_STRESS" in os.environ:
 
 @pytest.mark.parametrize("options", REPLAYED.values(), ids=REPLAYED)
 def test_a_replayed_step_is_the_eager_one(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two buckets: the first step of each is eager, the second is captured. In between a sequence ends and another
-    one, which takes its chunks, joins."""
+    """The batch uses two buckets: the first step of each is eager, the second is captured. In between, one sequence
+    ends and another one that reuses its blocks joins."""
     compiled(monkeypatch)
     eager, (runner, made) = make(True, **options), graphed(**options)
     runs = []
@@ -132,7 +132,7 @@ def test_what_a_graph_cannot_hold_stays_eager() -> None:
 
     class Deaf:
         def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-            """Somebody listens."""
+            """Do nothing: any recorder makes the step eager."""
 
     decode(make(), 3, share=True)
     decode(make(), 3, recorder=Deaf())
@@ -151,7 +151,7 @@ def test_what_a_graph_cannot_hold_stays_eager() -> None:
 
 
 def test_where_a_capture_breaks_off_steps_are_eager(caplog: pytest.LogCaptureFixture) -> None:
-    """Once, in the middle of a step; it is said, and not tried again."""
+    """The capture fails in the middle of a step, is logged once and is not tried again."""
     tried = []
 
     class Breaks:
@@ -194,7 +194,7 @@ def test_graphs_need_a_cuda_device() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"dense_layers": (0,)}, {"scorer": "partial", "dense_layers": ()}])
 def test_on_a_device_graphs_give_the_eager_tokens(options: dict[str, Any]) -> None:
-    """A ragged batch through two buckets. (On a simulated device: cells "graphs" of `test_cuda_path.py`.)"""
+    """Run a ragged batch through two buckets. The cells "graphs" of `test_cuda_path.py` cover a simulated device."""
     prompts = [tiny_prompt(length, seed=length) for length in (30, 61)]
     tokens = []
     for graphs in (False, True):

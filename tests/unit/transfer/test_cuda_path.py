@@ -1,5 +1,5 @@
-"""The CUDA path, run on a simulated device: whatever streams are late with, the tokens are the CPU's, and the host
-waits for the device where it must and nowhere else."""
+"""Test the CUDA path on a simulated device: late streams change no token, and the host waits for the device only
+where it must."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _expected: dict[str, list[list[int]]] = {}
 
 
 def on_cpu(cell: Cell, folder: Path) -> list[list[int]]:
-    """The CPU's answers, computed once. What a working set has depends on the order of what was selected, which is not
-    the same there: its bytes are those of streams that work at once."""
+    """Return the CPU's answers, computed once for each cell. For a cell with a working set, use the byte counts of a
+    simulated run: hits depend on the order of the selected tokens, which differs on the CPU."""
     if cell.name not in _expected:
         answers = cell.run("cpu", folder)
         if "working_set" in cell.settings:
@@ -49,9 +49,10 @@ def test_answers_are_those_of_a_cpu(cell: Cell, schedule: str, tmp_path: Path) -
         assert cell.run("cuda", tmp_path) == expected
 
 
-EVICTION = {  # once a step, behind its last layer; its logits are waited for anyway
-    ("_local_scalar_dense", "offload_rt/model_runner/batched.py"),  # the host ranks victims: it has to know
-    ("copy device to host", "offload_rt/model_runner/slot_table.py"),  # how many tokens were selected, and which
+EVICTION = {  # once a step, after its last layer; the host waits for the logits there anyway
+    # number of selected tokens: the host ranks the eviction victims
+    ("_local_scalar_dense", "offload_rt/model_runner/batched.py"),
+    ("copy device to host", "offload_rt/model_runner/slot_table.py"),  # ids of the selected tokens
 }
 ALLOWED: dict[str, set[tuple[str, str]]] = {
     "full, batch": set(),
@@ -70,8 +71,8 @@ ALLOWED: dict[str, set[tuple[str, str]]] = {
     "forks": set(),
     "rounded, full": set(),
     "graphs": set(),
-    "h2o, batch": {("_local_scalar_dense", "offload_rt/policies/h2o.py")},  # how many have not been dropped
-    "oracle, batch": {  # its true scores are of the keys in host memory
+    "h2o, batch": {("_local_scalar_dense", "offload_rt/policies/h2o.py")},  # number of tokens not evicted
+    "oracle, batch": {  # computes true scores from the keys in host memory
         ("event", "offload_rt/transfer/open_sequences.py"),
         ("copy host to device", "offload_rt/policies/oracle.py"),
     },
@@ -83,7 +84,7 @@ ALLOWED: dict[str, set[tuple[str, str]]] = {
     "eviction": EVICTION,
     "default, eviction": EVICTION,
 }
-"""For each cell the waits of a decode step that it has, all of them."""
+"""All host waits of a decode step, as (operation, file), for each cell."""
 
 _SLOW = ("infinigen, batch", "shared", "forks", "graphs", "eviction", "working set", "paper, batch")
 SLOW = () if ALL else (*_SLOW, *(name for name in ALLOWED if name.startswith("default")))
@@ -91,7 +92,7 @@ SLOW = () if ALL else (*_SLOW, *(name for name in ALLOWED if name.startswith("de
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
-    """What the host waits for in decode steps, and in which file."""
+    """Collect the host waits of decode steps as (operation, file)."""
     found: set[tuple[str, str]] = set()
     decode = Runner.decode
     with simulated(Lazy()) as sim:
@@ -113,7 +114,7 @@ def test_a_decode_step_waits_for_nothing_else(name: str, tmp_path: Path, waits: 
 
 
 def test_a_batch_with_a_tail_is_as_many_launches_as_one_sequence() -> None:
-    """A step of the default, at most 45 launches a layer; nothing runs before the end."""
+    """A step of the default policy launches at most 45 operations a layer. The schedule runs nothing before the end."""
     counts: list[Counter[str]] = []
     with simulated(Lazy()) as sim:
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
@@ -133,8 +134,8 @@ def test_a_batch_with_a_tail_is_as_many_launches_as_one_sequence() -> None:
 
 
 LAUNCHES = {"infinigen": 35, "full": 25, "quest": 37, "default": 40}
-"""Kernels and copies that a decode step may launch for each further layer, the model's own among them (seven products,
-norms, positions and the MLP are 15): at most 45. Dense layers have a copy for K and V of each KV head, two here."""
+"""Kernels and copies that a decode step may launch for each further layer, at most 45. The model's own are 15: seven
+matrix products, norms, positions and the MLP. Dense layers add a copy for K and V of each KV head, two here."""
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -144,7 +145,7 @@ def test_a_layer_launches_no_more_than_it_may(name: str) -> None:
 
 
 def test_another_device_than_the_current_one_computes(tmp_path: Path) -> None:
-    """Kernels, copies and graphs are all on the model's."""
+    """Kernels, copies and graphs all run on the model's device."""
     cell = replace(BY_NAME["default, graphs"], scene=single)
     expected = on_cpu(replace(BY_NAME["default, batch"], name="default, single", scene=single), tmp_path)
     with simulated(Late(), devices=2) as sim:
@@ -154,7 +155,7 @@ def test_another_device_than_the_current_one_computes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["infinigen", "graphs", "working set", "shared", "rounded"] if ALL else ["infinigen"])
 def test_where_kernels_do_not_find_host_memory_the_host_copies_rows(name: str, tmp_path: Path) -> None:
-    """As under WSL: it is said once, when a model is loaded, and nothing is captured."""
+    """WSL is such a system. One warning is given when a model is loaded, and nothing is captured."""
     cell = BY_NAME[name]
     scene = single if name == "graphs" else cell.scene
     expected = on_cpu(replace(cell, scene=scene, name=f"{name}, copied"), tmp_path)
@@ -168,7 +169,7 @@ def test_where_kernels_do_not_find_host_memory_the_host_copies_rows(name: str, t
 
 @pytest.mark.parametrize(("device", "steps"), [("cpu", [0]), ("cuda", [])])
 def test_the_missed_mass_is_measured_where_the_keys_are(device: str, steps: list[int], tmp_path: Path) -> None:
-    """On a device only where it is asked for."""
+    """By default, missed mass is measured on the CPU only."""
 
     def once(make: Callable[..., LLM], folder: Path) -> list[list[int]]:
         [done] = completed(make(missed_mass_every=None).generate([tiny_prompt(40)], SamplingParams(3, temperature=0)))
@@ -181,9 +182,9 @@ def test_the_missed_mass_is_measured_where_the_keys_are(device: str, steps: list
 
 @pytest.mark.parametrize(("policy", "options"), [("full", {}), ("quest", BY_NAME["quest"].options | {"budget": 0.9})])
 def test_what_is_staged_does_not_grow_with_how_far_the_host_is_ahead(policy: str, options: dict[str, Any]) -> None:
-    """Nothing runs before the host waits at a step's end: it is ahead by all layers. Of two layers and of five the
-    step has the same on the device beside what was there before, but for two kilobytes of a layer (rows that are being
-    written back, positions of resident rows); a layer stages 120."""
+    """The schedule runs nothing before the host waits at a step's end, so the host is ahead by all layers. The
+    memory staged for two layers and for five is the same, except for two kilobytes a layer (pending write-backs,
+    positions of resident KV). One layer stages 120 KB."""
     extra = [staged_bytes(policy, options, layers) for layers in (2, 5)]
     assert extra[1] - extra[0] < (5 - 2) * 20 * 1024
     assert extra[0] > 0.8 * 0.9 * layer_bytes(), "nothing was staged"
@@ -191,8 +192,8 @@ def test_what_is_staged_does_not_grow_with_how_far_the_host_is_ahead(policy: str
 
 @pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}], ids=["as they are", "rounded"])
 def test_a_prefill_s_peak_does_not_grow_with_how_far_the_host_is_ahead(settings: dict[str, Any]) -> None:
-    """Slices that are written back are held for a layer: of two layers and of five the peak is the same, but for the
-    resident rows and positions of a layer (a kilobyte), whether the write-back runs at once or when it must."""
+    """Prefill chunks that are written back are held for one layer. The peak is the same for two layers and for five,
+    except for the resident KV and positions of a layer (a kilobyte), whether the write-back runs at once or late."""
     extra = []
     for layers, schedule in ((2, Late()), (2, Lazy()), (5, Lazy()), (5, Late((2,)))):
         with simulated(schedule) as sim:
@@ -210,8 +211,8 @@ def test_a_prefill_s_peak_does_not_grow_with_how_far_the_host_is_ahead(settings:
 
 @pytest.mark.parametrize("fetches", [False, True])
 def test_a_sequence_that_has_ended_reads_and_writes_nothing_more(fetches: bool) -> None:
-    """Its chunks are somebody else's from then on: its last row is in the pool, and a fetch that nobody waited for has
-    run."""
+    """Another sequence may reuse its blocks. `free` therefore waits for the write-back of the last KV entry and for
+    pending fetches."""
     with simulated(Late((1, 2))) as sim:
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
@@ -234,9 +235,9 @@ def test_a_sequence_that_has_ended_reads_and_writes_nothing_more(fetches: bool) 
     ids=["between steps", "between steps, nothing read", "within a step"],
 )
 def test_rows_move_behind_what_reads_them(within: bool, read: bool) -> None:
-    """An eviction overwrites a slot with a row that is being written back: both that and a fetch of the slot have run
-    by then. Within a step the host does not wait for it. (A fetch is behind the write-back: where there is one, waiting
-    for it is enough.)"""
+    """An eviction overwrites a slot with a KV entry that is still being written back. The write-back and a pending
+    fetch of the slot must run first. Within a step the host does not wait. A fetch runs after the write-back, so
+    waiting for the fetch is enough."""
     with simulated(Late((1, 2))) as sim:
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
@@ -261,13 +262,13 @@ def test_rows_move_behind_what_reads_them(within: bool, read: bool) -> None:
 
 
 def overwritten(device: str) -> list[torch.Tensor]:
-    """Small tensors, in all the memory that has just been let go."""
+    """Allocate small tensors to overwrite all memory that was just freed."""
     return [torch.full((n,), 3, dtype=torch.int64, device=device) for n in (1, 64, 65) for _ in range(20)]
 
 
 @pytest.mark.parametrize("late", [1, 2], ids=["prefetch", "write-back"])
 def test_lists_of_a_batch_that_is_gone_are_still_read(late: int) -> None:
-    """What says where rows lie is memory of the compute stream, and both others read it."""
+    """The row lists are memory of the compute stream, and the other two streams read them."""
     with simulated(Late((late,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
@@ -296,7 +297,7 @@ def test_lists_of_a_batch_that_is_gone_are_still_read(late: int) -> None:
 
 
 def test_what_a_graph_writes_back_counts_as_written() -> None:
-    """A replay marks the sequences' rows as it queues them: whoever needs them waits for that."""
+    """A replay marks the sequences' KV as it queues the write-back, so that later readers wait for it."""
     with simulated(Late((2,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         options = BY_NAME["infinigen"].options
@@ -316,7 +317,7 @@ def test_what_a_graph_writes_back_counts_as_written() -> None:
 
 
 def test_what_others_may_share_is_in_the_pool() -> None:
-    """Rows of a prompt that has been computed, and those that a fork copies."""
+    """Prompt KV is in the pool after the prefill, and decoded KV before a fork copies it."""
     with simulated(Late((2,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
@@ -331,7 +332,7 @@ def test_what_others_may_share_is_in_the_pool() -> None:
 
 
 def test_the_missed_mass_is_that_of_a_cpu(tmp_path: Path) -> None:
-    """It is measured against all keys where they are, the newest one among them, which is still being written back."""
+    """It is measured against all keys, including the newest one, which is still being written back."""
     found: list[float] = []
 
     def once(make: Callable[..., LLM], folder: Path) -> list[list[int]]:
@@ -347,7 +348,7 @@ def test_the_missed_mass_is_that_of_a_cpu(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing else is taken for that."""
+    """Other RuntimeErrors are raised unchanged."""
     kernel = pytest.importorskip("offload_rt.kernels.triton_norm")
     said = ["Failed to find C compiler. Please specify via CC environment variable", "CUDA error: out of luck"]
 

@@ -1,4 +1,4 @@
-"""The simulator of CUDA catches what it is there for: each kind of fault, and the same thing done right."""
+"""Test the CUDA simulator: it reports each kind of fault and accepts the correct variant of the same code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def late_compute() -> Iterator[Simulator]:
 
 
 def test_operations_run_as_on_a_host(sim: Simulator) -> None:
-    """Views, writes through them, reductions, sorting, indexing and products."""
+    """Cover views, writes through views, reductions, sorting, indexing and products."""
     x = torch.arange(12.0, device=CUDA).view(3, 4)
     x[1, 2:] = -1
     x[:, 0].mul_(3).add_(1)
@@ -50,7 +50,7 @@ def test_operations_run_as_on_a_host(sim: Simulator) -> None:
 
 
 def side_product(side: torch.cuda.Stream, wait: bool) -> torch.Tensor:
-    """What the compute stream reads of a product of the side stream."""
+    """Return a product of the side stream as the compute stream reads it."""
     x = torch.full((4,), 2.0, device=CUDA)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -67,7 +67,7 @@ def test_a_missing_wait_shows(late_side: Simulator) -> None:
 
 
 def staged_and_freed(side: torch.cuda.Stream, record: bool) -> torch.Tensor:
-    """The compute stream reads a tensor of the side stream, which lets it go and goes on."""
+    """Read a tensor of the side stream on the compute stream while the side stream frees it and continues."""
     with torch.cuda.stream(side):
         staged = torch.full((4,), 5.0, device=CUDA)
     torch.cuda.current_stream().wait_stream(side)
@@ -111,7 +111,7 @@ def test_a_block_that_was_freed_is_poison(sim: Simulator) -> None:
     address = x.data_ptr()
     y = x + 1
     del x
-    torch.cuda.memory_allocated()  # looks at what was freed
+    torch.cuda.memory_allocated()  # processes pending frees
     torch.cuda.synchronize()
     again = torch.empty(600, dtype=torch.int64, device=CUDA)
     assert again.data_ptr() == address
@@ -120,7 +120,7 @@ def test_a_block_that_was_freed_is_poison(sim: Simulator) -> None:
 
 
 def test_copies_that_are_not_asynchronous_are_noted(sim: Simulator) -> None:
-    """With the line of this file; those that are, are not."""
+    """Each is noted with its line in this file. Asynchronous copies are not noted."""
     pageable, pinned = torch.ones(4, 4), torch.ones(4, 4).pin_memory()
     x = torch.empty(4, 4, device=CUDA)
     x.copy_(pinned, non_blocking=True)
@@ -182,7 +182,7 @@ def test_memory_is_limited_and_counted() -> None:
 
 
 def forked(side: torch.cuda.Stream, x: torch.Tensor, join: bool = True) -> torch.Tensor:
-    """A product of a side stream and one of the current stream together."""
+    """Return a product that uses both a side stream and the current stream."""
     now = torch.cuda.current_stream()
     side.wait_stream(now)
     with torch.cuda.stream(side):
@@ -206,7 +206,7 @@ def test_a_graph_repeats_what_was_captured(sim: Simulator) -> None:
 
 
 def test_captures_are_refused_as_cuda_refuses_them(sim: Simulator) -> None:
-    """A stream that is not joined again; an event from outside; a host that waits."""
+    """Cover a side stream that is not joined, an event recorded outside the capture, and a host that waits."""
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     before, x = torch.cuda.Event(), torch.zeros(4, device=CUDA)
     before.record()

@@ -1,5 +1,5 @@
-"""`device_memory` on a device: the allocator's peak, with all that streams keep from being used again, stays under the
-limit while prompts are prefilled and while steps are decoded, however far the host is ahead."""
+"""Test that the allocator's peak stays below `device_memory` during prefill and decode. The peak includes memory
+that streams still hold, however far the host is ahead of the device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WINDOW = {"sinks": 4, "recent": 16}
 
 @dataclass(frozen=True)
 class Row:
-    """A policy, how many sequences, and what goes with them; `streamed`: no layer's weights stay on the device."""
+    """A policy, a batch size and their options. If `streamed` is set, no layer's weights stay on the device."""
 
     name: str
     policy: str
@@ -78,9 +78,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_peak_is_below_the_limit(
     row: Row, schedule: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit is the least that the plan takes. There is no cuBLAS here that would take its part of it."""
+    """The limit is the smallest one that the plan accepts. The simulator has no cuBLAS workspace, so its share is
+    set to 0."""
     monkeypatch.setattr(memory_model, "CUDA_WORKSPACE", 0)
-    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))  # a first start, which calibrates
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))  # empty: the first start calibrates
     with simulated(SCHEDULES[schedule]()) as sim:
         limit = least(row, folder)
         llm = LLM(
@@ -115,7 +116,7 @@ def test_the_peak_is_below_the_limit(
 def test_a_first_start_calibrates_with_layers_that_stream(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within the limit, which is for a context that takes less."""
+    """The peak stays within the limit, although calibration takes more memory than the planned context."""
     monkeypatch.setattr(memory_model, "CUDA_WORKSPACE", 0)
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
     row = Row("tail, streamed", "infinigen", options=WINDOW, streamed=True)
@@ -130,7 +131,7 @@ def test_a_first_start_calibrates_with_layers_that_stream(
 
 
 def least(row: Row, folder: Path) -> int:
-    """The least bytes that hold the row's sequences."""
+    """Return the smallest limit in bytes that holds the row's sequences."""
     shape = load_shape(folder, device="cuda", dtype="float32")
     demand = memory_demand(row.policy, row.options, shape.geometry, shape.dtype)
     rounded, working = "kv_cache_dtype" in row.settings, row.settings.get("working_set", 0)
@@ -141,7 +142,8 @@ def least(row: Row, folder: Path) -> int:
 
 
 def test_info_says_what_captured_graphs_keep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A sequence's own and those of shorter contexts, which are half of it; under a limit one, if it is asked for."""
+    """By default, graphs keep twice the staging and work buffers of one step. Under a limit they keep one step's,
+    and only if CUDA graphs are requested."""
     arguments = ("info", str(folder), "--context", str(CONTEXT), "--dtype", "float32", "--device")
     name, said = "device: CUDA graphs, at most", {}
     with simulated(Lazy()):

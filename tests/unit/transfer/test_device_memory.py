@@ -1,5 +1,5 @@
-"""`device_memory`: weights that stream give the same tokens, and the bytes on the device stay under the limit at every
-moment, counted by the allocator (`allocations.py`)."""
+"""Test `device_memory`: streamed weights give the same tokens, and the device memory counted by the allocator
+(`allocations.py`) never exceeds the limit."""
 
 from __future__ import annotations
 
@@ -50,13 +50,12 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("quest", {}),
 ]
 LARGE = [POLICIES[1], POLICIES[2], POLICIES[4], POLICIES[5]]
-"""Whose work on a prompt, or whose scoring keys (4 columns in rows of 16 bytes), take more than the tiny model's
-weights."""
+"""Policies whose prefill memory or scoring keys (4 columns in rows of 16 bytes) exceed the tiny model's weights."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Checkpoints of twelve layers, by architecture."""
+    """Return a function that saves a checkpoint of twelve layers by architecture."""
     made: dict[str, Path] = {}
 
     def saved(name: str) -> Path:
@@ -70,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def unlimited(folder: Any) -> Any:
-    """Tokens of two prompts without a limit, by policy and options: each is computed once."""
+    """Return a function that computes the tokens of `PAIR` without a limit, once per policy and options."""
     made: dict[str, Any] = {}
 
     def tokens(policy: str, options: dict[str, Any]) -> Any:
@@ -85,7 +84,7 @@ def unlimited(folder: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def calibrated_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first start takes more than these short contexts (`test_device_limit.py`)."""
+    """Calibration needs more memory than these short contexts; `test_device_limit.py` covers it."""
     monkeypatch.setattr(DeviceCosts, "calibration", lambda self: 0)
 
 
@@ -96,7 +95,7 @@ def costs_of(folder: Path, policy: str, options: dict[str, Any], *, rounded: boo
 
 
 def streaming_limit(costs: DeviceCosts, contexts: list[int], resident: int = 4) -> int:
-    """Bytes that hold `contexts`, and `resident` layers and two buffers of weights."""
+    """Return the bytes that hold `contexts`, `resident` layers and two weight buffers."""
     sizes = costs.shape.sizes
     return sizes.fixed + (resident + 2) * sizes.layers[0] + costs.total(contexts)
 
@@ -115,7 +114,6 @@ def limited(folder: Path, policy: str, options: dict[str, Any], limit: int, **se
 
 
 def stream_of(llm: LLM) -> WeightStream | None:
-    """What streams its layers."""
     return None if llm.runner.weights is None else llm.runner.weights.stream
 
 
@@ -137,7 +135,7 @@ def test_streamed_weights_give_the_same_tokens(folder: Any, name: str, policy: s
     assert stream is not None and len(stream.layers) == LAYERS - 4
     stream.check_integrity()
     one_pass = sum(layer_bytes(llm.runner.model.layers[layer]) for layer in stream.layers)
-    # A prefill and NEW - 1 steps, and what was brought for the step that did not come.
+    # One prefill, NEW - 1 steps, and the layers prefetched for the step after the last.
     assert NEW * one_pass <= stats.h2d_weight_bytes <= NEW * one_pass + 2 * one_pass // len(stream.layers)
     assert stats.weight_bytes == expected.stats.weight_bytes == whole.weight_bytes
     assert stats.h2d_bytes == expected.stats.h2d_bytes
@@ -172,7 +170,7 @@ def test_a_batch_shares_what_streams(folder: Any) -> None:
 def test_the_allocator_never_holds_more_than_the_limit(
     folder: Any, unlimited: Any, policy: str, options: dict[str, Any], link: str
 ) -> None:
-    """The limit is the least that holds two prompts together. It is below the weights' own size, but for `LARGE`."""
+    """The limit is the smallest one that holds two prompts. It is below the size of the weights, except for `LARGE`."""
     rounded = link == "staged, int8 rows"
     working_set = 8 if link == "staged, a working set" else 0
     costs = replace(costs_of(folder("llama"), policy, options, rounded=rounded), working_set=working_set)
@@ -195,13 +193,13 @@ def test_the_allocator_never_holds_more_than_the_limit(
 
 
 def blocks_of(llm: LLM) -> list[int]:
-    """Where the streamed weights lie in host memory."""
+    """Return the addresses of the streamed weights in host memory."""
     stream = stream_of(llm)
     return [] if stream is None else [block.host.untyped_storage().data_ptr() for block in stream._blocks.values()]
 
 
 def test_what_lies_on_the_device_before_a_run_is_what_the_plan_says(folder: Any) -> None:
-    """To the byte: embeddings, head, resident layers and two buffers, and nothing else."""
+    """Weights on the device are exactly the embeddings, head, resident layers and two buffers."""
     costs = costs_of(folder("qwen2"), "full", {})
     limit = streaming_limit(costs, [CONTEXT])
     llm, counted = count(
@@ -217,8 +215,8 @@ def test_what_lies_on_the_device_before_a_run_is_what_the_plan_says(folder: Any)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
 def test_the_cuda_allocator_never_holds_more_than_the_limit(folder: Any, policy: str, options: dict[str, Any]) -> None:
-    """CUDA's own peak counter; CUDA_WORKSPACE of the limit is for cuBLAS. The streamed run's tokens are those of the
-    same device without a limit. (On a simulated device, without that part: `test_device_limit.py`.)"""
+    """Use CUDA's own peak counter; the limit includes CUDA_WORKSPACE for cuBLAS. Tokens equal those of the same
+    device without a limit. `test_device_limit.py` covers a simulated device, without the workspace."""
     shape = load_shape(folder("llama"), device="cuda", dtype="float32")
     demand = memory_demand(policy, options, shape.geometry, shape.dtype)
     limit = streaming_limit(DeviceCosts(shape, demand, 512), [CONTEXT, CONTEXT], resident=0)
@@ -240,7 +238,7 @@ def test_the_cuda_allocator_never_holds_more_than_the_limit(folder: Any, policy:
 
 @pytest.mark.parametrize("options", [{}, POLICIES[2][1], POLICIES[3][1]])
 def test_scoring_keys_on_the_host_select_the_same(folder: Any, options: dict[str, Any]) -> None:
-    """A limit that holds everything but them: bases and keys are what is missing."""
+    """The limit holds everything except the bases and scoring keys."""
     costs = costs_of(folder("llama"), "infinigen", options)
     on_device = streaming_limit(costs, [CONTEXT], resident=0)
     plan = plan_device(on_device, costs, CONTEXT)
@@ -353,7 +351,7 @@ def test_demand_follows_the_options() -> None:
 
 
 def stack(layers: int = 6) -> list[nn.Module]:
-    """Layers of one shape whose weights say which they are; one matrix lies column by column."""
+    """Return layers of equal shape, with weights that identify the layer. One matrix is column-major."""
     made: list[nn.Module] = []
     for number in range(layers):
         layer = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7)).requires_grad_(False)
@@ -395,7 +393,7 @@ def test_a_pass_brings_each_streamed_layer_once_and_a_layer_ahead() -> None:
 
 
 def test_compute_waits_for_a_copy_and_a_copy_for_what_reads_its_buffer() -> None:
-    """The order that a device with streams is told."""
+    """Check the order of waits between the copy stream and the compute stream."""
     told: list[str] = []
 
     class Telling(InlineStream):
@@ -426,8 +424,8 @@ def test_compute_waits_for_a_copy_and_a_copy_for_what_reads_its_buffer() -> None
     ],
 )
 def test_the_plan_of_an_8b_model_by_hand(preset: str, layers: int, row: int) -> None:
-    """At 128k tokens all of it fits 24 GB; in 12 GB layers stream; in 4 GB nothing fits, even where scoring keys are
-    on the host."""
+    """With 128k tokens, everything fits in 24 GB, layers stream in 12 GB, and nothing fits in 4 GB even with scoring
+    keys on the host."""
     layer = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096)
     sizes = WeightSizes(2 * (2 * 128_256 + 1) * 4096, (layer,) * 32, 14336)
     geometry = ModelGeometry(

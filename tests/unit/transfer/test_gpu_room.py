@@ -1,5 +1,5 @@
-"""What `make gpu` runs, where there is no GPU: all of it on a simulated device, at toy size, so that nobody who has one
-is the first to run a line; what a part says that fails; the documentation's section, made from the parts' files."""
+"""Test the parts of `make gpu` at toy size on a simulated device, the advice for parts that fail, and the generated
+documentation section."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_without_a_device_every_part_says_so(capsys: pytest.CaptureFixture[str],
 
 
 def program(command: Sequence[str], limit: float, **variables: str) -> tuple[int, str]:
-    """Measures run in this process, where the device is simulated; of pytest and of the training, which make processes
-    of their own, only what they leave is there."""
+    """Run evaluations in this process, where the device is simulated. For pytest and training, which run in separate
+    processes, only write their result files."""
     assert limit <= gpu_parts.LIMIT
     if tuple(command[: len(programs.CLI)]) == programs.CLI:
         return main(list(command[len(programs.CLI) :])), ""
@@ -75,8 +75,8 @@ def program(command: Sequence[str], limit: float, **variables: str) -> tuple[int
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of all parts, which went well but for a tool that found a race; made by the first of several test
-    processes that want them."""
+    """Return a folder with the results of all parts. All succeed except racecheck. With pytest-xdist, the first
+    worker creates them for all."""
     if os.environ.get("PYTEST_XDIST_WORKER") is None:
         return run_all_parts(tmp_path_factory.mktemp("gpu"), tmp_path_factory.mktemp("data"))
     shared = tmp_path_factory.getbasetemp().parent / "gpu_results"
@@ -88,7 +88,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_all_parts(out: Path, data: Path) -> Path:
-    """Runs them into `out`."""
+    """Run all parts and write their results to `out`."""
     text = Path(GpuSize.models[0].parents[1], "data", "black_arrow.txt").read_text("utf-8")
     (data / "books").mkdir()
     (data / "books" / "war_and_peace.txt").write_text(text[:6000])
@@ -175,7 +175,8 @@ def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_program_that_does_not_end_is_interrupted_and_one_that_fails_is_told(tmp_path: Path) -> None:
-    interruptible = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"  # also behind nohup
+    # nohup makes the process ignore SIGINT, so restore the handler
+    interruptible = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"
     endless = f"{interruptible}; print('begun', flush=True); time.sleep(60)"
     code, output = programs.run_program([sys.executable, "-c", endless], 2)
     assert code == programs.STOPPED and "begun" in output and "KeyboardInterrupt" in output

@@ -1,7 +1,7 @@
-"""Stream order: whatever a stream is late with, nobody reads rows before they are there, or writes rows that are still
-being read. On CUDA every stream is held up in turn; the tokens must not change. Elsewhere the same tests run on a CPU
-with streams that work at once, and on a simulated device, so that they are known to run (what streams can be late with
-there, and more, is `test_cuda_path`'s)."""
+"""Test stream order: a late stream never lets KV be read before it arrives, or overwritten while it is still read.
+On CUDA each stream is delayed in turn, and tokens must not change. Without CUDA the same tests run on a CPU with
+synchronous streams and on a simulated device, to show that they work. `test_cuda_path.py` tests late streams on the
+simulated device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from offload_rt.transfer.cuda import CudaLink
 from offload_rt.transfer.streams import DeviceStream, InlineStream, Stream
 
 CYCLES = 2_000_000
-"""About a millisecond: several of a tiny model's steps."""
+"""About a millisecond: several steps of a tiny model."""
 
 Wait = Callable[[], None]
 
 
 class LateLane:
-    """A stream that holds itself up before and after everything that is queued in it."""
+    """A stream that delays itself before and after each queued operation."""
 
     def __init__(self, inner: Stream, wait: Wait) -> None:
         self._inner, self._wait = inner, wait
@@ -45,7 +45,7 @@ class LateLane:
 
 
 class Delay:
-    """Holds up the current stream, by a random while if it is told so, and counts."""
+    """Delay the current stream and count calls. With a seed, the delay is random."""
 
     def __init__(self, device: torch.device, seed: int | None) -> None:
         self._cuda, self._random, self.calls = device.type == "cuda", random.Random(seed), 0
@@ -58,7 +58,8 @@ class Delay:
 
 
 def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple[str, ...], delay: Delay) -> LLM:
-    """Without graphs: what holds a stream up behind its last mark would be left over when a capture ends."""
+    """Return an LLM whose streams in `late` are delayed. CUDA graphs are off: a delay after a stream's last mark
+    would remain unjoined when a capture ends."""
     model = tiny_model("llama").to(device)
     llm = LLM(model, policy=policy, policy_options=options, host_memory="4MiB", cuda_graphs=False)
     runner = llm.runner
@@ -82,7 +83,7 @@ def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple
 
 
 def tokens(llm: LLM, count: int, batch: int) -> list[list[int]]:
-    """A batch that shares a prefix, twice, so that chunks change hands; then samples that fork."""
+    """Generate twice for a batch with a shared prefix, so that blocks are reused, then three samples that fork."""
     stem = tiny_prompt(130)
     prompts = [stem + tiny_prompt(20, seed=i) for i in range(batch)]
     found = [
@@ -92,7 +93,7 @@ def tokens(llm: LLM, count: int, batch: int) -> list[list[int]]:
 
 
 SIMULATED = not torch.cuda.is_available()
-"""The device, where it is one."""
+"""Whether the `cuda` device, if used, is the simulated one."""
 
 LATE = [("prefetch",), ("compute",), ("write-back",), ("prefetch", "write-back"), ("prefetch", "compute", "write-back")]
 

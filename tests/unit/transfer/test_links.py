@@ -1,5 +1,4 @@
-"""The CUDA link's bookkeeping, run on a CPU with streams that work at once: the same tokens and bytes as the CPU
-link."""
+"""Test the CUDA copy path on a CPU with synchronous streams: tokens and bytes equal those of the CPU path."""
 
 from __future__ import annotations
 
@@ -55,7 +54,8 @@ def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[s
     ("policy", "options"), [("full", {}), ("infinigen", {"recent": 8}), ("infinigen", {"preset": "paper"})]
 )
 def test_staged_rows_equal_rows_in_place_while_slots_are_overwritten(policy: str, options: dict[str, Any]) -> None:
-    """A dense layer is fetched before the newest token exists: what leaves the window must be in its new place."""
+    """A dense layer is fetched before the newest token exists, so a KV entry that leaves the window must already be
+    in its new slot."""
 
     def run(prepare: bool) -> list[int]:
         model = tiny_model("llama", dtype=torch.float64)
@@ -69,7 +69,7 @@ def test_staged_rows_equal_rows_in_place_while_slots_are_overwritten(policy: str
 
 
 def test_a_fork_loads_its_resident_rows() -> None:
-    """Equal prompts are prefilled once; the fork's sinks and window come from the pool."""
+    """Equal prompts are prefilled once. The fork loads its sinks and window from the pool."""
     model = tiny_model("llama", dtype=torch.float64)
     tokens = tiny_prompt(90)
     options = {"sinks": 3, "recent": 16}
@@ -84,8 +84,8 @@ def test_a_fork_loads_its_resident_rows() -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int2"])
 def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_cache_dtype: Any) -> None:
-    """Chunks of two sequences lie between each other, over several slabs; a fetch gives the rows that were appended,
-    also from chunks that the block table has taken since its last fetch."""
+    """Blocks of two sequences are interleaved over several slabs. A fetch returns the appended KV, including blocks
+    allocated since the previous fetch."""
     geometry, cuda = tiny_llama_geometry(), device.type == "cuda"
     pool = HostPool(geometry, torch.float32, 1 << 21, kv_cache_dtype=kv_cache_dtype, pin=cuda, slab_tokens=2 * CHUNK)
     link = CudaLink(pool, geometry, device, streams=None if cuda else (InlineStream(), InlineStream()))
@@ -115,7 +115,7 @@ def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_cache_dtype: A
 
 
 class TellingStream(InlineStream):
-    """Tells who waits for which of its marks: (name of the waiting stream, mark)."""
+    """Record each wait as (name of the waiting stream, mark)."""
 
     def __init__(self, name: str, told: list[tuple[str, Any]]) -> None:
         self.name, self.told, self.newest = name, told, None
@@ -132,7 +132,7 @@ class TellingStream(InlineStream):
 
 
 def test_a_fetch_waits_for_the_write_back_and_compute_for_the_fetch() -> None:
-    """The order that a device with streams is told, for each way to fetch."""
+    """Check the order of marks and waits for each fetch method."""
     told: list[tuple[str, Any]] = []
     prefetch, write_back = TellingStream("prefetch", told), TellingStream("write-back", told)
     geometry = tiny_llama_geometry()

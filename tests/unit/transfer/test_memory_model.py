@@ -1,4 +1,4 @@
-"""Tables, pictures and requirements against runs of the runtime itself."""
+"""Test printed tables, plots and memory requirements against real runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shown(table: object) -> str:
 
 
 def row(text: str, name: str) -> str:
-    """The value beside `name` in a printed table."""
+    """Return the value beside `name` in a printed table."""
     (line,) = (line for line in text.splitlines() if line.split("│")[1:2] and line.split("│")[1].strip() == name)
     return line.split("│")[2].strip()
 
@@ -75,7 +75,7 @@ def test_table_says_what_is_usual_and_what_to_do(infinigen: Stats) -> None:
 
 
 def test_table_says_where_nothing_was_selected(infinigen: Stats) -> None:
-    """100 tokens under a budget of 20: the sinks and the window have 68."""
+    """With 100 tokens and a budget of 20, the sinks and the window hold 68 tokens."""
     options = {"budget": 0.2, "dense_layers": ()}
     llm = LLM(tiny_model("llama"), policy="streaming", policy_options=options)
     [done] = completed(llm.generate([tiny_prompt(100)], SamplingParams(max_tokens=4, temperature=0)))
@@ -84,26 +84,26 @@ def test_table_says_where_nothing_was_selected(infinigen: Stats) -> None:
 
 
 def pixels_of(path: Path) -> np.ndarray:
-    """`[height, width, 3]`, 0 to 255."""
+    """Return the image as `[height, width, 3]`, 0 to 255."""
     with Image.open(path) as image:
         return np.asarray(image.convert("RGB")).astype(int)
 
 
 def bars_in(pixels: np.ndarray) -> int:
-    """Pixels of the bars of missed mass."""
+    """Count the pixels in bars of missed mass."""
     return int((np.abs(pixels - [76, 120, 168]).sum(axis=2) < 12).sum())
 
 
 def test_plot_shows_dense_and_selecting_layers(infinigen: Stats, tmp_path: Path) -> None:
-    """The dense layer's band has the colour of 100 %, the others' another one."""
+    """The dense layer's band has the colour of 100 %; the other bands have another colour."""
     plot_run(infinigen, tmp_path / "run.png")
     pixels = pixels_of(tmp_path / "run.png")
     assert pixels.shape == (840, 1320, 3)
-    dense = np.abs(pixels - [253, 231, 37]).sum(axis=2) < 12  # viridis' last colour
+    dense = np.abs(pixels - [253, 231, 37]).sum(axis=2) < 12  # last colour of viridis
     height = np.flatnonzero(dense[:, 300])
     assert len(height) > 50  # layer 0, at the top of the map
     assert height.max() < 200
-    assert bars_in(pixels) > 1000  # missed mass per layer
+    assert bars_in(pixels) > 1000  # missed mass for each layer
 
 
 @pytest.mark.parametrize("what", ["no steps", "all dense", "nothing sampled", "one step"])
@@ -146,7 +146,7 @@ def test_requirements_are_what_a_run_takes(scorer: str, tmp_path: Path, monkeypa
     needed = requirements(costs, llm.weight_bytes, PROMPT + NEW)
     assert needed.kv_host == stats.kv_bytes_host
     assert needed.weights == stats.weight_bytes
-    # Scoring keys grow by sixteenths, rounded up to 64 slots (256 tokens of int2), one layer at a time held twice.
+    # Scoring keys grow by sixteenths, rounded up to 64 slots (256 tokens of int2). One layer at a time is held twice.
     layers = llm.geometry.layers
     assert stats.scoring_bytes_device <= costs.scoring(PROMPT + NEW) * (layers - 1) / layers
     assert costs.scoring(PROMPT + NEW) <= stats.scoring_bytes_device * 17 / 16 * (1 + 256 / PROMPT) * layers / (
@@ -155,7 +155,7 @@ def test_requirements_are_what_a_run_takes(scorer: str, tmp_path: Path, monkeypa
 
 
 def test_contexts_that_are_attended_to_as_a_whole_are_fetched_so() -> None:
-    """A longer one has been as short before."""
+    """A longer context was once as short as these."""
     shape = load_shape(tiny_model("llama"))
     options = {"dense_until": 500, "max_fraction": 0.1, "dense_layers": (1,)}
     whole, selecting = (
@@ -171,10 +171,10 @@ def test_contexts_that_are_attended_to_as_a_whole_are_fetched_so() -> None:
 def test_requirements_by_hand() -> None:
     full = costs_of("llama", torch.bfloat16, None)  # 4 layers, 2 KV heads of 16, hidden 64
     token = 2 * 2 * 16 * 2  # K and V of a token and layer in bfloat16
-    staged = token + 8 * 8 * 2  # with ids
+    staged = token + 8 * 8 * 2  # with token ids
     needed = requirements(full, 1000, 1000)
     assert needed.kv_per_token == 4 * token
-    assert needed.kv_host == 4 * token * 16 * CHUNK  # 1000 tokens are 16 chunks
+    assert needed.kv_host == 4 * token * 16 * CHUNK  # 1000 tokens take 16 blocks
     assert needed.resident == 4 * token
     assert needed.staging == (3 * 1000 + 1) * staged
     assert needed.device == 1000 + needed.scoring + needed.resident + max(
@@ -186,9 +186,9 @@ def test_requirements_by_hand() -> None:
     assert (sparse.resident, sparse.working_set) == (68 * 4 * token, 0)
     stays = replace(costs_of("llama", torch.bfloat16, options), working_set=9)
     more = requirements(stays, 1000, 1000)
-    assert more.working_set == 4 * (9 + 1) * (token + 2 * 8)  # 2 KV heads, a token and a score for each row
+    assert more.working_set == 4 * (9 + 1) * (token + 2 * 8)  # 2 KV heads; a token id and a score for each KV entry
     assert (more.resident, more.device) == (sparse.resident, sparse.device + more.working_set)
-    keys = 4 * 2 * 4 * 2 * 1000  # 30 % of 16 columns are 4
+    keys = 4 * 2 * 4 * 2 * 1000  # 30 % of 16 columns, rounded down to 4
     assert keys <= sparse.scoring - costs_of("llama", torch.bfloat16, options).fixed() <= keys * 5 / 4 * 1.35
     first = costs_of("llama", torch.bfloat16, InfiniGenOptions.preset("rows"))
     assert first.staging([1000]) == (2 * 1000 + 100 + 68) * staged

@@ -1,6 +1,6 @@
-"""Experts and the embedding in host memory: the answers are those of a model that is on the device as a whole, and
-what crosses the link is what was chosen. Weights are random: how often an expert is found says nothing of trained ones.
-"""
+"""Test experts and the embedding in host memory: results equal those of a model entirely on the device, and only
+chosen experts and embedding rows are copied. Weights are random, so hit rates do not predict those of trained
+models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from offload_rt.transfer.weights.streamed import BUFFERS
 
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
-"""Of four experts, two of them chosen; qwen2_moe has one of its own for all tokens, and layers without experts."""
+"""Mixture-of-experts models with four experts, two of them chosen for each token. qwen2_moe also has a shared expert
+and layers without experts."""
 EXPERTS, CHOSEN = 4, 2
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 GENERATOR = torch.Generator().manual_seed(3)
@@ -39,7 +40,7 @@ PROMPTS = [torch.randint(1, VOCAB, (length,), generator=GENERATOR).tolist() for 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Checkpoints by architecture."""
+    """Return a function that saves a checkpoint by architecture."""
     made: dict[str, Path] = {}
 
     def saved(name: str) -> Path:
@@ -57,7 +58,7 @@ def runtime(folder: Path, **settings: Any) -> LLM:
 
 
 def logits_of(llm: LLM) -> torch.Tensor:
-    """Of the last token of each prompt, and of two steps of all of them together, `[9, V]`."""
+    """Return logits `[9, V]`: the last prompt token of each sequence, then two decode steps of the whole batch."""
     runner = llm.runner
     sequences = [runner.new_sequence([*prompt, 1, 2], len(prompt) + 2) for prompt in PROMPTS]
     found = [runner.prefill(s, len(p), want_logits=True)[None] for s, p in zip(sequences, PROMPTS, strict=True)]
@@ -77,7 +78,8 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_in_host_memory_give_the_same_logits(folder: Any, name: str) -> None:
-    """With fewer on the device than a token chooses, as many, and nearly all. float32, sums in another order."""
+    """Cover fewer device slots than a token's experts, as many, and nearly all. The tolerance is for float32 sums in
+    another order."""
     expected = logits_of(runtime(folder(name)))
     for slots in (1, 2, 3):
         llm = runtime(folder(name), experts_on_device=slots)
@@ -125,7 +127,7 @@ def test_statistics_say_what_crossed(folder: Any) -> None:
 @pytest.mark.simulated
 @pytest.mark.parametrize("name", MIXTURES if ALL else MIXTURES[:1])
 def test_a_device_gives_the_tokens_of_a_cpu(folder: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' products of experts one behind the other: the simulated device has no grouped ones."""
+    """Use transformers' batched expert products, because the simulated device has no grouped ones."""
     monkeypatch.setattr(PreTrainedModel, "get_correct_experts_implementation", lambda self, asked: "batched_mm")
     few = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     prompts = [prompt[:6] for prompt in PROMPTS[: 3 if ALL else 2]]
@@ -146,7 +148,7 @@ def test_a_device_gives_the_tokens_of_a_cpu(folder: Any, name: str, monkeypatch:
 
 @pytest.fixture(scope="module")
 def stacked() -> Any:
-    """Mixtral's experts, six of them."""
+    """Return the expert module of a Mixtral layer with six experts."""
     model = architecture("mixtral", num_local_experts=6, num_hidden_layers=1)
     return experts_of(decoder_layers(model)[0])
 
@@ -159,8 +161,8 @@ def stacked() -> Any:
 def test_whatever_is_chosen_the_experts_are_the_right_ones(
     stacked: Any, calls: list[tuple[int, int, int]], slots: int
 ) -> None:
-    """tokens, choices of each, and a seed: as the module with all experts, each expert crossing once at most; and those
-    that leave are those used longest ago."""
+    """Each call is (tokens, experts per token, seed). Outputs equal those of the module with all experts, each
+    expert is copied at most once per call, and the least recently used experts are evicted."""
     cache = ExpertCache(copy.deepcopy(stacked), slots, torch.device("cpu"))
     one = cache.host_bytes // 6
     used: dict[int | None, int] = {}
@@ -183,7 +185,7 @@ def test_whatever_is_chosen_the_experts_are_the_right_ones(
 
 def test_the_expert_used_longest_ago_leaves(stacked: Any) -> None:
     cache = ExpertCache(copy.deepcopy(stacked), 3, torch.device("cpu"))
-    for expert in (0, 1, 2, 0, 3, 1):  # 1 had left for 3
+    for expert in (0, 1, 2, 0, 3, 1):  # 3 evicted 1
         cache(torch.ones(1, 32), torch.tensor([[expert]]), torch.ones(1, 1))
     assert {expert for expert in cache._held if expert is not None} == {0, 3, 1}
     assert (cache.chosen, cache.found) == (6, 1)
@@ -193,7 +195,7 @@ def test_the_expert_used_longest_ago_leaves(stacked: Any) -> None:
 
 
 def test_a_plan_keeps_as_many_experts_as_fit(folder: Any) -> None:
-    """First experts leave the device, then layers; what lies there is what the plan says, to the byte."""
+    """Experts leave the device first, then layers. Device memory equals the plan, apart from alignment."""
     shape = load_shape(folder("mixtral"), device="cpu", dtype="float32")
     assert shape.sizes.experts is not None
     config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=64, host_memory="4MiB")
@@ -256,7 +258,8 @@ WIDE: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 8, "moe_interm
 def test_the_allocator_never_holds_more_than_the_limit(
     name: str, more: dict[str, Any], slots: int, tmp_path: Path
 ) -> None:
-    """Where what a token's eight experts make of it takes the most there, and where scores with a sink do."""
+    """Peak memory comes from the outputs of a token's eight experts in one case, and from scores with a sink in the
+    other."""
     architecture(name, **more).save_pretrained(tmp_path)
     config = EngineConfig("full", device_memory="1GiB", max_model_len=128, host_memory="8MiB", experts_on_device=slots)
     plan = plan_for(config, load_shape(tmp_path, device="cpu", dtype="float32"))

@@ -1,5 +1,5 @@
-"""The working set: rows on the device that need not cross the link again. A table that is a plain dict, rows that are
-the pool's, tokens that are the same with and without, bytes that are what the table missed."""
+"""Test the working set, which caches KV on the device. The table equals a plain implementation, cached KV equals the
+pool's, tokens do not change, and only misses are copied."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
 
 
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 3}
-"""Of a Qwen: its last layer."""
+"""Sliding window in the last layer of a Qwen model."""
 
 
 def make(working_set: int = 0, policy: str = "infinigen", chunks: int = 64, **settings: Any) -> LLM:
@@ -45,14 +45,14 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 class PlainTable:
-    """The same rule for one list, slot by slot. With decay 1/2 every score is exact."""
+    """Reference implementation of the replacement rule for one list. With decay 1/2 every score is exact."""
 
     def __init__(self, capacity: int) -> None:
         self.slots: list[int | None] = [None] * capacity
         self.scores = [-1.0] * capacity
 
     def look_up(self, tokens: list[int]) -> tuple[list[int], list[int]]:
-        """(slot or -1, slot taken or the capacity) of each token."""
+        """Return two lists with one entry per token: its slot or -1, and the slot it replaces or the capacity."""
         found = [self.slots.index(token) if token in self.slots else -1 for token in tokens]
         self.scores = [score / 2 if score >= 0 else score for score in self.scores]
         for slot in found:
@@ -124,7 +124,7 @@ def test_the_first_asker_of_a_row(ids: list[int]) -> None:
     ids=["default", "paper", "repair", "int4", "h2o", "sliding"],
 )
 def test_tokens_are_the_same_and_fewer_bytes_cross(rows: int, policy: str, settings: dict[str, Any]) -> None:
-    """A ragged batch, checked against the pool after every step."""
+    """Run a ragged batch and check integrity after every step."""
     prompts = [tiny_prompt(length, seed=length) for length in (1, 40, 150)]
     plain = completed(make(policy=policy, **settings).generate(prompts, greedy(12)))
     llm = make(rows, policy, **settings)
@@ -144,7 +144,8 @@ def test_tokens_are_the_same_and_fewer_bytes_cross(rows: int, policy: str, setti
 
 
 def test_hits_bytes_and_fractions_agree() -> None:
-    """Against the same selections without a working set: what was saved is what was hit, in bytes and in rows."""
+    """Compared with the same selections without a working set, the savings in bytes and in KV entries equal the
+    hits."""
     prompt, steps = tiny_prompt(150), 20
     [plain] = completed(make().generate([prompt], greedy(steps + 1)))
     [done] = completed(make(9).generate([prompt], greedy(steps + 1)))
@@ -192,7 +193,7 @@ def test_an_overwritten_slot_is_forgotten(eviction: str, policy_options: dict[st
 
 
 def test_forks_take_the_rows_along() -> None:
-    """Samples and beams: the same tokens, and a fork begins with what its origin has."""
+    """Samples and beams give the same tokens, and a fork starts with the working set of its parent."""
     prompt = tiny_prompt(150)
     sampled = SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=3)
     beams = SamplingParams(max_tokens=12, temperature=0, num_beams=3)
