@@ -148,7 +148,7 @@ class History:
         return self.decoded[0][0] if self.decoded else len(self.tokens)
 
     def truncate(self, kept: list[int], sinks: int) -> None:
-        """Keep only the tokens at the ascending indices `kept` (all below `computed`) and the tokens not computed yet."""
+        """Keep only the tokens at the ascending indices `kept` (below `computed`) and those not computed yet."""
         gone = self.computed - len(kept)
         text = f"{self.truncation_id} {self.id} {self.computed} {kept}"
         decoded = {token for start, stop in self.decoded for token in range(start, stop)}
@@ -168,7 +168,7 @@ class History:
         self.truncation_id += f"+{self.shift}"
 
     def restart(self, tokens: list[int]) -> None:
-        """Replace the conversation by `tokens`, with no KV and no truncations."""
+        """Replace the tokens by `tokens`, as a text without KV and without earlier truncations."""
         self.tokens = tokens
         self.forget_from(0)
         self.truncation_id, self.shift, self.sinks, self.sink_shift, self.floor = "", 0, 0, 0, 0
