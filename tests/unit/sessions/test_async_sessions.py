@@ -144,7 +144,7 @@ def test_who_asked_for_a_deletion_may_be_gone(tmp_path: Path) -> None:
 
 
 def test_a_turn_that_gives_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Preempt session turns with `swap` enabled. Their KV is already in the session store, so none remains in the pool."""
+    """Preempt session turns with `swap` enabled. Their KV is already in the session store, and the pool ends empty."""
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
     model, params = tiny_model("llama", num_hidden_layers=2), SamplingParams(max_tokens=60, temperature=0)
     prompts = [prompt(100, seed) for seed in (1, 2, 3, 4)]

@@ -1,6 +1,7 @@
 """Test that files of earlier versions can be read: sessions, a skew artifact and a recording.
 
-The commit named in `expected.json` wrote `tests/data/written_before`, with a tiny random model that its seed reproduces.
+The commit named in `expected.json` wrote `tests/data/written_before`. It used a tiny random model, which its seed
+reproduces.
 """
 
 from __future__ import annotations
