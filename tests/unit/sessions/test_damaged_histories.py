@@ -117,7 +117,7 @@ def test_a_store_that_was_copied_while_it_was_in_use_is_as_it_was_saved_last(llm
     [chunk, *_] = store.rglob("*.kv")
     shutil.copytree(store, copy)
     for half_written in copy.rglob("*.tmp"):
-        half_written.unlink()  # cleanup skips temporary files of a running process, such as this one
+        half_written.unlink()  # leaves only the temporary file created below
     of_a_dead_process = (copy / chunk.relative_to(store)).with_suffix(".77.1.tmp")
     of_a_dead_process.write_bytes(chunk.read_bytes()[:1000])
     list(events)

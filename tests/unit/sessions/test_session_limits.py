@@ -127,7 +127,7 @@ def test_turns_that_outgrow_the_model_are_the_same_in_a_queue_and_one_by_one(
 
 
 def test_a_cut_turn_that_is_preempted_says_the_same(tmp_path: Path) -> None:
-    """Preempt turns of a truncated session. The truncated session is saved before the turn, and is restored from disk."""
+    """Preempt turns of a truncated session. It is saved before the turn, and is restored from disk afterwards."""
     right = by_hand(tmp_path / "by hand", "ada", 5, **POLICIES["infinigen"])
     llm = make_llm(positions=POSITIONS, **POLICIES["infinigen"])
     queue = llm.turns(tmp_path / "queue")

@@ -372,7 +372,7 @@ def test_the_disk_keeps_what_waiting_turns_need(tmp_path: Path) -> None:
 
 
 def test_interrupted_turns_end_and_are_kept_as_far_as_they_came(tmp_path: Path) -> None:
-    """Interrupt a decode step between two layers. KV and policy state of the unfinished token are discarded."""
+    """Interrupt a decode step between two layers. Resident KV and policy state are rebuilt from the pool."""
     for options in POLICIES.values():
         llm = make_llm(**options)
         session = llm.session("ada", tmp_path / str(options))
