@@ -1,7 +1,7 @@
 """Truncate a session on request, or before it outgrows the model's positions.
 
 The KV of kept tokens is copied unchanged; nothing is recomputed. Keys keep their positions, and new tokens continue
-after the last position. RoPE depends only on position differences, which stay the same among the tokens after the gap.
+after the last position. RoPE depends only on position differences, which therefore stay the same.
 
 The first tokens (attention sinks) are an exception. If their distance to new tokens would exceed the trained context
 length, their original keys are rotated by the length of the gap.
@@ -28,7 +28,7 @@ from .session_kv import SessionKV
 SINKS = 4
 """Default number of first tokens that a truncation keeps."""
 
-# ------------------------------------------------------------------------------------------------------- kept tokens
+# --------------------------------------------------------------------------------------------------------- kept tokens
 
 
 def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int] | None) -> list[int]:
@@ -93,7 +93,7 @@ def tokens_after(kv: SessionKV, new: int) -> int:
     return kept + SINKS
 
 
-# --------------------------------------------------------------------------------------------------------- truncation
+# ---------------------------------------------------------------------------------------------------------- truncation
 
 
 def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int, drop: Seq[int] | None) -> int:

@@ -112,9 +112,7 @@ def test_a_skew_artifact_and_a_recording_mean_the_same(tmp_path: Path) -> None:
     old = Recording.open(BEFORE / "recording")
     assert [[rows.tolist() for rows in step] for _, step in list(old.steps())[:2]] == expected["first"]
     before = BEFORE / "skew_reference"
-    with pytest.raises(
-        ArtifactError, match="make one for this model with 'offload-rt skew'"
-    ):  # the fingerprint of the model differs
+    with pytest.raises(ArtifactError, match="make one for this model with 'offload-rt skew'"):  # fingerprint differs
         LLM("reference", policy_options=ROWS, skew=before, device="cpu")
     [file] = before.glob("*.safetensors")
     renamed = replace(SkewArtifact.load(file, None), fingerprint=load_model("reference", device="cpu").fingerprint)

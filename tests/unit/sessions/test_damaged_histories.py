@@ -255,7 +255,7 @@ def test_sinks_that_are_lost_are_computed_again_and_that_is_said(tmp_path: Path)
     session.close()
 
 
-# ---------------------------------------------------------------------------------------------------------- documents
+# ----------------------------------------------------------------------------------------------------------- documents
 
 
 class Killed(BaseException):

@@ -189,7 +189,7 @@ def test_a_saver_that_cannot_go_on_says_so_and_nobody_waits_for_it(
     session.close()
 
 
-# ------------------------------------------------------------------------------------- host memory of idle sessions
+# ---------------------------------------------------------------------------------------- host memory of idle sessions
 
 LONG = tiny_prompt(500, seed=5)
 KINDS: dict[str, Callable[[LLM], Any]] = {

@@ -88,7 +88,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_anything_is_computed(
         assert len(completed(llm.generate([tiny_prompt(254, seed=1)], long))[0].token_ids) == 40
 
 
-# --------------------------------------------------------------------------------------------------- reuse statistics
+# ---------------------------------------------------------------------------------------------------- reuse statistics
 
 
 def reuse(llm: LLM, prompt: list[int]) -> tuple[int, int | None]:
