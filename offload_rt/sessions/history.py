@@ -42,7 +42,7 @@ class History:
         turns: (role, text) of each message, for display.
         truncation_id: Identifies all truncations so far, as part of the KV provenance key. Empty if there were none.
         shift: Number of truncated tokens: position of a token after the gap, less its index.
-        sinks: Number of tokens before the gap.
+        sinks: Number of tokens before the gap whose original keys are stored; 0 if their keys are never rotated.
         sink_shift: Number of positions by which the keys of the sinks are rotated.
         keys: Keys of the blocks on disk, in hexadecimal.
         tail: Key of the partly filled block of the full-attention layers. Empty if there is none.

@@ -74,7 +74,7 @@ class WholePrompts:
             InputError: The name, the prompt or a parameter is invalid for a session.
             ModelError: The prompt and its answer would exceed the model's positions.
             PoolFullError: The pool is too small for the turn.
-            StoreError: The history of the session cannot be read or has another number format.
+            StoreError: The history of the session cannot be read or has an unsupported format.
         """
         runner = self.store.context.runner
         if params.n > 1 or params.num_beams > 1:
@@ -105,7 +105,7 @@ class WholePrompts:
             self._opened.pop(oldest).close()
 
     def look_ahead(self) -> None:
-        """Call before each step. The host tier evicts sessions without a list of waiting turns."""
+        """Run the look-ahead of the host tier before each step, without waiting turns."""
         self.store.host.look_ahead(())
 
     def delete(self, name: str) -> bool:
