@@ -1,4 +1,4 @@
-"""What a folder of sessions holds, for people: no model is loaded."""
+"""List, find and delete the sessions in a store folder, without loading a model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from .old_format import OldSession, old_sessions, remove_old_chunks
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A stored file: its bytes, and when it was last used, in seconds since 1970 (with the store policy fifo:
-    written)."""
+    """Size and time of a stored file.
+
+    Attributes:
+        bytes: Size in bytes.
+        used: Time of the last use in seconds since 1970. With the store policy "fifo", the time of writing.
+    """
 
     bytes: int
     used: float
@@ -30,9 +34,14 @@ class StoredFile:
 class StoredSession:
     """A session on disk.
 
-    document: "namespace digest/name" in the store; chunks: those that are there; own_bytes: of chunks that no other
-    session has; used: when it last was; damage: what is wrong with its last history, so that this is the one before it,
-    else empty; old: its files, if an earlier version wrote them.
+    Attributes:
+        document: Document name in the store, as "namespace digest/name".
+        history: History of the session.
+        chunks: Files of the blocks that exist on disk.
+        own_bytes: Bytes of the blocks that no other session uses.
+        used: Time of the last use in seconds since 1970.
+        damage: Why the newest history cannot be read; `history` is then the one before it. Empty if it is intact.
+        old: Files of the session if an earlier version wrote it.
     """
 
     document: str
@@ -45,53 +54,65 @@ class StoredSession:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all its chunks."""
+        """Bytes of all blocks of the session on disk."""
         return sum(chunk.bytes for chunk in self.chunks)
 
     def bytes_unused_since(self, time: float) -> int:
-        """Returns the bytes of chunks that nobody has used since `time`: what a time to live gives up. Its text stays
-        in any case."""
+        """Return the bytes of blocks last used before `time`, which a time to live would remove. The text is kept."""
         return sum(chunk.bytes for chunk in self.chunks if chunk.used < time)
 
     def is_called(self, name: str, model: str | None) -> bool:
-        """Whether this is the session `name`, of the model with the name `model` unless that is None."""
+        """Return whether this is the session `name` of `model`. If `model` is None, any model matches."""
         return self.history.name == name and model in (None, self.history.model)
 
 
 @dataclass(frozen=True)
 class DamagedSession:
-    """A session of whose history nothing can be read. document: "namespace digest/name" in the store; old: its files,
-    if an earlier version wrote them."""
+    """A session without a readable history.
+
+    Attributes:
+        document: Document name in the store, as "namespace digest/name".
+        old: Files of the session if an earlier version wrote it.
+    """
 
     document: str
     old: OldSession | None = None
 
     @property
     def space(self) -> str:
-        """Digest of its namespace, which stands for its model."""
+        """Digest of the namespace, used in place of the model name."""
         return self.document.partition("/")[0]
 
     @property
     def name(self) -> str:
-        """The name of its document: the session's own name cannot be read."""
+        """Name of the document, used in place of the session name."""
         return self.document.partition("/")[2]
 
     def is_called(self, name: str, model: str | None) -> bool:
-        """Whether this is the session `name`, or the document `name`, of the namespace `model` unless that is None."""
+        """Return whether this is the session or document `name` in the namespace `model` (None: any namespace)."""
         own = self.name == document_name(name) if self.old is None else self.old.is_called(name)
         return (own or self.name == name) and model in (None, self.space)
 
 
 @dataclass(frozen=True)
 class Catalog:
-    """What a folder holds, by name. damaged: sessions of whose histories nothing can be read."""
+    """Content of a store folder.
+
+    Attributes:
+        sessions: Sessions with a readable history, sorted by session name.
+        damaged: Sessions without a readable history, sorted by document name.
+    """
 
     sessions: tuple[StoredSession, ...]
     damaged: tuple[DamagedSession, ...]
 
 
 def read_catalog(folder: Path) -> Catalog:
-    """Returns what is in `folder`, of every model. Raises InputError where there is no such folder."""
+    """Read the catalog of a store folder, with the sessions of all models.
+
+    Raises:
+        InputError: The folder does not exist.
+    """
     if not folder.is_dir():
         raise InputError(f"there is no store at {str(folder)!r}: give the folder that `chat --store` was given")
     documents = DiskStore(folder, "", 0, read_only=True).documents()
@@ -125,7 +146,7 @@ def read_catalog(folder: Path) -> Catalog:
 
 
 def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
-    """(stem, file) of those that are still there."""
+    """Yield (stem, file) of the paths that still exist."""
     for path in paths:
         with contextlib.suppress(OSError):
             status = path.lstat()
@@ -133,8 +154,17 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
 
 
 def find_stored(folder: Path, name: str, model: str | None = None) -> StoredSession:
-    """Return the session `name`, of `model` if several models have one. Raise InputError for none or several,
-    StoreError if it is damaged."""
+    """Find a stored session by name.
+
+    Args:
+        folder: Folder of the store.
+        name: Name of the session.
+        model: Name of the model. Needed only if several models have a session of this name.
+
+    Raises:
+        InputError: No session or several sessions match.
+        StoreError: The history of the session cannot be read.
+    """
     one = _find(folder, name, model)
     if isinstance(one, DamagedSession):
         raise StoreError(
@@ -159,8 +189,13 @@ def _find(folder: Path, name: str, model: str | None) -> StoredSession | Damaged
 
 @dataclass(frozen=True)
 class Deleted:
-    """A session that is gone: its name and its model (of a damaged one the digest of its namespace), and what went with
-    it."""
+    """Result of deleting a stored session.
+
+    Attributes:
+        name: Name of the session, or of its document if the history was unreadable.
+        model: Name of the model, or the digest of the namespace if the history was unreadable.
+        removed: Removed blocks and unreadable documents.
+    """
 
     name: str
     model: str
@@ -168,8 +203,18 @@ class Deleted:
 
 
 def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
-    """Delete a session, and all chunks of its model that no other session in the folder has. Raise InputError,
-    StoreError."""
+    """Delete a session and all blocks of its namespace that no other session in the folder uses.
+
+    Args:
+        folder: Folder of the store.
+        name: Name of the session, or of its document if the history is unreadable.
+        model: Name of the model, or the digest of the namespace if the history is unreadable. Needed only if several
+            sessions match.
+
+    Raises:
+        InputError: No session or several sessions match.
+        StoreError: Another process writes to the store, or a file cannot be deleted.
+    """
     one = _find(folder, name, model)
     space, _, document = one.document.partition("/")
     store = DiskStore(folder, "", 0)
@@ -186,5 +231,5 @@ def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
 
 
 def export_text(history: History) -> str:
-    """Returns the conversation as plain text."""
+    """Return the messages of a session as plain text, each under a heading with its role."""
     return "".join(f"### {role}\n{text}\n\n" for role, text in history.turns)

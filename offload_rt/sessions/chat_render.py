@@ -1,4 +1,4 @@
-"""A conversation as text, through the tokenizer's chat template: what `LLM.chat`, sessions and servers all do."""
+"""Render conversations with the tokenizer's chat template, for `LLM.chat`, sessions and servers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError
 
 Message = Mapping[str, Any]
-"""One message: `role`, `content` (a text, or a list of `{"type": "text", "text": ...}`), and what a template reads."""
+"""A message: `role`, `content` (a text or a list of `{"type": "text", "text": ...}`), and fields for the template."""
 
 Tool = Mapping[str, Any] | Callable[..., Any]
-"""A function that the model may call: its JSON schema, or a Python function with annotations and a docstring."""
+"""A function the model may call: a JSON schema, or a Python function with annotations and a docstring."""
 
 
 def render_chat(
@@ -27,9 +27,19 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> str:
-    """The text that stands for a conversation, special tokens included; `add_generation_prompt` ends it where an answer
-    begins, `continue_final_message` within the last message. Raises InputError where there is no template, the
-    messages are none, or the template refuses them."""
+    """Render a conversation as text with special tokens.
+
+    Args:
+        tokenizer: Tokenizer with a chat template.
+        messages: Messages of the conversation, at least one.
+        tools: Functions the model may call.
+        chat_template_kwargs: Additional variables for the template.
+        add_generation_prompt: End the text with the header of the assistant's answer.
+        continue_final_message: Leave the last message open, so that the model continues it.
+
+    Raises:
+        InputError: The tokenizer has no chat template, an argument is invalid, or the template rejects the messages.
+    """
     if getattr(tokenizer, "chat_template", None) is None:
         raise InputError("the tokenizer has no chat template: give it one, or send a prompt that is written out")
     for name, value, kind in (
@@ -59,8 +69,16 @@ def render_chat(
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = False) -> list[int]:
-    """Token ids of a text that has its special tokens already, if `special_tokens` does not ask for them. Raises
-    InputError for half of a character, as programs that cut texts leave it."""
+    """Tokenize a text that already contains its special tokens.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        text: Text to tokenize.
+        special_tokens: Add special tokens, for a text without them.
+
+    Raises:
+        InputError: The text has a lone surrogate, for example from a string that was cut within a character.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -75,7 +93,7 @@ def _several(messages: object) -> Sequence[Any]:
 
 
 def _message(message: object) -> dict[str, Any]:
-    """A message as templates take it: parts of text become one text."""
+    """Return a message with its text parts joined into one text, as templates expect it."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InputError(f'a message is {message!r:.80}: it must be a mapping with "role" and "content"')
     found, content = dict(message), message.get("content")
@@ -92,7 +110,7 @@ def _part(part: object) -> str:
 
 
 def _template_options(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables for the template alone. Raises InputError for one that would change what is rendered, or how."""
+    """Return template variables. Raise InputError for one that is a parameter of `apply_chat_template`."""
     wrong = next((name for name in given if not isinstance(name, str)), None)
     if wrong is not None:
         raise InputError(f"chat_template_kwargs has the name {wrong!r:.80}: variables are named by text")

@@ -1,8 +1,8 @@
-"""The tokens of a turn: through the tokenizer's chat template where it has one, else the text as it is.
+"""Tokenize the turns of a session, with the tokenizer's chat template if it has one.
 
-What is computed of a conversation stays: an answer is what the model wrote, token for token, whatever a template would
-print of it later (many trim answers, or leave out earlier thinking). Only what a template puts behind an answer is
-rendered, with a marker in the answer's place.
+Earlier tokens of the conversation are kept, so that their KV stays valid. Many templates trim answers or omit earlier
+reasoning, and rendering the whole conversation again would change these tokens. Therefore a marker replaces the last
+answer, and only the text that the template renders after the marker is tokenized.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ _MARKER = "offloadrtanswer"
 
 @dataclass(frozen=True)
 class TurnTokens:
-    """What a turn does to a session of `held` tokens: its last `dropped` tokens leave, and `added` follow."""
+    """Change of a session's tokens at the start of a turn.
+
+    Attributes:
+        held: Number of tokens before the turn.
+        dropped: Number of last tokens to remove.
+        added: Tokens to append after that.
+    """
 
     held: int
     dropped: int
@@ -33,14 +39,20 @@ class TurnTokens:
 def turn_tokens(
     tokenizer: PreTrainedTokenizerBase, history: History, text: str, ends: AbstractSet[int] = frozenset()
 ) -> TurnTokens:
-    """Returns the tokens that a user's `text` adds to a session with this history. ends: tokens that end an answer.
+    """Return the tokens that a user message adds to a session.
 
-    With a template: all that it puts behind the last answer, up to where the next answer begins. A token that ended the
-    answer leaves (it has no row yet): the template's own end of a turn stands for it, which may be another one. Where
-    the template does not show an answer as it is at all, what it makes of the conversation is compared with the tokens
-    that there are: those before the first difference stay, the others are computed again, and a warning says so.
+    With a chat template, the added tokens are all that the template renders from the end of the last answer to the
+    start of the next one. If the template does not render the last answer unchanged, the whole conversation is rendered
+    and compared with the session's tokens. Tokens from the first difference on are recomputed, with a warning.
 
-    Raises InputError where nothing is added, or the template refuses the conversation.
+    Args:
+        tokenizer: Tokenizer of the model.
+        history: History of the session.
+        text: Message of the user.
+        ends: Tokens that end an answer.
+
+    Raises:
+        InputError: The message is empty or has no tokens, or the template rejects the conversation.
     """
     if not text:
         raise InputError("the message is empty: give at least one character")
@@ -51,6 +63,8 @@ def turn_tokens(
         added = encode_rendered(tokenizer, _render_turns(tokenizer, [*_system(history), ("user", text)]))
     elif (behind := _behind_answer(tokenizer, history, text)) is not None:
         added = encode_rendered(tokenizer, behind)
+        # `added` begins with the template's own end of a turn, which may differ from the token that ended the answer.
+        # That token has no KV yet.
         dropped = int(tokens[-1] in ends)
     else:
         turns = [*_system(history), *history.turns, ("user", text)]
@@ -68,11 +82,14 @@ def turn_tokens(
 
 
 def _behind_answer(tokenizer: PreTrainedTokenizerBase, history: History, text: str) -> str | None:
-    """What the template puts behind the last answer where `text` follows it; None where it hides or refuses the answer.
-    Earlier turns are there by number alone: what they said may be anything."""
+    """Render the text between the last answer and the next one, with the message `text`.
+
+    Return None if the template changes or rejects the answer.
+    """
     marker = _MARKER
     while marker in text:
         marker += "x"
+    # Templates may depend on the number of earlier turns, so short placeholders replace them.
     earlier = [("user", "x"), ("assistant", "x")] * (len(history.turns) // 2 - 1)
     try:
         whole = _render_turns(tokenizer, [*earlier, ("user", "x"), ("assistant", marker), ("user", text)])
@@ -91,6 +108,6 @@ def _render_turns(tokenizer: PreTrainedTokenizerBase, turns: Seq[tuple[str, str]
 
 
 def _common(one: Seq[int], other: Seq[int]) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

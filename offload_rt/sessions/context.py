@@ -1,4 +1,4 @@
-"""What the sessions of one store share: the runner, the tier below host memory, and how fast it has been."""
+"""State shared by the sessions of one store: the runner, the storage tier and the measured rates."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from ..storage.saver import Saver
 
 @dataclass(eq=False)
 class SessionContext:
-    """Everything that a session needs besides its own history.
+    """State shared by the sessions of one store.
 
-    storage: the tier below host memory, with the sessions' chunks and histories; saver: writes to it behind the
-    computation. load_rate: seconds to load a byte from the tier, compute_rate: seconds to prefill a token, both as
-    measured last, 0 before that.
+    Attributes:
+        runner: Runner of the model.
+        storage: Storage tier below host memory, with the blocks and histories of the sessions.
+        saver: Writes blocks to the storage tier in the background.
+        options: Options of the store.
+        load_rate: Seconds to load one byte from the tier, as last measured; 0 before the first measurement.
+        compute_rate: Seconds to prefill one token, as last measured; 0 before the first measurement.
     """
 
     runner: Runner
@@ -29,14 +33,19 @@ class SessionContext:
 
     @property
     def private(self) -> bool:
-        """Whether chunks belong to one session and its forks alone, because the pool rounds rows: a prefill attends to
-        its own rows as they were before rounding, so that what follows depends on where prefills began."""
+        """Whether only a session and its forks may use its blocks. True if the pool stores KV in a rounded format."""
+        # A prefill attends to its own KV before rounding, so the KV of later tokens depends on where prefills began.
         return not self.runner.pool.format.exact
 
     def read_buffer(self, loaded_bytes: int, new_tokens: int) -> int:
-        """Returns k, the layers that loading has to be ahead by, for a turn that loads `loaded_bytes` bytes and
-        computes `new_tokens` tokens (`read_buffer_layers`), from the rates measured last; all layers before there are
-        any."""
+        """Return the number of layers k to load before a turn starts (`read_buffer_layers`).
+
+        Return the number of all layers if no rates are measured yet.
+
+        Args:
+            loaded_bytes: Bytes to load for the turn.
+            new_tokens: Tokens to compute in the turn.
+        """
         layers = self.runner.adapter.geometry.layers
         if not (self.load_rate and self.compute_rate):
             return layers

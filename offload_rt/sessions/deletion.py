@@ -1,4 +1,4 @@
-"""Deleting a session: its documents, and every chunk and sink that no session left in the store refers to."""
+"""Delete a session: its documents, and all blocks and sink documents that no remaining session refers to."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from .history import SINKS, History, document_name
 
 @dataclass(frozen=True)
 class Removed:
-    """What a deletion did. bytes: of chunks that were freed. unreadable: documents of other sessions of the same model
-    that cannot be read. Their chunks cannot be told from orphans and are gone too."""
+    """Result of a deletion.
+
+    Attributes:
+        bytes: Bytes of the deleted blocks.
+        unreadable: Unreadable documents of other sessions in the namespace. Their blocks are deleted too, because they
+            cannot be distinguished from unreferenced ones.
+    """
 
     bytes: int = 0
     unreadable: tuple[str, ...] = ()
 
     @property
     def note(self) -> str:
-        """A sentence about `unreadable`, or an empty text."""
+        """Message about the unreadable documents. Empty if there are none."""
         if not self.unreadable:
             return ""
         return (
@@ -30,19 +35,27 @@ class Removed:
 
 
 def remove_session(store: StorageTier, space: str, document: str, held: Iterable[bytes] = ()) -> Removed:
-    """Delete the session with the document `document` in the namespace with digest `space`.
+    """Delete a session and all blocks that no other readable history of the namespace refers to.
 
-    All chunks that no readable history of the namespace refers to go with it: not only the session's own, but also what
-    edits, regenerations, truncations, crashes and interrupted turns of any session left behind. They hold KV of tokens
-    that no session has any more. `held`: keys of chunks that open sessions need. Chunks go first and the newest
-    document last, so that a process that ends in between leaves a session that can be deleted again.
+    This includes blocks that edits, regenerations, truncations, crashes and interrupted turns of any session left
+    behind. They hold KV of tokens that no session has any more.
 
-    Raises StoreError if a file cannot be deleted.
+    Args:
+        store: Storage tier.
+        space: Digest of the namespace.
+        document: Name of the session's history document.
+        held: Keys of blocks that open sessions need.
+
+    Returns:
+        The freed bytes, and the unreadable documents of other sessions.
+
+    Raises:
+        StoreError: A file cannot be deleted.
     """
 
     def owns(data: bytes) -> bool | None:
-        """Whether this is a history of the session. The content decides, because a file may have been renamed."""
-        history = History.from_bytes(data)
+        """Return whether this is a history of the session; None if it cannot be read."""
+        history = History.from_bytes(data)  # the content decides, because a file may have been renamed
         return None if history is None else document_name(history.name) == document
 
     keys, sinks, unreadable = set(held), set[str](), []
@@ -54,6 +67,7 @@ def remove_session(store: StorageTier, space: str, document: str, held: Iterable
         elif history is not None and document_name(history.name) != document:
             keys.update(history.chunk_keys)
             sinks.add(history.sinks_document)
+    # The history is deleted last. If the process ends before that, the session can be deleted again.
     freed = store.retain(keys, space)
     for other in documents:
         if other.startswith(SINKS) and other not in sinks:

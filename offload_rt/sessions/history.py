@@ -1,4 +1,4 @@
-"""What a session is when nothing of it is in memory: its tokens, how each was computed, and what was said."""
+"""Persistent state of a session: its tokens, how each was computed, the messages and the keys of its stored blocks."""
 
 from __future__ import annotations
 
@@ -14,32 +14,43 @@ from ..core import CHUNK, ranges_of
 from ..errors import InputError
 
 FORMAT = 2
-"""Format of a history's document. Documents of format 1 are read by `sessions.old_format`."""
+"""Format version of history documents. `sessions.old_format` reads format 1."""
 
 SINKS = "sinks"
-"""First word of the names of documents that hold originals of sinks."""
+"""Name prefix of documents that hold original keys of attention sinks."""
 
 LONGEST_NAME = 200
-"""Characters of a session's name."""
+"""Maximum length of a session name in characters."""
 
 _IDENTITY = re.compile("[0-9a-f]{32,64}")
 
 _MOST = 1 << 40
-"""Tokens that no conversation has had: positions are computed with int64."""
+"""Exclusive upper limit of token counts and ids in a document. Positions are int64."""
 
 
 @dataclass
 class History:
-    """tokens: of the whole conversation, without those that were truncated; the first `computed` have rows. decoded:
-    ranges of tokens that decode steps computed, in order (the others came by prefill). turns: (role, text), for people.
+    """Persistent state of a session, stored as one JSON document.
 
-    truncation_id: names every truncation so far (empty: none); it belongs to the lineage of every chunk. shift: tokens
-    that are gone, hence how far positions run ahead. sinks: tokens before the gap, whose keys have been rotated by
-    `sink_shift` positions. id: the same in forks.
-    floor: the first token that sliding layers may see. system: what the model was told before all turns. salt: what the
-    cache salt of the first turn adds to the provenance (`salt_provenance`).
-    keys: of its chunks on disk; tail: of the partly filled one; tail_windows: of its rows of sliding layers;
-    tail_shared: a fork may use them too.
+    Attributes:
+        name: Name of the session.
+        model: Name of the model.
+        id: Hexadecimal id of the session. Forks have the same id.
+        tokens: Tokens of the conversation, without truncated ones.
+        computed: Number of first tokens that have KV.
+        decoded: Ascending ranges (start, stop) of tokens computed by decode steps. Prefill computed all others.
+        turns: (role, text) of each message, for display.
+        truncation_id: Identifies all truncations so far, as part of the KV provenance key. Empty if there were none.
+        shift: Number of truncated tokens: position of a token after the gap, less its index.
+        sinks: Number of tokens before the gap whose original keys are stored; 0 if their keys are never rotated.
+        sink_shift: Number of positions by which the keys of the sinks are rotated.
+        keys: Keys of the blocks on disk, in hexadecimal.
+        tail: Key of the partly filled block of the full-attention layers. Empty if there is none.
+        tail_shared: Whether a fork may use the partly filled blocks.
+        floor: First token that sliding-window layers may see.
+        tail_windows: Keys of the partly filled blocks of the sliding-window layers.
+        system: System message.
+        salt: Part of the KV provenance key from the cache salt of the first turn (`salt_provenance`).
     """
 
     name: str
@@ -62,12 +73,12 @@ class History:
     salt: str = ""
 
     def to_bytes(self) -> bytes:
-        """Returns the history as JSON."""
+        """Serialize the history as JSON."""
         return json.dumps({"format": FORMAT, **asdict(self)}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> History | None:
-        """Returns the history that `to_bytes` wrote; None where it is none of this format, or cannot be one."""
+        """Parse the output of `to_bytes`. Return None if the format differs or the content is invalid."""
         try:
             fields: dict[str, Any] = json.loads(data)
             if fields.pop("format") != FORMAT:
@@ -80,8 +91,8 @@ class History:
             return None
 
     def _possible(self) -> bool:
-        """Whether all fields have their types and agree; a document can say anything, and file names are made of
-        some."""
+        """Return whether all fields have valid types and consistent values."""
+        # The document may have been edited or damaged, and file names are built from some of its fields.
         texts = (self.name, self.model, self.truncation_id, self.tail, self.system, self.salt)
         counts = (self.computed, self.shift, self.sinks, self.sink_shift, self.floor, *self.tokens)
         ends = [0, *itertools.chain(*self.decoded), len(self.tokens)]
@@ -99,52 +110,52 @@ class History:
 
     @property
     def provenance(self) -> str:
-        """The part of the key of every chunk that tells this session's KV from that of the same tokens elsewhere."""
+        """KV provenance key: part of every block key, from the cache salt and the truncations."""
         return self.salt + self.truncation_id
 
     @property
     def document(self) -> str:
-        """The name of its document in a store."""
+        """Name of the document in the store."""
         return document_name(self.name)
 
     @property
     def chunk_keys(self) -> list[bytes]:
-        """Keys of its chunks on disk, the first one first."""
+        """Keys of the blocks on disk, in order."""
         return [bytes.fromhex(key) for key in self.keys]
 
     def fork(self, name: str) -> History:
-        """Returns the same conversation under another name."""
+        """Copy the history under another name."""
         self.tail_shared = True
         return replace(self, name=name, tokens=list(self.tokens), decoded=list(self.decoded), turns=list(self.turns))
 
     def forget_from(self, token: int) -> None:
-        """Tokens from `token` on are to be computed anew, by prefill."""
+        """Mark the tokens from `token` on as not computed. Prefill recomputes them."""
         self.computed = min(self.computed, token)
         self.decoded = [(a, min(b, token)) for a, b in self.decoded if a < token]
 
     def decoded_with(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Returns what `decoded` is when decode steps have computed tokens [start, stop) too, behind all others."""
+        """Return `decoded` extended by tokens [start, stop), which follow all other decoded tokens."""
         return [*self.decoded, (start, stop)] if start < stop else list(self.decoded)
 
     @property
     def sinks_document(self) -> str:
-        """The document with the originals of its sinks' keys. All forks share it."""
+        """Name of the document with the original keys of the sinks, which all forks share."""
         return f"{SINKS}-{self.id}-{self.sinks:x}"
 
     @property
     def exact(self) -> int:
-        """Tokens before the first that a decode step computed."""
+        """Number of tokens before the first decoded one."""
         return self.decoded[0][0] if self.decoded else len(self.tokens)
 
     def truncate(self, kept: list[int], sinks: int) -> None:
-        """Only the tokens at `kept` (rising, below `computed`) and those not computed yet are left."""
+        """Keep only the tokens at the ascending indices `kept` (below `computed`) and those not computed yet."""
         gone = self.computed - len(kept)
         text = f"{self.truncation_id} {self.id} {self.computed} {kept}"
         decoded = {token for start, stop in self.decoded for token in range(start, stop)}
         ranges = ranges_of(new for new, old in enumerate(kept) if old in decoded)
         self.tokens = [self.tokens[i] for i in kept] + self.tokens[self.computed :]
         self.decoded = [(run.start, run.stop) for run in ranges]
-        # What slides sees no token across a gap: only the last run of kept tokens, if the next ones follow it at once.
+        # Sliding windows never reach across a gap. They see the last run of kept tokens only if no gap follows it.
         follows = kept[-1:] == [self.computed - 1]
         run = len(ranges_of(kept)[-1]) if follows else 0
         self.floor = max(len(kept) - run, sum(token < self.floor for token in kept))
@@ -152,20 +163,21 @@ class History:
         self.truncation_id = f"+cut-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
     def close_gap(self) -> None:
-        """The sinks' keys have been rotated across the whole gap."""
+        """Record that the keys of the sinks are rotated by the length of the gap."""
         self.sink_shift = self.shift
         self.truncation_id += f"+{self.shift}"
 
     def restart(self, tokens: list[int]) -> None:
-        """Only `tokens` are left, to be computed as if they were all there ever was."""
+        """Replace the tokens by `tokens`, as a text without KV and without earlier truncations."""
         self.tokens = tokens
         self.forget_from(0)
         self.truncation_id, self.shift, self.sinks, self.sink_shift, self.floor = "", 0, 0, 0, 0
 
 
 def document_name(name: str) -> str:
-    """Return the name of the document of the session `name` in a store: a digest. Any text may be a session's name, and
-    file systems differ in the characters, cases and normal forms that they tell apart."""
+    """Return the name of the history document of the session `name`."""
+    # A digest, because a session name may be any text, and file systems differ in the characters they allow and in
+    # case folding and Unicode normalization.
     return f"session-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
 
 
@@ -173,7 +185,7 @@ def check_name(name: object) -> None:
     """Raise InputError if `name` cannot be a session's name."""
     try:
         possible = isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and bool(name.encode())
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # a lone surrogate
         possible = False
     if not possible:
         raise InputError(f"session name {name!r:.80} must be a text of 1 to {LONGEST_NAME} characters")

@@ -1,4 +1,4 @@
-"""The namespace of a session store: the model and the number format of its KV."""
+"""Namespace of a session store: the model and the number format of its KV."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from ..storage.chunk_file import LAYOUT_VERSION
 
 @dataclass(frozen=True)
 class Namespace:
-    """KV of one namespace is never used in another. `kv_cache_dtype`: name of a `KVFormat` (the dtype for "auto")."""
+    """Identity of the KV of a model. KV is used only in its own namespace.
+
+    Attributes:
+        fingerprint: Fingerprint of the model.
+        dtype: Number format of the computation.
+        kv_cache_dtype: Name of the `KVFormat`; for "auto", the name of `dtype`.
+    """
 
     fingerprint: str
     dtype: torch.dtype
@@ -27,18 +33,18 @@ class Namespace:
 
     @property
     def folder_name(self) -> str:
-        """Name of its folder in a store."""
+        """Folder name of the namespace in a store."""
         return root_key(str(self)).hex()
 
     @property
     def options(self) -> str:
-        """The number format as arguments of `LLM`."""
+        """Number format, written as arguments of `LLM`."""
         dtype = str(self.dtype).removeprefix("torch.")
         shown = "auto" if self.kv_cache_dtype == dtype else self.kv_cache_dtype
         return f"dtype={dtype!r} and kv_cache_dtype={shown!r}"
 
     def siblings(self) -> Iterator[Namespace]:
-        """Yield the namespaces of the same model in all other number formats."""
+        """Yield the namespaces of the same model with all other number formats."""
         dtypes = [name for name in get_args(DType) if name != "auto"]
         for dtype, kv_cache_dtype in itertools.product(dtypes, get_args(KVFormatName)):
             stored = dtype if kv_cache_dtype == "auto" else kv_cache_dtype

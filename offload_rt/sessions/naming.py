@@ -1,4 +1,4 @@
-"""The names of a session's chunks in a store: a pure function of its tokens and of how each was computed."""
+"""Keys of a session's stored blocks: a pure function of its tokens and of how each was computed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from ..storage.chunk_store import NamedChunk
 
 @dataclass(frozen=True)
 class Lineage:
-    """What the names of all chunks of a session have in common.
+    """KV provenance shared by all blocks of a session.
 
-    root: the parent key of first chunks (`ChunkStore.root`). policy: the policy's lineage, on which decoded tokens'
-    rows depend. provenance: the session's cache salt and truncations (`History.provenance`). owner: keeps the chunks to
-    one session and its forks; empty where all sessions share them.
+    Attributes:
+        root: Parent key of first blocks (`ChunkStore.root`).
+        policy: KV provenance of decoded tokens (`Runner.lineage`).
+        provenance: Cache salt and truncations of the session (`History.provenance`).
+        owner: Session id if only the session and its forks may use the blocks. Empty if all sessions share them.
     """
 
     root: bytes
@@ -28,11 +30,16 @@ class Lineage:
 
 
 def name_chunks(lineage: Lineage, tokens: Seq[int], stop: int, decoded: Seq[tuple[int, int]]) -> list[NamedChunk]:
-    """Returns the chunks of `tokens` [0, stop) by their names, the last one maybe a part.
+    """Return the blocks of `tokens` [0, stop) with their keys. The last block may be partly filled.
 
-    decoded: rising ranges (start, stop) of tokens that decode steps computed; the others came by prefill. Rows of a
-    decoded token depend on where decoding began, and so do the rows after it: from the first decoded token on, a
-    chunk's lineage says of each token how it was computed.
+    The KV of a decoded token, and all KV after it, depends on where decoding began. Therefore the provenance of every
+    block from the first decoded token on includes a mask of its decoded tokens. With exact attention it does not.
+
+    Args:
+        lineage: KV provenance shared by all blocks of the session.
+        tokens: Tokens of the session.
+        stop: Number of tokens to include.
+        decoded: Ascending ranges (start, stop) of tokens computed by decode steps. Prefill computed all others.
     """
     marks = bytearray(stop)
     for first, last in decoded:

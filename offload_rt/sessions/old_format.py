@@ -1,9 +1,9 @@
-"""Stores that versions up to 0.1 wrote. Nothing said in them is lost; delete this module when nobody has one any more.
+"""Read stores written by versions up to 0.1.
 
-Their files were named after what the user called a session, and their chunks held tokens in clear text. Chunks and
-originals of sinks are removed when a store is opened for writing: KV is computed again. Histories of format 1 are
-listed, and taken over when their session is opened: the tokens and turns are written to a document of today's format,
-then the old files are removed.
+In these stores, file names contained the session name, and block files contained tokens in clear text. Blocks and
+original keys of sinks are removed when a store is opened for writing, and their KV is recomputed. Histories of format 1
+are listed. When such a session is opened, its tokens and turns are written in the current format, and the old files are
+removed. Delete this module when no such store is in use any more.
 """
 
 from __future__ import annotations
@@ -30,8 +30,14 @@ _SINKS = re.compile(r"[0-9a-f]{1,64}\.\d+\.sinks")
 
 @dataclass(frozen=True)
 class OldSession:
-    """A session of format 1. files: all generations and copies, the newest first; stem: what their names begin with;
-    used: seconds since 1970; history: its tokens and turns, nothing of them computed, or None if no file is whole."""
+    """A session of format 1.
+
+    Attributes:
+        files: All generations and copies of its document, newest first.
+        stem: Common file name without suffix.
+        used: Time of the last use in seconds since 1970.
+        history: Tokens and turns without KV, or None if no file is intact.
+    """
 
     files: tuple[Path, ...]
     stem: str
@@ -40,15 +46,16 @@ class OldSession:
 
     @property
     def space(self) -> str:
-        """Digest of the namespace it was in."""
+        """Digest of the namespace."""
         return self.files[0].parent.name
 
     def is_called(self, name: str) -> bool:
-        """Whether `name` is its name. Names are never taken from files: the file name is computed from the name."""
+        """Return whether this is the session `name`."""
+        # Without a history, the file name computed from `name` is compared. No name is parsed from a file name.
         return self.history.name == name if self.history is not None else quote(name, safe="") == self.stem
 
     def remove(self) -> None:
-        """Delete its files, the newest last. Raise StoreError if one cannot be deleted."""
+        """Delete the files, the newest last. Raise StoreError if one cannot be deleted."""
         for path in reversed(self.files):
             try:
                 path.unlink(missing_ok=True)
@@ -57,7 +64,7 @@ class OldSession:
 
 
 def old_sessions(folder: Path) -> list[OldSession]:
-    """Return the sessions of format 1 in the store at `folder`, the one used last first."""
+    """Return the sessions of format 1 in a store folder, most recently used first."""
     found = []
     for space in spaces(folder):
         stems = {match[1] for path in space.iterdir() if (match := _old_document(path))}
@@ -71,7 +78,7 @@ def old_sessions(folder: Path) -> list[OldSession]:
 
 
 def remove_old_chunks(folder: Path) -> None:
-    """Remove what held tokens or KV in clear text, except histories, from a store that is locked for writing."""
+    """Remove old files with tokens or KV, except histories. The caller holds the write lock of the store."""
     for space in spaces(folder):
         with contextlib.suppress(OSError):
             for path in list(_old_chunks(space)):
@@ -93,12 +100,12 @@ def _old_document(path: Path) -> re.Match[str] | None:
 
 
 def _holds_sinks(path: Path, stem: str) -> bool:
-    """Whether a file holds originals of sinks. A session could have such a name too; its content is JSON."""
+    """Return whether a file holds original keys of sinks. A session may have such a name, but its content is JSON."""
     return _SINKS.fullmatch(stem) is not None and not (read_document(path).data or b"").startswith(b"{")
 
 
 def _history(path: Path) -> History | None:
-    """The history in a file of format 1, as tokens to be computed again."""
+    """Read the history in a file of format 1, without computed tokens. Return None if it cannot be read."""
     data = read_document(path).data
     if data is None:
         return None

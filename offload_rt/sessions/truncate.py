@@ -1,9 +1,10 @@
-"""Truncating a session, because somebody asks or because it would outgrow the model: rows are copied as they are,
-nothing is computed again.
+"""Truncate a session on request, or before it outgrows the model's positions.
 
-Keys keep their positions, which go on growing: RoPE sees only differences, and those between kept neighbours and the
-tokens to come stay as they were. Only if the distance to the first tokens would leave the trained window are their keys
-rotated, once, from their originals, across the whole gap.
+The KV of kept tokens is copied unchanged; nothing is recomputed. Keys keep their positions, and new tokens continue
+after the last position. RoPE depends only on position differences, which therefore stay the same.
+
+The first tokens (attention sinks) are an exception. If their distance to new tokens would exceed the trained context
+length, their original keys are rotated by the length of the gap.
 """
 
 from __future__ import annotations
@@ -25,13 +26,23 @@ from .host_tier import HostTier
 from .session_kv import SessionKV
 
 SINKS = 4
-"""First tokens that a truncation keeps unless told otherwise."""
+"""Default number of first tokens that a truncation keeps."""
 
-# ------------------------------------------------------------------------------------------------- which tokens stay
+# --------------------------------------------------------------------------------------------------------- kept tokens
 
 
 def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int] | None) -> list[int]:
-    """Returns which of `computed` tokens stay, rising. Raises InputError where that is not said, or not possible."""
+    """Return the indices of the kept tokens, out of `computed`, in ascending order.
+
+    Args:
+        computed: Number of tokens in the session.
+        sinks: Number of first tokens to keep with `keep_last`.
+        keep_last: Number of last tokens to keep.
+        drop: Indices of tokens to drop.
+
+    Raises:
+        InputError: Not exactly one of `keep_last` and `drop` is given, or `drop` is invalid.
+    """
     if (keep_last is None) == (drop is None):
         raise InputError("truncate needs either keep_last or drop: how many tokens to keep, or which to drop")
     if keep_last is not None:
@@ -47,9 +58,11 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
 
 
 def last_kept(held: int, new: int, positions: int) -> int:
-    """Returns how many of the last of `held` tokens stay, besides the first SINKS, where `new` more would outgrow
-    `positions`: half the positions, as in CachedAttention §4.1 (truncation ratio 0.5), or fewer where `new` needs the
-    room; all of them where everything fits, or where truncating would not shorten anything."""
+    """Return how many of the last of `held` tokens to keep, besides the first SINKS, before `new` tokens are added.
+
+    If all tokens fit in `positions`, or truncation would not shorten the session, return `held`. Otherwise return half
+    of the positions (CachedAttention §4.1, truncation ratio 0.5), or fewer if the new tokens need the space.
+    """
     if held + new <= positions:
         return held
     room = positions - new - SINKS
@@ -58,8 +71,8 @@ def last_kept(held: int, new: int, positions: int) -> int:
 
 
 def check_truncatable(geometry: ModelGeometry, name: str) -> None:
-    """Raises ModelError where kept rows would not mean the same afterwards. (RoPE that depends on the length is
-    refused when a model is loaded.)"""
+    """Raise ModelError if the model `name` has absolute positions, which are part of the stored keys."""
+    # RoPE that depends on the sequence length is rejected when the model is loaded.
     if geometry.absolute_positions:
         raise ModelError(
             f"{name} has absolute positions: its stored keys hold them, so tokens cannot be cut out; start a new "
@@ -68,8 +81,7 @@ def check_truncatable(geometry: ModelGeometry, name: str) -> None:
 
 
 def tokens_after(kv: SessionKV, new: int) -> int:
-    """Returns how many tokens the session has when a turn of `new` tokens begins: all, or those that `truncate_for`
-    leaves."""
+    """Return the number of tokens that `truncate_for` leaves in the session before a turn of `new` tokens."""
     geometry, held = kv.runner.adapter.geometry, len(kv.history.tokens)
     kept = last_kept(held, new, geometry.max_positions)
     if kept == held:
@@ -81,11 +93,11 @@ def tokens_after(kv: SessionKV, new: int) -> int:
     return kept + SINKS
 
 
-# ------------------------------------------------------------------------------------------------------ of a session
+# ---------------------------------------------------------------------------------------------------------- truncation
 
 
 def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int, drop: Seq[int] | None) -> int:
-    """Cuts tokens out of a session that is not parked, as `Session.truncate` says. Returns how many are gone."""
+    """Remove tokens from a session that is not parked. Return their number. See `Session.truncate`."""
     check_truncatable(kv.runner.adapter.geometry, kv.runner.model.name)
     sinks, keep_last = whole("sinks", sinks, 0), whole_or_none("keep_last", keep_last, 1)
     drop = None if drop is None else token_ids(drop)
@@ -100,7 +112,7 @@ def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int
         sinks = 0
     computed = history.computed
     sequence = host.retry_after_reclaim(kv.materialise)
-    if history.computed < computed:  # a damaged chunk was lost: less than was asked for is left to choose from
+    if history.computed < computed:  # a block was missing or damaged, so `kept` may refer to tokens without KV
         raise InputError("a part of the session was damaged and is computed again with the next turn: truncate then")
     size = len(history.tokens) - history.computed + len(kept)
     _keep_sinks(kv, sequence, sinks)
@@ -114,10 +126,18 @@ def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int
 
 
 def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
-    """Before a turn of `new` tokens that would outgrow the model's positions, forgets the oldest tokens, all but the
-    first SINKS and `last_kept`. Rows are kept as they are; where some are lost (damaged, evicted from the store), what
-    is left will be computed anew, as a text of its own. Returns how many tokens are gone: none where everything fits,
-    or the model cannot be truncated. Raises PoolFullError, StoreError."""
+    """Truncate the session if a turn of `new` tokens would exceed the model's positions.
+
+    The first SINKS tokens and the last tokens (`last_kept`) stay, with their KV. If KV is damaged or missing, the kept
+    tokens become a new text and are recomputed.
+
+    Returns:
+        Number of removed tokens; 0 if all tokens fit or the model does not support truncation.
+
+    Raises:
+        PoolFullError: The KV of the session does not fit in the pool.
+        StoreError: The original keys of the sinks cannot be stored.
+    """
     history, held = kv.history, len(kv.history.tokens)
     left = tokens_after(kv, new)
     if left == held:
@@ -135,9 +155,13 @@ def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
 
 
 def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
-    """Rotates the sinks' keys across the gap if a context of `length` tokens would see them from farther away than the
-    model was trained for; where their originals are lost, what is left will be computed anew, as a text of its own.
-    Raises PoolFullError."""
+    """Rotate the sinks' keys across the gap if their distance in a context of `length` tokens exceeds the trained one.
+
+    If their original keys are missing, the tokens of the session become a new text and are recomputed.
+
+    Raises:
+        PoolFullError: The KV of the session does not fit in the pool.
+    """
     history, geometry, pool = kv.history, kv.runner.adapter.geometry, kv.runner.pool
     distance = length + history.shift - history.sink_shift
     if not history.sinks or history.sink_shift == history.shift or distance <= geometry.max_positions:
@@ -164,7 +188,7 @@ def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
 
 
 def _keep_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
-    """Stores the originals of the first tokens' keys, before the first truncation."""
+    """Store the original keys of the sinks before the first truncation."""
     history = kv.history
     if sinks and not history.truncation_id:
         originals = read_sinks(kv.runner.pool, sequence.blocks, sinks)
@@ -173,8 +197,12 @@ def _keep_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
 
 
 def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
-    """The originals of the sinks' keys, `[L, Hkv, sinks, width]` as stored, L layers that see everything; None where
-    they are lost."""
+    """Read the original keys of the sinks from the store.
+
+    Returns:
+        Keys `[L, Hkv, sinks, width]` of the L full-attention layers, in the pool's storage format, or None if the
+        document is missing or has an unexpected size.
+    """
     history, pool = kv.history, kv.runner.pool
     shape = (len(pool.groups.layers_of(0)), kv.runner.adapter.geometry.kv_heads, -1, pool.format.width)
     try:
@@ -189,8 +217,11 @@ def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
 
 
 def _room(pool: HostPool, size: int, known: int, floor: int) -> BlockTable:
-    """Returns a block table with slots for `size` tokens, of which `known` are about to be copied there. Raises
-    PoolFullError."""
+    """Allocate a block table for `size` tokens, of which the first `known` will be copied.
+
+    Raises:
+        PoolFullError: The pool has too few free blocks.
+    """
     blocks = pool.new_block_table(size, floor)
     try:
         pool.slide(blocks, known, size)
@@ -201,7 +232,7 @@ def _room(pool: HostPool, size: int, known: int, floor: int) -> BlockTable:
 
 
 def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTable) -> Sequence:
-    """Returns a sequence with copies of the rows `kept`, in `blocks`, which takes the place of the session's."""
+    """Copy the KV of the tokens `kept` to `blocks`, and replace the session's sequence with a new one. Return it."""
     history, runner = kv.history, kv.runner
     runner.link.storage.settle(sequence.blocks)
     copy_rows(runner.pool, sequence.blocks, blocks, kept)
@@ -215,12 +246,14 @@ def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTab
     return adopted
 
 
-# ---------------------------------------------------------------------------------------------------- rows in the pool
+# ------------------------------------------------------------------------------------------------- KV in the host pool
 
 
 def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[int]) -> None:
-    """Copies rows of the tokens `kept` of `source`, as they are stored, to the first slots of `target`, in all layers;
-    of sliding layers those that the windows of the next tokens show."""
+    """Copy the stored KV of the tokens `kept` from `source` to the first slots of `target`, in all layers.
+
+    In sliding-window layers, copy only the tokens that are inside the windows of later tokens.
+    """
     for layer, group in enumerate(pool.groups.group):
         at = pool.groups.first_seen(len(kept), target.floor) if group else 0
         for run in ranges_of(kept[at:]):
@@ -229,23 +262,33 @@ def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[
 
 
 def _copy_run(pool: HostPool, layer: int, parts: Seq[KVPart], target: BlockTable, at: int) -> None:
-    """Copies the rows of `parts` to the slots of `target` from `at` on."""
+    """Copy the KV of `parts` to consecutive slots of `target`, starting at token `at`."""
     for part in parts:
         pool.fill(target, layer, at, part.k, part.v)
         at += part.k.shape[1]
 
 
 def read_sinks(pool: HostPool, blocks: BlockTable, sinks: int) -> torch.Tensor:
-    """Returns the keys of the first `sinks` tokens (fewer than 64) as they are stored, `[L, Hkv, sinks, width]`, L
-    layers that see everything, a copy."""
+    """Copy the keys of the first `sinks` tokens (fewer than 64) in the pool's storage format.
+
+    Returns:
+        Keys `[L, Hkv, sinks, width]` of the L full-attention layers.
+    """
     return torch.stack([pool.stored(blocks, layer, range(sinks))[0].k for layer in pool.groups.layers_of(0)])
 
 
 def write_rotated_sinks(
     pool: HostPool, adapter: ModelAdapter, blocks: BlockTable, originals: torch.Tensor, offset: int
 ) -> None:
-    """Writes the sinks' keys `originals` `[L, Hkv, sinks, width]` of layers that see everything, rotated by `offset`
-    positions. The block table's first chunk must be its own."""
+    """Write the sinks' keys, rotated by `offset` positions, to the first slots of the full-attention layers.
+
+    Args:
+        pool: Host pool.
+        adapter: Adapter of the model, which rotates the keys.
+        blocks: Block table. No other table may share its first block.
+        originals: Original keys `[L, Hkv, sinks, width]` of the L full-attention layers, in the storage format.
+        offset: Number of positions to rotate by.
+    """
     for layer, stored in zip(pool.groups.layers_of(0), originals, strict=True):
         keys = adapter.rotate_keys(layer, pool.format.decode(stored), offset)
         values = pool.stored(blocks, layer, range(stored.shape[1]))[0].v

@@ -1,5 +1,8 @@
-"""Sessions by whole prompts: a front end sends all of a conversation each time, and what a session has computed of it
-comes back from host memory or disk."""
+"""Turns of sessions from whole prompts.
+
+The client sends the whole conversation with every turn. The KV of the part that the session has already computed is
+reused from host memory or disk.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,18 @@ from .store import SessionStore
 from .turn import Turn
 
 MOST_OPEN = 256
-"""Sessions that stay open between turns; the one used longest ago is saved and closed."""
+"""Maximum number of sessions kept open between turns. Beyond it, the least recently used one is saved and closed."""
 
 
 def tokens_of_prompt(held: Seq[int], prompt: Seq[int]) -> TurnTokens:
-    """What the whole `prompt` does to a session's tokens `held`: those before the first difference stay, at least one
-    token is added."""
+    """Compare a whole prompt with a session's tokens `held`. Keep their common prefix, and add at least one token."""
     most = min(len(held), len(prompt) - 1)
     same = next((i for i in range(most) if held[i] != prompt[i]), most)
     return TurnTokens(len(held), len(held) - same, tuple(prompt[same:]))
 
 
 class WholePrompts:
-    """Turns of a store's sessions for an engine that somebody else runs. Not thread-safe."""
+    """Create turns of a store's sessions for an engine that the caller runs. Not thread-safe."""
 
     def __init__(self, store: SessionStore) -> None:
         self.store = store
@@ -40,7 +42,7 @@ class WholePrompts:
 
     @property
     def stats(self) -> TierStats:
-        """Where the tokens before each turn's new ones came from."""
+        """Sources of the history tokens of all turns."""
         return self.store.host.stats
 
     @property
@@ -57,9 +59,23 @@ class WholePrompts:
         recorder: Recorder | None = None,
         cache_salt: str = "",
     ) -> Turn:
-        """The request `number`, for `submit`, which answers `prompt` in the session `name`; `ended` is to be told when
-        it has. Raises SessionBusyError where the session is answering, InputError, ModelError, PoolFullError,
-        StoreError."""
+        """Create the request that answers `prompt` in the session `name`. Call `ended` when it has ended.
+
+        Args:
+            name: Name of the session, which is opened or created if needed.
+            number: Number of the request in the engine.
+            prompt: Token ids of the whole conversation.
+            params: Sampling parameters.
+            recorder: Trace recorder of the request, if any.
+            cache_salt: Cache salt. Used only if the session has no tokens yet.
+
+        Raises:
+            SessionBusyError: The session is computing another turn.
+            InputError: The name, the prompt or a parameter is invalid for a session.
+            ModelError: The prompt and its answer would exceed the model's positions.
+            PoolFullError: The pool is too small for the turn.
+            StoreError: The history of the session cannot be read or has an unsupported format.
+        """
         runner = self.store.context.runner
         if params.n > 1 or params.num_beams > 1:
             raise InputError("a session has one answer to a turn: n and num_beams must be 1")
@@ -73,8 +89,8 @@ class WholePrompts:
         if session.busy:
             raise SessionBusyError(f"session {name!r} is answering: wait for it, or abort it")
         if not session.history.tokens:
-            # A session keeps the salt that it began with: its chunks on disk are named by it, and the server's salts
-            # change with every start.
+            # The session keeps the salt of its first turn: the keys of its blocks on disk depend on it, and the
+            # server's salts change with every start.
             session.history.salt = salt_provenance(cache_salt)
         tokens = tokens_of_prompt(session.history.tokens, prompt)
         turn = Turn(session.kv, session.host, number, "", tokens, params, recorder)
@@ -82,18 +98,23 @@ class WholePrompts:
         return turn
 
     def ended(self, name: str) -> None:
-        """The turn of the session `name` has ended: the next one may come."""
+        """Mark the session as idle after its turn, and close the least recently used idle sessions beyond MOST_OPEN."""
         self._opened[name].busy = False
         idle = [name for name, session in self._opened.items() if not session.busy]
         for oldest in idle[: len(self._opened) - MOST_OPEN]:
             self._opened.pop(oldest).close()
 
     def look_ahead(self) -> None:
-        """To be called before each step: nobody is known to wait."""
+        """Run the look-ahead of the host tier before each step, without waiting turns."""
         self.store.host.look_ahead(())
 
     def delete(self, name: str) -> bool:
-        """Delete a session. Return whether there was one. Raises SessionBusyError, StoreError."""
+        """Delete a session. Return whether it existed.
+
+        Raises:
+            SessionBusyError: The session is computing a turn.
+            StoreError: A file cannot be deleted.
+        """
         if name in self._opened and self._opened[name].busy:
             raise SessionBusyError(f"session {name!r} is answering: wait for it, or abort it")
         self._opened.pop(name, None)
@@ -102,8 +123,11 @@ class WholePrompts:
         return known
 
     def close(self) -> None:
-        """Saves and closes the sessions. A second call does nothing. Raises StoreError where one cannot be saved; all
-        others are."""
+        """Save and close all sessions. A second call does nothing.
+
+        Raises:
+            StoreError: A session cannot be saved. All others are saved.
+        """
         with ExitStack() as ends:
             ends.callback(self.store.release, self)
             ends.callback(self._opened.clear)

@@ -1,5 +1,8 @@
-"""Every architecture in a session that comes back from disk, in a truncated one, and in a pool that evicts: against
-transformers, and against a plain model with lists of rows. `make stress PART=architectures` runs all of them."""
+"""Test restored sessions, truncated sessions and KV eviction for each architecture.
+
+The references are transformers and a plain model that keeps KV entries in lists. By default a few architectures run;
+`make stress PART=architectures` runs all of them.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,17 @@ def make(model: Any, **options: Any) -> LLM:
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """But for float32 rounding, in sums of another order."""
+    """Assert equality up to float32 rounding, because the order of summation differs."""
     assert float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_session_comes_back_and_is_truncated(name: str, tmp_path: Path) -> None:
-    """The second turn is transformers' after the whole text; after a truncation the next logits are those of the rows
-    that are left, of which sliding layers see the last ones without a gap."""
+    """Compare the second turn with transformers, and the logits after a truncation with a plain model.
+
+    After the truncation, the plain model attends to the kept KV. In sliding-window layers, it attends only to the kept
+    KV after the gap.
+    """
     model = architecture(name)
     session = make(model).session("s", tmp_path)
     list(session.send(prompt_of(100, 1), GREEDY))
@@ -71,7 +77,7 @@ def test_a_session_comes_back_and_is_truncated(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pool_that_is_full_evicts(name: str) -> None:
-    """First in, first out in layers that see everything, as a plain model with lists does it; windows are kept."""
+    """Compare with a plain model. Full-attention layers evict FIFO; sliding-window layers keep their windows."""
     model = architecture(name)
     pool = make(model).runner.pool
     memory = pool.chunk_bytes * (2 * pool.groups.full + pool.groups.sliding * pool.groups.window_chunks)

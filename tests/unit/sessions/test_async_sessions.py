@@ -1,4 +1,4 @@
-"""`AsyncLLM` with a store: whole prompts on sessions, one answer at a time; times of a request."""
+"""Test `AsyncLLM` with a session store: whole prompts, one turn at a time, deletion, and request times."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_a_prompt_does_to_a_session() -> None:
 
 
 def test_branches_of_a_session_answer_as_without_one(tmp_path: Path) -> None:
-    """Longer, shorter, other in the middle: each is what the prompt alone gets."""
+    """Send longer, shorter and changed prompts. Every answer equals that of the prompt without a session."""
     asked = [prompt(150), prompt(210), prompt(150), prompt(100) + prompt(90, 5), prompt(40)]
 
     async def run(engine: AsyncLLM, session: str | None) -> list[list[int]]:
@@ -68,7 +68,7 @@ def test_a_session_has_one_answer_at_a_time(tmp_path: Path) -> None:
             with pytest.raises(SessionBusyError):
                 await engine.delete_session("a")
             assert (await last(engine, prompt(80), session="b")).finished
-            await first.aclose()  # a client that leaves: the session is free again
+            await first.aclose()  # the client disconnects, which frees the session
             assert (await last(engine, prompt(90), session="a")).num_cached_tokens >= 64
             await engine.delete_session("a")
             await engine.delete_session("never was")
@@ -85,7 +85,7 @@ def test_a_session_has_one_answer_at_a_time(tmp_path: Path) -> None:
 def test_a_turn_that_cannot_be_saved_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By its end, and where it is aborted, which failed everybody's before; others go on."""
+    """Fail the save of an aborted turn and of a finished one. All requests still get their answers."""
 
     async def run() -> list[RequestOutput]:
         async with make(tmp_path) as engine:
@@ -107,7 +107,7 @@ def test_a_turn_that_cannot_be_saved_is_answered(
 def test_a_session_that_gives_way_and_cannot_be_saved_is_nobodys_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever's answer ends then has it, and others go on."""
+    """Fail the save of the session closed at the end of another session's turn. All requests still end."""
     monkeypatch.setattr(whole_prompts, "MOST_OPEN", 1)
 
     async def run() -> list[RequestOutput]:
@@ -123,7 +123,7 @@ def test_a_session_that_gives_way_and_cannot_be_saved_is_nobodys_error(
 
 
 def test_who_asked_for_a_deletion_may_be_gone(tmp_path: Path) -> None:
-    """With its event loop, or without: the session is deleted, and nobody else's answer fails."""
+    """Close the event loop of a deletion request. The session is deleted, and no other request fails."""
 
     async def leave(engine: AsyncLLM) -> None:
         asking = asyncio.ensure_future(engine.delete_session("a"))
@@ -133,7 +133,7 @@ def test_who_asked_for_a_deletion_may_be_gone(tmp_path: Path) -> None:
     async def run() -> RequestOutput:
         async with make(tmp_path) as engine:
             await last(engine, prompt(20), session="a")
-            with engine.llm.runner.pool.lock:  # nothing is done meanwhile
+            with engine.llm.runner.pool.lock:  # blocks the engine
                 other = asyncio.create_task(last(engine, prompt(80)))
                 await asyncio.to_thread(asyncio.run, leave(engine))
             found = await other
@@ -144,12 +144,12 @@ def test_who_asked_for_a_deletion_may_be_gone(tmp_path: Path) -> None:
 
 
 def test_a_turn_that_gives_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where others' rows go to disk: a turn's are the session's, which has them there already."""
+    """Preempt session turns with `swap` enabled. Their KV is already in the session store, and the pool ends empty."""
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
     model, params = tiny_model("llama", num_hidden_layers=2), SamplingParams(max_tokens=60, temperature=0)
     prompts = [prompt(100, seed) for seed in (1, 2, 3, 4)]
     roomy = LLM(model, policy="full", host_memory="8MiB").generate(prompts, params)
-    llm = LLM(model, policy="full", host_memory="256KiB", swap=tmp_path / "swap")  # eight chunks, each needs three
+    llm = LLM(model, policy="full", host_memory="256KiB", swap=tmp_path / "swap")  # 8 blocks; each request needs 3
 
     async def answer(engine: AsyncLLM, number: int) -> list[int]:
         outputs = engine.generate(prompts[number], params, session=f"s{number}")
@@ -184,7 +184,7 @@ def test_times_of_a_request() -> None:
 
 
 def test_a_prompt_that_is_read_is_given_up_at_once() -> None:
-    """Not when all of its layers are done: a step ends where somebody calls."""
+    """Abort a request during its prefill. The remaining layers are not computed."""
     llm = LLM(tiny_model("llama", num_hidden_layers=32), policy="full", verify="off", host_memory="256MiB")
     advance, layers = llm.runner.advance_prefill, 0
 

@@ -1,7 +1,8 @@
-"""What an earlier version wrote is still read: sessions keep their tokens and turns, a skew artifact and a recording
-mean the same.
-`tests/data/written_before` was written by the commit that `expected.json` names, with a tiny random model whose weights
-its seed gives again."""
+"""Test that files of earlier versions can be read: sessions, a skew artifact and a recording.
+
+The commit named in `expected.json` wrote `tests/data/written_before`. It used a tiny random model, which its seed
+reproduces.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_sessions_of_format_1_go_on_with_their_tokens_computed_again(
     place: str, kv_cache_dtype: Any, tiny: str, tmp_path: Path
 ) -> None:
-    """Files that hold tokens in clear text vanish, nothing that was said does."""
+    """Open sessions of format 1. Old files with tokens in clear text are removed; tokens and turns are kept."""
     store = copied(place, tmp_path / place, model=tiny)
     listed = {one.history.name: one.history for one in read_catalog(store).sessions}
     assert set(listed) == set(EXPECTED[place])
@@ -90,7 +91,7 @@ def test_a_takeover_that_was_interrupted_is_finished(tiny: str, tmp_path: Path, 
     store = copied("store", tmp_path / "store", model=tiny)
     llm = LLM(tiny, policy="full", host_memory="64MiB", device="cpu")
     with monkeypatch.context() as patch:
-        patch.setattr(OldSession, "remove", lambda self: None)  # the process ends after the new document is written
+        patch.setattr(OldSession, "remove", lambda self: None)  # simulates a crash after the new document is written
         llm.session("plain", store).close()
     assert list(store.glob("*/plain.doc"))
     llm.session("plain", store).close()
@@ -98,7 +99,7 @@ def test_a_takeover_that_was_interrupted_is_finished(tiny: str, tmp_path: Path, 
 
 
 def copied(place: str, to: Path, **fields: Any) -> Path:
-    """A copy of a store in which every history has these fields."""
+    """Copy a store, and set these fields in every history."""
     shutil.copytree(BEFORE / place, to)
     for path in to.glob("*/[!0-9]*.doc"):
         path.write_bytes(seal(json.dumps(json.loads(path.read_bytes()[8:]) | fields).encode()))
@@ -106,12 +107,12 @@ def copied(place: str, to: Path, **fields: Any) -> Path:
 
 
 def test_a_skew_artifact_and_a_recording_mean_the_same(tmp_path: Path) -> None:
-    """A run of the shipped model with the artifact selects what the recording of then says, step by step."""
+    """Run the bundled model with the artifact. Every step selects the same tokens as the recording."""
     expected = EXPECTED["recording"]
     old = Recording.open(BEFORE / "recording")
     assert [[rows.tolist() for rows in step] for _, step in list(old.steps())[:2]] == expected["first"]
     before = BEFORE / "skew_reference"
-    with pytest.raises(ArtifactError, match="make one for this model with 'offload-rt skew'"):  # another fingerprint
+    with pytest.raises(ArtifactError, match="make one for this model with 'offload-rt skew'"):  # fingerprint differs
         LLM("reference", policy_options=ROWS, skew=before, device="cpu")
     [file] = before.glob("*.safetensors")
     renamed = replace(SkewArtifact.load(file, None), fingerprint=load_model("reference", device="cpu").fingerprint)

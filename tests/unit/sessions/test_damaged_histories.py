@@ -1,5 +1,8 @@
-"""What is said is never lost to one damaged file: a history falls back to the one before it, and says so; where nothing
-of it can be read, nobody begins a new conversation in its place."""
+"""Test damaged histories: one damaged file never loses a conversation.
+
+A session falls back to its previous history with a warning. If no history is readable, opening the session fails, and
+no new session replaces it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def answer(session: Session, turn: list[int]) -> list[int]:
 
 
 def two_turns(llm: LLM, folder: Path, name: str = "s") -> tuple[list[int], list[int]]:
-    """Takes two turns and leaves without another save. Returns the tokens after the first and after the second."""
+    """Take two turns, and close without saving again. Return the tokens after the first and after the second turn."""
     session = llm.session(name, folder)
     answer(session, TURNS[0])
     first = session.tokens
@@ -53,7 +56,7 @@ def two_turns(llm: LLM, folder: Path, name: str = "s") -> tuple[list[int], list[
 
 
 def file(folder: Path, name: str = "s.doc") -> Path:
-    """A file of the session "s", or of the document with another name."""
+    """Return the path of a file of session "s", or of a document with another name."""
     stem, _, suffix = name.partition(".")
     [path] = folder.glob(f"*/{document_name(stem) if stem == 's' else stem}.{suffix}")
     return path
@@ -105,7 +108,7 @@ def test_a_damaged_history_falls_back_to_the_one_before_and_says_so(damage: str,
 
 
 def test_a_store_that_was_copied_while_it_was_in_use_is_as_it_was_saved_last(llm: LLM, tmp_path: Path) -> None:
-    """In the middle of an answer, with chunks half written: the copy has the turn before it, the original both."""
+    """Copy the store during an answer, with partly written blocks. The copy contains the turn before it."""
     store, copy = tmp_path / "store", tmp_path / "copy"
     session = llm.session("s", store)
     answer(session, TURNS[0])
@@ -114,7 +117,7 @@ def test_a_store_that_was_copied_while_it_was_in_use_is_as_it_was_saved_last(llm
     [chunk, *_] = store.rglob("*.kv")
     shutil.copytree(store, copy)
     for half_written in copy.rglob("*.tmp"):
-        half_written.unlink()  # this process lives: what it writes is not swept away
+        half_written.unlink()  # leaves only the temporary file created below
     of_a_dead_process = (copy / chunk.relative_to(store)).with_suffix(".77.1.tmp")
     of_a_dead_process.write_bytes(chunk.read_bytes()[:1000])
     list(events)
@@ -151,7 +154,7 @@ def test_where_nothing_is_whole_the_session_is_refused_by_the_name_of_its_file(
 
 
 def test_a_closed_session_is_whole_twice(llm: LLM, tmp_path: Path) -> None:
-    """Closing writes the history once more: one flipped bit then costs nothing at all."""
+    """Flip one bit after closing, which writes the history a second time. No token is lost."""
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
     tokens = session.tokens
@@ -199,7 +202,7 @@ def test_deep_or_strange_json_is_no_history() -> None:
 def test_deleting_beside_a_damaged_history_says_what_is_not_known(
     llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Chunks of a history that cannot be read cannot be told from orphans, and are deleted as these are."""
+    """Delete a session next to a damaged one. Blocks of the damaged one are deleted too, with a warning."""
     two_turns(llm, tmp_path)
     session = llm.session("s", tmp_path)
     session.truncate(keep_last=100)
@@ -252,19 +255,21 @@ def test_sinks_that_are_lost_are_computed_again_and_that_is_said(tmp_path: Path)
     session.close()
 
 
-# ----------------------------------------------------------------------------------------------- the store's documents
+# ----------------------------------------------------------------------------------------------------------- documents
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Simulate the end of the process."""
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
 def test_every_state_that_a_kill_can_leave_has_a_whole_document(
     links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process ends before each of its calls in turn: the newest name holds the old document or the new one, whole,
-    and nobody is told of damage."""
+    """End the process before each file system call of `put` in turn.
+
+    Afterwards the store returns the intact old or new document and reports no damage.
+    """
     calls, steps = ("fsync", "replace", "link"), 0
 
     def refuse(*args: object) -> None:
@@ -287,7 +292,7 @@ def test_every_state_that_a_kill_can_leave_has_a_whole_document(
                     return real(*args, **options)
 
                 patch.setattr(os, name, call)
-            patch.setattr(Path, "unlink", lambda *args, **options: None)  # the dead clean nothing up
+            patch.setattr(Path, "unlink", lambda *args, **options: None)  # a killed process does not clean up
             try:
                 store.put(named("one"), b"third")
                 finished = True
@@ -336,7 +341,7 @@ def test_a_document_without_end_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_process_that_ended_between_the_two_names_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The newest generation is the one before it too, by another name of the same file."""
+    """Simulate a crash of `put` after it created the link: `.doc` and `.before` are the same file."""
     store = open_store(tmp_path)
     store.put(named("one"), b"first")
     os.link(file(tmp_path, f"{named('one')}.doc"), file(tmp_path, f"{named('one')}.doc").with_suffix(".before"))

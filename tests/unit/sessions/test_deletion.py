@@ -1,4 +1,4 @@
-"""Deleting a session leaves nothing of it on disk, and takes nothing of any other; names are only ever data."""
+"""Test deletion: nothing of a deleted session stays on disk, and other sessions are unchanged. Any text is a name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def answer(session: Session, turn: list[int]) -> list[int]:
 
 
 def told(llm: LLM, folder: Path, name: str, *turns: list[int]) -> list[int]:
-    """A session that took these turns and was closed; its tokens."""
+    """Take these turns in a session, and close it. Return its tokens."""
     session = llm.session(name, folder)
     for turn in turns:
         answer(session, turn)
@@ -57,7 +57,10 @@ def files(folder: Path) -> list[str]:
 
 
 def test_no_name_is_ever_parsed(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`kitchen.sinks` was deleted with any other session of its store."""
+    """Use session names that look like files, paths, markup or documents of the store.
+
+    In an earlier version, deleting any session of the store deleted `kitchen.sinks` too.
+    """
     store, tokens = tmp_path / "store", {}
     for i, name in enumerate(NAMES):
         tokens[name] = told(llm, store, name, tiny_prompt(5, seed=i))
@@ -92,7 +95,7 @@ def test_sessions_of_two_models_are_told_apart_by_an_option(llm: LLM, tmp_path: 
 
 @pytest.mark.parametrize("how", ["discard", "command"])
 def test_nothing_of_a_deleted_session_is_left(how: str, llm: LLM, tmp_path: Path) -> None:
-    """Neither of its text now nor of what was cut out of it, answered twice, or left when a process ended."""
+    """Delete a session after truncation, regeneration, an interrupted answer and copies of its document."""
     kept = told(llm, tmp_path, "kept", tiny_prompt(100, seed=1))
     session = llm.session("gone", tmp_path)
     seen = []
@@ -103,7 +106,7 @@ def test_nothing_of_a_deleted_session_is_left(how: str, llm: LLM, tmp_path: Path
     next(events)
     events.close()
     seen += tiny_prompt(90, seed=4)
-    session.history.tokens = session.history.tokens[:70]  # as an edit leaves chunks behind
+    session.history.tokens = session.history.tokens[:70]  # an edit, which leaves unreferenced blocks behind
     session.history.forget_from(70)
     session.kv.drop()
     seen += [*tiny_prompt(80, seed=5), *answer(session, tiny_prompt(80, seed=5))]
@@ -112,7 +115,7 @@ def test_nothing_of_a_deleted_session_is_left(how: str, llm: LLM, tmp_path: Path
     session.close()
     [document] = tmp_path.glob(f"*/{document_name('gone')}.doc")
     document.with_suffix(".damaged").write_bytes(document.read_bytes())
-    document.with_name("session-" + "f" * 32 + ".doc").write_bytes(document.read_bytes())  # a copy by hand
+    document.with_name("session-" + "f" * 32 + ".doc").write_bytes(document.read_bytes())  # a copy made by the user
     assert leftovers(tmp_path, seen, [kept], ["Fahrrad"]) and list(tmp_path.rglob("sinks-*"))
     if how == "discard":
         llm.session("gone", tmp_path).discard()
@@ -144,7 +147,7 @@ def test_chunks_of_forks_stay_until_the_last_one_goes(llm: LLM, tmp_path: Path) 
 
 
 def test_a_deletion_spares_what_an_open_session_has_on_its_way(llm: LLM, tmp_path: Path) -> None:
-    """In the middle of an answer whose chunks no history knows yet."""
+    """Delete another session during an answer. The answer's blocks, which no history contains yet, stay."""
     other, session = llm.session("other", tmp_path), llm.session("s", tmp_path)
     answer(other, tiny_prompt(80, seed=7))
     events = session.send(tiny_prompt(150), SamplingParams(max_tokens=80, temperature=0))
@@ -189,7 +192,7 @@ def test_a_file_that_cannot_be_deleted_is_an_error(llm: LLM, tmp_path: Path, mon
 
 
 def test_a_server_deletes_what_it_cannot_open(llm: LLM, tmp_path: Path) -> None:
-    """A damaged session, one that nobody opened, one that is open, and none."""
+    """Delete a damaged session, a closed one, an open one and one that does not exist."""
     store = SessionStore.on_disk(llm.runner, tmp_path)
     sessions = WholePrompts(store)
     for name in ("damaged", "stored", "open"):

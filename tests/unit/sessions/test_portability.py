@@ -1,4 +1,4 @@
-"""Sessions and calibrations that were made on one processor continue on another, emulated by its level."""
+"""Test that sessions and calibrations from one processor work on another, emulated by its instruction set level."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ with llm.session("book", store) as session:
 
 
 def turn(folder: Path, level: str, dtype: str = "bfloat16") -> dict[str, Any]:
-    """Take a turn of the session in `folder` in a process of its own, whose processor has no more than `level`."""
+    """Take a turn of the session in a new process that uses at most instruction set level `level`."""
     done = process(folder, level, dtype)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("upwards", [False, True], ids=["to a lower level", "to a higher level"])
 def test_a_session_continues_at_another_level(upwards: bool, folder: Path) -> None:
-    """KV that the first process stored is reused, under the key of the same calibration."""
+    """Reuse the KV and the calibration of a process at one level in a process at another level."""
     highest, lower = available_levels()[-1], available_levels()[0]
     if highest == lower:
         pytest.skip("this processor has one level")

@@ -1,4 +1,4 @@
-"""Files with text, tokens, KV or keys are their owner's alone, whatever the umask; what was open before is repaired."""
+"""Test file modes: only the owner can access files with text, tokens, KV or keys, whatever the umask is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def modes(folder: Path) -> set[str]:
-    """Modes of everything from `folder` on: "0700 folder" or "0600 file"."""
+    """Return the modes of `folder` and all files below it, such as "0700 folder" or "0600 file"."""
     found = set()
     for path in (folder, *folder.rglob("*")):
         status = path.lstat()
@@ -44,7 +44,7 @@ def test_a_store_and_everything_it_writes(tmp_path: Path) -> None:
     with llm.session("s", tmp_path / "new" / "store") as session:
         list(session.send(tiny_prompt(150), SamplingParams(max_tokens=3, temperature=0)))
         session.truncate(keep_last=80)
-        session.context.saver.flush()  # files that are renamed meanwhile cannot be listed
+        session.context.saver.flush()  # listing fails if a file is renamed meanwhile
         assert modes(tmp_path / "new") == PRIVATE
         temporaries = []
         for stem in (b"k" * 32, b"l" * 32):
@@ -84,7 +84,7 @@ def test_a_folder_of_the_users_own_keeps_its_mode_and_files(tmp_path: Path) -> N
 
 
 def test_what_the_server_remembers(tmp_path: Path) -> None:
-    """Links, pipes and other files in the folder are no documents; what a killed server was writing is removed."""
+    """Ignore links, pipes and other files in the documents folder. Remove temporary files of a killed server."""
     documents, name = Documents(tmp_path / "server" / "conversations"), digest("a")
     documents.put(name, {"owner": "x"}, ["text"])
     folder = tmp_path / "server" / "conversations"
@@ -116,7 +116,7 @@ def test_a_nameless_file_and_the_helpers(tmp_path: Path) -> None:
 
 
 def opened(folder: Path) -> None:
-    """Everybody may do everything, as files of earlier versions."""
+    """Give all users full access, to simulate files of earlier versions."""
     for path in (folder, *folder.rglob("*")):
         os.chmod(path, 0o777)
     assert modes(folder) <= {"0777 folder", "0777 file"}

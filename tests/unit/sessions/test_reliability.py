@@ -1,4 +1,4 @@
-"""What happens to processes, disks and folders: a session is right afterwards, or computed again."""
+"""Test killed processes, full disks and damaged files. Afterwards a session is correct or its KV is recomputed."""
 
 from __future__ import annotations
 
@@ -57,8 +57,10 @@ def expected(history: list[int], turn: list[int], seed: int = 0) -> list[int]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a file system of a given size. Without the right to do so the test is skipped: `test_disk` lets every
-    call that writes fail in turn instead."""
+    """Return a function that mounts a file system of a given size. Skip the test if mounting is not permitted.
+
+    `test_disk` simulates failing writes without a mount.
+    """
     mounted: list[Path] = []
 
     def mount(size: str) -> Path:
@@ -113,8 +115,10 @@ def test_a_session_on_a_full_disk_says_so_and_goes_on(small_disk: Callable[[str]
 
 
 def test_two_processes_one_writes_and_the_other_reads(tmp_path: Path) -> None:
-    """While another process writes and evicts as fast as it can: what a reader finds is right, a second writer is
-    refused with the first one's number, and may write when that one is dead."""
+    """Read while another process writes and evicts as fast as possible.
+
+    Every block read is correct. Opening a second writer fails with the process id of the first, until the first ends.
+    """
     child = fork_saver(tmp_path, 0)
     try:
         with pytest.raises(StoreError, match=f"process {child}"):
@@ -138,7 +142,7 @@ def test_two_processes_one_writes_and_the_other_reads(tmp_path: Path) -> None:
 def test_a_store_of_another_model_or_an_older_layout_is_a_new_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Same folder, same name, same tokens: nothing of it is taken, nothing of it is lost."""
+    """Open a session of the same name with another model or layout. It is empty, and the old session is unchanged."""
     session = make_llm().session("s", tmp_path)
     first = answer(session, TURNS[0])
     session.close()
@@ -161,8 +165,10 @@ def test_a_store_of_another_model_or_an_older_layout_is_a_new_session(
 
 
 def test_rows_of_a_truncated_session_are_nobody_elses(tmp_path: Path) -> None:
-    """They were computed when the tokens that are gone were still there: a prompt of the tokens that are left finds
-    nothing to reuse in the prefix tree."""
+    """Send the kept tokens of a truncated session as a prompt. It reuses no KV.
+
+    The KV of the kept tokens depends on the removed tokens.
+    """
     llm = make_llm()
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
@@ -175,7 +181,7 @@ def test_rows_of_a_truncated_session_are_nobody_elses(tmp_path: Path) -> None:
 
 
 def test_one_bit_anywhere_in_a_session_is_never_a_wrong_token(tmp_path: Path) -> None:
-    """Sampled flips in chunks, the history and the originals of sinks."""
+    """Flip sampled bits in stored blocks and in the history."""
     llm = make_llm()
     session = llm.session("s", tmp_path)
     history = TURNS[0] + answer(session, TURNS[0])
@@ -205,8 +211,10 @@ def test_one_bit_anywhere_in_a_session_is_never_a_wrong_token(tmp_path: Path) ->
 
 
 def test_killed_while_a_session_is_saved(tmp_path: Path) -> None:
-    """kill -9 at random points of turns that are saved behind the computation: what comes back is a whole number of
-    turns, and it goes on as if nothing had happened."""
+    """Kill a process at random times during turns that are saved in the background.
+
+    The restored session continues with the same answer as a prompt of its tokens.
+    """
     rng, come_back = random.Random(2), 0
     llm = make_llm()
     for i in range(max(4, KILLS // 4)):
@@ -227,10 +235,10 @@ def test_killed_while_a_session_is_saved(tmp_path: Path) -> None:
 
 
 def fork_talker(folder: Path) -> int:
-    """A process that has taken its first turn, and goes on for ever."""
+    """Start a process that takes turns until it is killed. Return its id after the first turn."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child computes with one
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about a fork in a multi-threaded process
         child = os.fork()
     if child == 0:
         try:

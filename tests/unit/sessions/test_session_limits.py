@@ -1,5 +1,8 @@
-"""Sessions at their limits: conversations that outgrow the model's positions forget their oldest part, in a queue as
-one by one; idle ones give their host memory to whatever else runs, and lose nothing."""
+"""Test sessions at the limits of positions and host memory.
+
+A conversation that would exceed the model's positions loses its oldest tokens, with the same result in a queue and
+alone. Idle sessions give up host memory for other requests, and are restored without loss.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +38,12 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what survives the machine."""
+    """Disable fsync. These tests do not simulate a machine failure."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def make_llm(chunks: int = 200, *, name: str = "llama", positions: int = 4096, **options: Any) -> LLM:
-    """With a pool of `chunks` chunks."""
+    """Create an LLM whose pool has `chunks` blocks."""
     key = "n_positions" if name == "gpt2" else "max_position_embeddings"
     model = tiny_model(name, dtype=torch.float64, **{key: positions})
     size = LLM(model, dtype="float64", host_memory="1MiB", **({"policy": "full"} | options)).runner.pool.chunk_bytes
@@ -60,7 +63,7 @@ def answer(session: Session, prompt: list[int], params: SamplingParams = SHORT) 
 
 @contextmanager
 def forgetting() -> Iterator[None]:
-    """Where it is no matter how often it is said."""
+    """Ignore the warnings about truncated sessions."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "session .* would outgrow", UserWarning)
         yield
@@ -78,7 +81,7 @@ def test_half_the_positions_stay_or_what_the_turn_leaves() -> None:
 
 
 def by_hand(folder: Path, name: str, turns: int, **options: Any) -> list[list[int]]:
-    """Answers of a session that is truncated before each turn that would not fit."""
+    """Return the answers of a session that the caller truncates before each turn that would not fit."""
     session, found = make_llm(positions=POSITIONS, **options).session(name, folder, overflow="error"), []
     for i in range(turns):
         held, new = len(session.tokens), len(turn(name, i)) + 6
@@ -86,7 +89,7 @@ def by_hand(folder: Path, name: str, turns: int, **options: Any) -> list[list[in
             with pytest.raises(ModelError, match=f"and .* has {POSITIONS} positions: call truncate"):
                 session.send(turn(name, i), SHORT)
             assert len(session.tokens) == held
-            session.truncate(keep_last=min(POSITIONS // 2, POSITIONS - new - SINKS) - 1)  # the last has no row yet
+            session.truncate(keep_last=min(POSITIONS // 2, POSITIONS - new - SINKS) - 1)  # the last token has no KV yet
         found.append(answer(session, turn(name, i)))
     assert session.history.shift > 0
     session.close()
@@ -97,7 +100,7 @@ def by_hand(folder: Path, name: str, turns: int, **options: Any) -> list[list[in
 def test_turns_that_outgrow_the_model_are_the_same_in_a_queue_and_one_by_one(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Also where they are preempted, and where sessions come back from disk in between."""
+    """Compare with explicit truncation, also after preemption and after loading sessions from disk."""
     right = {name: by_hand(tmp_path / "by hand", name, 5, **options) for name in NAMES}
     llm = make_llm(positions=POSITIONS, **options)
     session = llm.session("ada", tmp_path / "sent")
@@ -124,7 +127,7 @@ def test_turns_that_outgrow_the_model_are_the_same_in_a_queue_and_one_by_one(
 
 
 def test_a_cut_turn_that_is_preempted_says_the_same(tmp_path: Path) -> None:
-    """What was cut is on its way to disk before the turn is computed: dropped, it comes back as it was cut."""
+    """Preempt turns of a truncated session. It is saved before the turn, and is restored from disk afterwards."""
     right = by_hand(tmp_path / "by hand", "ada", 5, **POLICIES["infinigen"])
     llm = make_llm(positions=POSITIONS, **POLICIES["infinigen"])
     queue = llm.turns(tmp_path / "queue")
@@ -186,7 +189,7 @@ def test_a_saver_that_cannot_go_on_says_so_and_nobody_waits_for_it(
     session.close()
 
 
-# ----------------------------------------------------------------------------------------------- idle sessions give way
+# ---------------------------------------------------------------------------------------- host memory of idle sessions
 
 LONG = tiny_prompt(500, seed=5)
 KINDS: dict[str, Callable[[LLM], Any]] = {
@@ -262,7 +265,7 @@ def test_sessions_that_cannot_be_saved_stay_and_the_error_says_who_holds_what(tm
 
 
 def test_sessions_and_prompts_take_turns_in_a_small_pool(tmp_path: Path) -> None:
-    """Whatever comes next, at random: every answer is what it is with room for all."""
+    """Mix random turns, prompts and truncations. Every answer equals that with a large pool."""
     rng, small, roomy = random.Random(4), make_llm(12), make_llm()
     sessions = [{name: llm.session(name, tmp_path / str(i)) for name in NAMES} for i, llm in enumerate((small, roomy))]
     for step in range(24):
@@ -283,12 +286,12 @@ def test_sessions_and_prompts_take_turns_in_a_small_pool(tmp_path: Path) -> None
 
 
 def test_idle_sessions_give_up_blocks_for_a_turn_in_sliding_layers(tmp_path: Path) -> None:
-    """A turn of a session in memory may need more blocks of sliding layers than its own."""
+    """Evict an idle session because a turn needs more sliding-window blocks than its session holds."""
     model = architecture("gemma3", dtype=torch.float64)
     options: dict[str, Any] = {"policy": "full", "dtype": "float64", "verify": "off"}
     size = LLM(model, host_memory="4MiB", **options).runner.pool.chunk_bytes
     prompts = [[token % 90 + 1 for token in tiny_prompt(length, seed=length)] for length in (60, 61, 20)]
-    with LLM(model, host_memory=7 * size, **options) as llm:  # one block is left for the layers with full attention
+    with LLM(model, host_memory=7 * size, **options) as llm:  # leaves 1 block for the full-attention layers
         ada, bob = llm.session("ada", tmp_path), llm.session("bob", tmp_path)
         answer(ada, prompts[0], SamplingParams(max_tokens=1, temperature=0))
         answer(bob, prompts[1], SamplingParams(max_tokens=1, temperature=0))

@@ -1,4 +1,4 @@
-"""What sessions say is so: no false alarm, honest counts, nothing computed for a request that cannot be answered."""
+"""Test the warnings, statistics, errors and `repr` of sessions, and the size limit of the store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHORT = SamplingParams(max_tokens=8, temperature=0)
 
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what survives the machine."""
+    """Disable fsync. These tests do not simulate a machine failure."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
@@ -41,8 +41,11 @@ def answer(session: Session, turn: list[int]) -> list[int]:
 
 
 def test_forks_that_say_the_same_are_saved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both hand over the same last chunk while the disk is slow; truncating the one removes it, and the other, which
-    has it in memory still, writes it again instead of complaining of a full store."""
+    """Enqueue the same last block from two forks while the disk is slow.
+
+    Truncating one fork removes the block from disk. The other fork still has it in host memory and writes it again,
+    without a warning about a full store.
+    """
     gate, real = threading.Event(), DiskStore.begin
     gate.set()
 
@@ -85,7 +88,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_anything_is_computed(
         assert len(completed(llm.generate([tiny_prompt(254, seed=1)], long))[0].token_ids) == 40
 
 
-# ---------------------------------------------------------------------------------------------------- what was reused
+# ---------------------------------------------------------------------------------------------------- reuse statistics
 
 
 def reuse(llm: LLM, prompt: list[int]) -> tuple[int, int | None]:
@@ -120,8 +123,7 @@ def test_a_restore_that_reuses_nothing_is_seen(lost: str, tmp_path: Path) -> Non
 
 
 def test_a_hit_counts_when_it_has_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first attempt finds all chunks, and one of them is damaged in a late layer: only what the second attempt got
-    was reused. A turn that is given up before its rows have arrived reused nothing."""
+    """Damage a block in a late layer, so that the first attempt of the turn fails. Count only reuse by the second."""
     session = make_llm().session("s", tmp_path)
     answer(session, tiny_prompt(200, seed=1))
     session.close()
@@ -136,7 +138,7 @@ def test_a_hit_counts_when_it_has_arrived(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_ends_the_reading_of_rows_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault that is no damage is the turn's error, which nobody waits for without end; the session goes on."""
+    """Raise an unexpected error in the loader. The turn fails with it, and the next turn succeeds."""
     session = make_llm().session("s", tmp_path)
     answer(session, tiny_prompt(200, seed=1))
     session.close()
@@ -152,7 +154,7 @@ def test_what_ends_the_reading_of_rows_is_heard_of(tmp_path: Path, monkeypatch: 
 
 
 def test_the_cap_is_counted_anew_at_the_start(tmp_path: Path) -> None:
-    """Whatever a process that died left there: files of every kind count, and those beyond the cap leave."""
+    """Open a store after a crash. All files count towards the limit, and blocks beyond it are evicted."""
     store = open_store(tmp_path)
     for number in range(6):
         save(store, number)
@@ -177,7 +179,7 @@ def test_an_entry_above_the_cap_costs_nobody_anything(tmp_path: Path, monkeypatc
     with pytest.raises(StoreError, match="is full"):
         store.put(named("huge"), bytes(4 * FILE_BYTES))
     assert load(store, 1) and load(store, 2)
-    with monkeypatch.context() as patch:  # what cannot be removed makes no room
+    with monkeypatch.context() as patch:  # files that cannot be removed free no space
         patch.setattr(Path, "unlink", lambda *args, **options: os.rmdir(tmp_path / "none"))
         assert not save(store, 3) or store.bytes_used <= 3 * FILE_BYTES
         assert not save(store, 4)
@@ -186,7 +188,7 @@ def test_an_entry_above_the_cap_costs_nobody_anything(tmp_path: Path, monkeypatc
     store.close()
 
 
-# ------------------------------------------------------------------------------------------- ends, and how they look
+# ---------------------------------------------------------------------------------------------------- repr and closing
 
 
 def test_everything_has_one_line_to_be_seen_by(tmp_path: Path) -> None:
@@ -207,8 +209,10 @@ def test_everything_has_one_line_to_be_seen_by(tmp_path: Path) -> None:
 
 
 def test_blocks_close_what_they_open(tmp_path: Path) -> None:
-    """Also with an answer half read and turns in a queue: everything that was said is saved, another process may write,
-    and what is closed says so."""
+    """Close an LLM with a partly read answer and a queued turn.
+
+    The tokens read so far are saved, another LLM can open the store, and later calls raise an error.
+    """
     with make_llm() as llm:
         with llm.session("one", tmp_path) as session:
             answer(session, tiny_prompt(70, seed=1))

@@ -1,4 +1,4 @@
-"""Sessions: what comes back from host memory or disk gives the tokens of the conversation as if never interrupted."""
+"""Test that sessions restored from host memory or disk give the same tokens as uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from offload_rt.storage.loader import ChunkLoader, read_buffer_layers
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(25, seed=2), tiny_prompt(75, seed=3), tiny_prompt(28, seed=4)]
-"""Chunks end in the second turn's answer, the third turn and the fourth turn's answer."""
+"""Block boundaries lie in the answer of the second turn, in the third turn and in the answer of the fourth."""
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
@@ -56,7 +56,7 @@ def test_a_restored_session_goes_on_as_if_it_had_never_stopped(
     straight = llm.session("straight", tmp_path / "a")
     expected = talk(straight, TURNS)
     straight.close()
-    if where == "host":  # another store: nothing of it is on disk, but the prefix tree has the full chunks
+    if where == "host":  # in another store: no block is on disk, but the prefix tree has the full blocks
         llm = make_llm(**options)
     for turn, right in zip(TURNS, expected, strict=True):
         session = llm.session("s", tmp_path / "b")
@@ -103,8 +103,11 @@ def test_two_sessions_about_one_book_store_it_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["bits", "truncated", "empty", "removed", "late"])
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
 def test_damage_is_computed_again(damage: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never a wrong token: of the policy full the tokens are the same, since computing gives what was stored. A policy
-    that selects would decode other rows; its answer equals that of a prompt of the same tokens."""
+    """Damage stored blocks. The answer equals that of a prompt of the same tokens, because their KV is recomputed.
+
+    With policy "full", recomputed KV equals the stored KV. With a selective policy, KV of decoded tokens depends on the
+    selection, so damage that is found late is not compared.
+    """
     llm = make_llm(**POLICIES[policy])
     session = llm.session("s", tmp_path)
     talk(session, TURNS[:2])
@@ -248,8 +251,18 @@ def test_a_store_without_room_never_goes_over_its_limit(tmp_path: Path) -> None:
 
 
 def cut_reference(llm: LLM, tokens: list[int], kept: list[int], more: list[int], turned: int = 0) -> torch.Tensor:
-    """Logits after `more`, by hand: rows of the whole text, those of `kept` picked out, `more` at positions that go on;
-    the first four keys turned by `turned` positions."""
+    """Compute reference logits of a truncated session with transformers.
+
+    Args:
+        llm: Provides the adapter that rotates keys.
+        tokens: Tokens before the truncation.
+        kept: Indices of the kept tokens.
+        more: New tokens, whose positions continue after `tokens`.
+        turned: Number of positions by which the first four keys are rotated.
+
+    Returns:
+        Logits after the last new token.
+    """
     model: Any = tiny_model("llama", dtype=torch.float64)
     from transformers import DynamicCache
 
@@ -295,8 +308,7 @@ def test_truncation_picks_rows_and_positions_go_on(how: str, restart: bool, tmp_
 
 
 def test_sinks_turn_once_when_they_would_leave_the_trained_window(tmp_path: Path) -> None:
-    """Positions 0..3 seen from farther than the model was made for: their keys move across the gap, from the
-    originals."""
+    """Exceed the trained context length after a truncation. The original keys of the sinks are rotated by the gap."""
     model = tiny_model("llama", dtype=torch.float64, max_position_embeddings=200)
     llm = LLM(model, dtype="float64", policy="full", host_memory="16MiB")
     session = llm.session("s", tmp_path)
@@ -317,7 +329,7 @@ def test_sinks_turn_once_when_they_would_leave_the_trained_window(tmp_path: Path
 
 
 def test_fifty_truncations_in_a_row_do_not_drift(tmp_path: Path) -> None:
-    """The sinks' keys after fifty cuts, each turned from their originals, are those turned once by the sum."""
+    """Rotate the sinks' keys after each of fifty truncations. They equal the original keys rotated once by the sum."""
     model = tiny_model("llama", max_position_embeddings=200)
     llm = LLM(model, policy="full", host_memory="16MiB")
     session = llm.session("s", tmp_path)
@@ -361,8 +373,10 @@ def test_truncation_is_refused_where_it_cannot_be_right(tmp_path: Path) -> None:
 def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a buffer of one layer: layer l + 1 is read while l is computed, never before l - 1 is. Every layer is
-    offered to the saver when it is computed, and all are computed though no save has ended."""
+    """Use a read buffer of one layer. Layer l + 1 is loaded while layer l is computed, but not before layer l - 1 is.
+
+    All layers are computed while the saver is blocked.
+    """
 
     llm = make_llm()
     session = llm.session("s", tmp_path)
@@ -406,7 +420,7 @@ def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
 
 
 def test_the_read_buffer_hides_what_computing_cannot(tmp_path: Path) -> None:
-    """S_buf = B (T_load L_hist - T_pref L_new), in layers."""
+    """Check S_buf = B (T_load L_hist - T_pref L_new), in layers."""
     assert read_buffer_layers(8.0, 8.0, 32) == 1 and read_buffer_layers(0.0, 1.0, 32) == 1
     assert read_buffer_layers(8.0, 2.0, 32) == 24 and read_buffer_layers(8.0, 0.0, 32) == 32
 
@@ -453,7 +467,7 @@ def test_a_truncation_waits_for_rows_on_their_way(tmp_path: Path, monkeypatch: p
     storage, settle, copy = llm.runner.link.storage, llm.runner.link.storage.settle, truncation.copy_rows
 
     def settled(blocks: Any) -> None:
-        if threading.current_thread() is threading.main_thread():  # the saver's waits end where a store is full
+        if threading.current_thread() is threading.main_thread():  # the saver thread calls `settle` too
             calls.append(("settle", id(blocks)))
         settle(blocks)
 
@@ -472,7 +486,7 @@ def test_a_truncation_waits_for_rows_on_their_way(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"kv_cache_dtype": "int8"}])
 def test_a_session_of_another_number_format_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    """It would begin as an empty one, for example on a processor with another default dtype."""
+    """Refuse to open the session, which would otherwise start empty, for example if the default dtype differs."""
     model = tiny_model("llama", dtype=torch.float64)
 
     def load(**options: Any) -> LLM:

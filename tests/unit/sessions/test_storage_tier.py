@@ -1,4 +1,4 @@
-"""A further storage tier is one file that implements `StorageTier`: sessions run on this toy one as they do on disk."""
+"""Test a custom `StorageTier`: sessions give the same answers on this minimal in-memory tier as on disk."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from offload_rt.storage.chunk_store import Document, NamedChunk, StorageTier, re
 GREEDY = SamplingParams(max_tokens=20, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3)]
 
-# ------------------------------------------------------------------------------------------- the whole of the toy tier
+# -------------------------------------------------------------------------------------------------- the in-memory tier
 
 
 @dataclass(frozen=True)
 class MemoryChunk:
-    """A chunk whose layers are bytes in memory, with the tokens that its key stands for."""
+    """A block in memory: its key, its tokens and the bytes of each layer."""
 
     key: bytes
     tokens: bytes
@@ -71,7 +71,7 @@ class MemoryWriter:
 
 @dataclass
 class MemoryTier:
-    """Chunks and documents in dictionaries that outlive it, as a folder outlives a process. It evicts nothing."""
+    """Storage tier in dictionaries, which can be passed to another tier. It evicts nothing."""
 
     namespace: str
     layers: int
@@ -132,7 +132,7 @@ class MemoryTier:
         self.closed = True
 
 
-# ------------------------------------------------------------------------------------------------------------ its tests
+# --------------------------------------------------------------------------------------------------------------- tests
 
 
 def make_llm() -> LLM:
@@ -153,7 +153,7 @@ def kept() -> Iterator[dict[str, MemoryTier]]:
 
 
 def open_store(llm: LLM, kept: dict[str, MemoryTier]) -> SessionStore:
-    """The sessions in a tier that has what the tier of the same namespace had before."""
+    """Open a session store whose tier has the content of the previous tier of its namespace."""
 
     def open_tier(namespace: str, layers: int) -> StorageTier:
         before = kept.get(namespace)
@@ -172,7 +172,7 @@ def test_a_session_on_a_tier_from_outside_answers_as_on_disk(kept: dict[str, Mem
     expected.append(answer(on_disk, TURNS[0]))
     on_disk.close()
     found = []
-    for turn in TURNS:  # every turn in another process, as it were
+    for turn in TURNS:  # a new LLM for every turn simulates a new process
         session = open_store(make_llm(), kept).open("s")
         found.append(answer(session, turn))
         assert session.loaded_tokens == 0 if turn is TURNS[0] else session.loaded_tokens > 100

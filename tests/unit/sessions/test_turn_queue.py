@@ -1,4 +1,4 @@
-"""Turns of several sessions in one queue: the same answers as alone; tiers that look ahead (CachedAttention §3.3)."""
+"""Test turns of several sessions in one queue, and look-ahead eviction and prefetching (CachedAttention §3.3)."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=LAYERS)
 
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what survives the machine, as `test_disk` and `test_reliability` are."""
+    """Disable fsync. `test_disk` and `test_reliability` simulate failures."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def make_llm(chunks: int = 400, **options: Any) -> LLM:
-    """With a pool of `chunks` chunks."""
+    """Create an LLM whose pool has `chunks` blocks."""
     chosen = {"policy": "full"} | options
     size = CHUNK_BYTES
     if "kv_cache_dtype" in options:
@@ -51,12 +51,12 @@ def make_llm(chunks: int = 400, **options: Any) -> LLM:
 
 
 def turn(name: str, number: int) -> list[int]:
-    """What a session is told: the sessions differ from their first token on."""
+    """Return the prompt of a turn. Sessions differ from the first token on."""
     return tiny_prompt(70 + 10 * number, seed=1000 * NAMES.index(name) + number)
 
 
 def alone(folder: Path, names: tuple[str, ...], turns: int, **options: Any) -> dict[str, list[list[int]]]:
-    """Answers of each session by itself, never interrupted; each is computed once."""
+    """Return the answers of each session run alone and without interruption. They are cached in `ALONE`."""
     assert turns <= 3
     found = {}
     for name in names:
@@ -80,8 +80,7 @@ def drain(queue: TurnQueue) -> Iterator[None]:
 
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 def test_turns_together_are_turns_alone(options: dict[str, Any], tmp_path: Path) -> None:
-    """Four sessions, three turns each, a batch of three and a pool that not all of them fit: sessions leave host memory
-    and come back from disk, and turns of one session follow each other."""
+    """Run four sessions of three turns each, with a batch of three and a pool too small for all sessions."""
     right = alone(tmp_path / "alone", NAMES, 3, **options)
     queue = make_llm(21, **options).turns(tmp_path / "q", max_num_seqs=3)
     queued = {(name, i): queue.add(name, turn(name, i), SHORT) for i in range(3) for name in NAMES}
@@ -99,8 +98,7 @@ def test_turns_together_are_turns_alone(options: dict[str, Any], tmp_path: Path)
 
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 def test_preempted_turns_start_again_and_say_the_same(options: dict[str, Any], tmp_path: Path) -> None:
-    """Three answers that outgrow the pool together: the youngest gives way in the middle of its answer, its session is
-    as it was before the turn, and no token of it changes or comes twice."""
+    """Run three turns that together exceed the pool. The preempted turn restarts without changed or repeated tokens."""
     names, lengths = NAMES[:3], [SHORT, SamplingParams(max_tokens=40, temperature=0)]
     right = {}
     for name in names:
@@ -122,14 +120,17 @@ def test_preempted_turns_start_again_and_say_the_same(options: dict[str, Any], t
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru", "fifo"])
 def test_look_ahead_fetches_before_the_turn_and_spares_what_is_needed_soon(policy: str, tmp_path: Path) -> None:
-    """Host memory for two or three sessions, one turn at a time, round and round: LRU and FIFO always give up the one
-    that comes next, look-ahead the one that comes last, and what left is back before its turn."""
+    """Take turns round-robin, with host memory for two or three of four sessions.
+
+    LRU and FIFO always evict the session whose turn is next. Look-ahead evicts the one whose turn is last, and
+    prefetches evicted sessions before their turns.
+    """
     llm = make_llm(9)
     queue = llm.turns(tmp_path, max_num_seqs=1, policy=policy)
     starts = []
 
     def wait_for_reading(session: Session) -> None:
-        """As if the computation took longer than reading: what was asked for has arrived."""
+        """Wait until the prefetch is complete, as if computation took longer than loading."""
         loader = session.kv.loader
         if loader is not None and loader._ahead == queue.store.context.storage.layers:
             loader._thread.join(10)
@@ -160,8 +161,10 @@ def test_look_ahead_fetches_before_the_turn_and_spares_what_is_needed_soon(polic
 
 
 def test_windows_are_the_papers(tmp_path: Path) -> None:
-    """L_pw = C_free / S_kv and L_ew = (C_mem + C_disk) / S_kv, from the bytes of the pool, the limit of the store and
-    the mean of the sessions."""
+    """Check L_pw = C_free / S_kv and L_ew = (C_mem + C_disk) / S_kv.
+
+    C_mem is the size of the pool, C_disk the limit of the store, and S_kv the mean size of a session.
+    """
     llm = make_llm(40)
     queue = llm.turns(tmp_path, limit=80 * CHUNK_BYTES)
     pool, sessions = llm.runner.pool, [queue.store.session(name) for name in NAMES]
@@ -182,7 +185,7 @@ def test_windows_are_the_papers(tmp_path: Path) -> None:
 
 
 def test_a_part_of_host_memory_stays_free(tmp_path: Path) -> None:
-    """Early eviction: parked sessions leave before anybody has to wait for it, the tail of the window first."""
+    """Evict parked sessions early, so that the fraction `free_host` of the pool is free before a turn needs it."""
     llm = make_llm(20)
     queue = llm.turns(tmp_path, max_num_seqs=1, free_host=0.5)
     for name in NAMES:
@@ -218,7 +221,7 @@ def test_parked_sessions_leave_after_their_time(tmp_path: Path) -> None:
 
 
 def test_idle_sessions_give_way_to_one_that_answers(tmp_path: Path) -> None:
-    """Without a queue too: sessions that only lie in host memory are no reason to refuse a turn."""
+    """Evict idle sessions for a turn without a queue."""
     llm = make_llm(10)
     sessions = [llm.session(name, tmp_path) for name in NAMES]
     right = alone(tmp_path / "alone", NAMES, 2)
@@ -319,7 +322,7 @@ def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can
 def test_a_new_session_gives_back_what_others_have_of_its_prompt(
     then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A turn that is dropped before its first layer leaves no rows of tokens that its session does not have."""
+    """Drop a turn before its first layer. The session keeps no KV of the prompt."""
     llm, prompt = make_llm(), turn("ada", 0)
     llm.generate([prompt], SHORT)
     queue = llm.turns(tmp_path / "q")
@@ -349,8 +352,10 @@ def test_a_new_session_gives_back_what_others_have_of_its_prompt(
 
 
 def test_the_disk_keeps_what_waiting_turns_need(tmp_path: Path) -> None:
-    """A disk that holds two and a half of four sessions, host memory for one and a half, round and round: least
-    recently used is always needed next, and computed again; look-ahead loses less. The answers are the same."""
+    """Take turns round-robin with a disk for 2.5 of four sessions and host memory for 1.5.
+
+    LRU always evicts the session that is needed next. Look-ahead recomputes fewer tokens. The answers are equal.
+    """
     answers, again = {}, {}
     for policy in ("lookahead", "lru"):
         queue = make_llm(7).turns(tmp_path / policy, max_num_seqs=1, policy=policy, limit=9 * (CHUNK_BYTES + 4096))
@@ -360,14 +365,14 @@ def test_the_disk_keeps_what_waiting_turns_need(tmp_path: Path) -> None:
         answers[policy] = [one.token_ids for one in queued]
         again[policy] = queue.stats.computed_tokens
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that some session is not saved whole
+            warnings.simplefilter("ignore", UserWarning)  # some session is not saved completely
             queue.close()
     assert answers["lookahead"] == answers["lru"]
     assert again["lookahead"] < again["lru"], again
 
 
 def test_interrupted_turns_end_and_are_kept_as_far_as_they_came(tmp_path: Path) -> None:
-    """Ctrl-C in the middle of a decode step: rows and states that are a token ahead in some layers are read anew."""
+    """Interrupt a decode step between two layers. Resident KV and policy state are rebuilt from the pool."""
     for options in POLICIES.values():
         llm = make_llm(**options)
         session = llm.session("ada", tmp_path / str(options))
@@ -425,7 +430,7 @@ def test_mistakes_are_clear(tmp_path: Path) -> None:
 
 
 def test_nobody_in_the_queue_is_nobody_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without waiting turns look-ahead is LRU: the same sessions leave in the same order."""
+    """Compare eviction orders. Without waiting turns, look-ahead equals LRU."""
     gone: dict[str, list[str]] = {"lookahead": [], "lru": []}
     real = HostTier._evict
 
