@@ -116,7 +116,7 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def table_of(pages: Sequence[Pages], most: int) -> torch.Tensor:
-    """Return the addresses of the first `most` pages of each sequence, int64 `[B, most]` in host memory, padded with 0."""
+    """Return the addresses of the first `most` pages of each sequence: int64 `[B, most]` on the host, 0-padded."""
     table = torch.zeros(len(pages), most, dtype=torch.int64)
     for row, own in zip(table, pages, strict=True):
         known = own.addresses[:most]

@@ -14,7 +14,7 @@ CACHED = 8 << 20
 """Bytes of keys that fit the caches of a processor."""
 
 FEW = 8
-"""Queries per KV head up to which reading keys takes longer than multiplying them."""
+"""Most queries per KV head for which keys beyond the caches are multiplied as k q^T."""
 
 
 HALF = (torch.bfloat16, torch.float16)
@@ -42,7 +42,7 @@ def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Ten
 
 def _half_products(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Return q k^T of half-precision vectors, accumulated and stored in float32."""
-    # bfloat16 would round a score of 20 by up to 0.05, and change its weight as much.
+    # bfloat16 would round a score of 20 by about 0.05, and so change its weight by 5 %.
     if k.is_cuda:
         return out.copy_(torch.bmm(q, k.transpose(1, 2), out_dtype=torch.float32))
     rows = max(1, WIDENED // (k.shape[2] * k.itemsize))
