@@ -153,7 +153,7 @@ def low_bit_scores(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: La
     """Return the scores `[Hkv, G, n]` of queries q `[Hkv, G, d]` with the keys of `tokens`.
 
     q is scaled and in the basis of the keys. mean `[Hkv, d]` was subtracted from the keys of each head. The query is
-    rounded to int8 with one scale per query head (`selection.quantise_query`), so the sum over channels is an exact
+    rounded to int8 with one scale per query head (`selection.quantise_query`). The sum over channels is then an exact
     integer, the same on every device.
     """
     weights, scale = quantise_query(q)

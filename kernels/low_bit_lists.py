@@ -83,8 +83,8 @@ def join_tail(
     """Merge exact and low-bit attention into one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
     The arguments `out` and `lse` are those of the exact KV. The low-bit part covers the tokens [start, stop) of each
-    list except the first `counts[p]` (int32) of chosen int64 `[P, n]`, which are rising. q, mean and tokens are those
-    of `scores`. mixing is the matrix that the values were multiplied with.
+    list except the first `counts[p]` (int32) of chosen int64 `[P, n]`, in rising order. q, mean and tokens are those of
+    `scores`. The values were multiplied with mixing.
     """
     found = scores(q, mean, layout, table, starts, stops, tokens).scores
     found = found.masked_fill(_listed(chosen, counts, tokens).unsqueeze(1), -math.inf)

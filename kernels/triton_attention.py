@@ -34,8 +34,8 @@ def attend_rows(
     """Attend with queries `[QUERIES, D]` to rows [begin, stop), with an online softmax.
 
     The rows start at k and v and are `k_row` and `v_row` elements apart. Returns the largest score and the sum of
-    exp(score - largest) of each query `[QUERIES]` (-inf and 0 if there are no rows), and the values weighted by these
-    exponentials `[QUERIES, D]`.
+    exp(score - largest) of each query `[QUERIES]`, -inf and 0 if there are no rows. Also returns the values weighted by
+    these exponentials `[QUERIES, D]`.
     """
     column = tl.arange(0, D)
     if WIDEN:

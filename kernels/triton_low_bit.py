@@ -129,7 +129,7 @@ def _hide(
 ) -> None:  # fmt: skip
     """Program (p, i): mark which of the tokens [i * TOKENS, ...) are excluded.
 
-    Excluded are tokens outside [start, stop) and the first `counts[p]` of chosen `[P, n]`, which are rising. A binary
+    Excluded are tokens outside [start, stop) and the first `counts[p]` of chosen `[P, n]`, in rising order. A binary
     search finds the first chosen token of the block.
     """
     p, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS
