@@ -1,7 +1,7 @@
-"""Exact causal attention of a slice of queries over everything before it: what prefill and calibration run on.
+"""Exact causal attention of a slice of queries over all tokens so far, for prefill and calibration.
 
-Work: 4 * H * m * n * d operations for m queries over n keys; memory beside the inputs and the output: a mask only where
-a sliding window needs one, and then of at most m * (window + m) entries.
+m queries over n keys take 4 * H * m * n * d operations. Besides inputs and output, only a sliding window needs memory:
+a mask of at most m * (window + m) entries.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from . import causal_cpu
 from .reference import capped, merge_lse, scaled_scores
 
 KEYS_AT_ONCE = 1024
-"""Keys that are scored together where scores are capped or share their softmax with a sink."""
+"""Keys per block if scores are capped or share their softmax with a sink."""
 
 FEW = 128
-"""Queries of a KV head that are computed side by side: one block of the flash kernel or two."""
+"""Queries per KV head that are computed side by side: one or two blocks of the flash kernel."""
 
 
 def attend_causal(
@@ -29,12 +29,15 @@ def attend_causal(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the last m tokens over all n >= m tokens so far.
+    """Return the attention `[H, m, d]` of the last m tokens over all n >= m tokens so far.
 
-    q `[H, m, d]`, k and v `[Hkv, n, d]`; query i sees the keys up to n - m + i, and of these the last `window`. Scores
-    are capped where there is a softcap; sinks `[H]` are the scores of a row without a value, which takes its share of
-    the softmax. Returns `[H, m, d]`. One group member at a time, so that K and V are never repeated, but where a flash
-    kernel takes groups as they are.
+    Args:
+        q: Queries `[H, m, d]`. Query i sees the keys up to n - m + i, of these only the last `window`.
+        k, v: Keys and values `[Hkv, n, d]`.
+        scale: Factor of the scores.
+        window: Length of the sliding window, or None.
+        softcap: Cap of the scores, or None.
+        sinks: Scores `[H]` of keys without a value. They add to the denominator of the softmax.
     """
     heads, m, d = q.shape
     if (library := causal_cpu.takes(q)) is not None:
@@ -47,13 +50,16 @@ def attend_causal(
         return _lower_right(q[None], k[None], v[None], scale, k.shape[1], enable_gqa=True)[0]
     attend = _windowed if window is not None and window < k.shape[1] else _CAUSAL.get(q.device.type, _lower_right)
     grouped = q.unflatten(0, (k.shape[0], -1))
+    # One group member at a time, so that K and V are never repeated.
     outs = [attend(grouped[None, :, g], k[None], v[None], scale, window or k.shape[1]) for g in range(grouped.shape[1])]
     return torch.stack([out[0] for out in outs], dim=1).view(heads, m, d)
 
 
 def _few(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Queries q `[Hkv, G, m, d]` so few that reading K and V is what takes the time: they are read once, with the
-    queries of a group side by side. Returns `[H, m, d]`."""
+    """Attend with few queries q `[Hkv, G, m, d]`. Return `[H, m, d]`.
+
+    Reading K and V dominates the time. The queries of a group are computed side by side, so the past is read once.
+    """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     m = q.shape[2]
     side_by_side, past = q.flatten(1, 2)[None], k.shape[1] - (m if m > 1 else 0)
@@ -79,10 +85,10 @@ def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, w
 
 
 def _takes_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether a flash kernel of the device does it, which is in half precision: of torch's others one refuses groups
-    and one repeats K and V, with a mask."""
+    """Return whether a CUDA flash kernel supports grouped queries for these tensors (half precision only)."""
     if q.device.type != "cuda":
         return False
+    # Of torch's other kernels, one rejects groups and one repeats K and V if there is a mask.
     whole = torch.backends.cuda.SDPAParams(q[None], k[None], v[None], None, 0.0, False, True)
     return torch.backends.cuda.can_use_flash_attention(whole)
 
@@ -90,15 +96,17 @@ def _takes_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def _lower_right(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, enable_gqa: bool = False
 ) -> torch.Tensor:
-    """torch's own bias object: the flash kernels of a GPU take it without a mask."""
+    """Attend with torch's causal bias object. The flash kernels of a GPU take it without building a mask."""
     mask: torch.Tensor = causal_lower_right(q.shape[2], k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
 
 
 def _past_and_diagonal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int) -> torch.Tensor:
-    """On a CPU the bias object becomes an m x n float mask, which is slower than attending to the past without a mask,
-    to the slice itself causally, and merging the two by their log-sum-exp. The public call gives none, so this
-    is the operator that it runs."""
+    """Attend to the past without a mask and to the slice causally, and merge both by their log-sum-exp.
+
+    On a CPU, the bias object becomes an m x n float mask, which is slower.
+    """
+    # The public function does not return the log-sum-exp, so call its operator.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     m = q.shape[2]
     out: torch.Tensor
@@ -119,8 +127,11 @@ def _by_blocks(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What torch's own attention has no argument for: block after block of keys, with the running maximum and sum of
-    each query. A sink is where they begin. Memory: scores `[H, m, KEYS_AT_ONCE]`, twice in the wider dtype."""
+    """Attend block by block of keys, with the running maximum and sum of each query (online softmax).
+
+    Supports soft caps and sinks, which torch's attention does not. A sink initialises the maximum, with a sum of 1.
+    Memory: two buffers of scores `[H, m, KEYS_AT_ONCE]` in the wider dtype.
+    """
     (heads, m, d), (kv_heads, n, _) = q.shape, k.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.reshape(kv_heads, -1, d)

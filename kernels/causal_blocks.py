@@ -1,8 +1,8 @@
-"""Causal attention of many queries whose keys come block by block, from a disk: each block is attended to by all of
-them, and goes.
+"""Causal attention of many queries whose keys arrive block by block from a disk.
 
-Memory beside the queries: out `[H, m, d]` in float32 and a log-sum-exp `[H, m]`, and scores of one block where
-neither `causal.c` nor torch has a kernel that gives both.
+All queries attend to a block, then the block is dropped. Memory besides the queries: the output `[H, m, d]` and the
+log-sum-exp `[H, m]`, float32, and the scores of one block if neither `causal.c` nor torch has a kernel that returns
+both.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from . import causal_cpu
 from .reference import attention_weights, capped, merge_lse, scaled_scores
 
 _BLOCK = 1024
-"""Keys that are scored together."""
+"""Keys scored together."""
 
 
 class BlockedAttention:
-    """Queries q `[H, m, d]`. First blocks of keys that all of them see, in any order (`add`), then those up to the m
-    tokens' own (`add_own`)."""
+    """Accumulate the attention of queries q `[H, m, d]` over blocks of keys.
+
+    First call `add`, in any order, for blocks that all queries see. Then call `add_own` for the last keys, up to those
+    of the m query tokens.
+    """
 
     def __init__(self, q: torch.Tensor, kv_heads: int, scale: float, softcap: float | None = None) -> None:
         self.q = q
@@ -31,7 +34,7 @@ class BlockedAttention:
         self._lse = torch.full(self._grouped.shape[:-1], -torch.inf, dtype=wide, device=q.device)
 
     def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keys and values `[Hkv, n, d]`, n >= 1, that all queries see."""
+        """Attend to keys and values `[Hkv, n, d]`, n >= 1, that all queries see."""
         if self._library is not None:
             self._further(self._library, k, v, causal=False)
             return
@@ -47,8 +50,10 @@ class BlockedAttention:
             self._join(out.view(self._out.shape), lse.view(self._lse.shape))
 
     def add_own(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keys and values `[Hkv, n, d]`, n >= m, of the queries' own tokens and those before: query i sees the first
-        n - m + i + 1 of them."""
+        """Attend causally to keys and values `[Hkv, n, d]`, n >= m, whose last m tokens are those of the queries.
+
+        Query i sees the first n - m + i + 1 of them.
+        """
         if self._library is not None:
             self._further(self._library, k, v, causal=True)
             return
@@ -70,7 +75,7 @@ class BlockedAttention:
             self._join(out.unsqueeze(1), lse.unsqueeze(1), slice(group, group + 1))
 
     def result(self, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """The attention `[H, m, d]`, less the share that sinks `[H]`, scores of rows without a value, take of it."""
+        """Return the attention `[H, m, d]`. Sinks `[H]` are scores of keys without a value in the same softmax."""
         out = self._out.flatten(0, 1)
         if sinks is not None:
             out = out * torch.sigmoid(self._lse.flatten(0, 1) - sinks.to(self._lse.dtype)[:, None]).unsqueeze(-1)
@@ -82,7 +87,7 @@ class BlockedAttention:
 
     @property
     def _flashes(self) -> bool:
-        """Whether torch's kernel, which gives the log-sum-exp too, does it."""
+        """Whether torch's CPU flash kernel, which returns the log-sum-exp, supports these queries."""
         return self.q.device.type == "cpu" and self._softcap is None
 
     def _join(self, out: torch.Tensor, lse: torch.Tensor, groups: slice = slice(None)) -> None:

@@ -1,5 +1,7 @@
-"""One function for each operation of the decode step: Triton for tensors on a CUDA device, torch elsewhere (and for
-float64, and where Triton is not installed). What each computes is defined, shapes and all, in `lists` and `segments`.
+"""Dispatch each operation of the decode step to Triton or torch.
+
+Triton runs on CUDA tensors. torch runs elsewhere, for float64, and if Triton is not installed. `lists` and `segments`
+define the results and shapes.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from .pointer_table import PointerTable
 from .segments import Run
 
 FEW = 32
-"""Tokens up to which norms and positions are one launch each: a decode step, in which launching takes longer than
-computing. A program is one row, or one head of one."""
+"""Largest number of tokens for which a norm or a rotation is one launch: in a decode step, launching takes longer than
+computing."""
 
 
 def _compiled(tensor: torch.Tensor) -> bool:
-    """Whether an operation on `tensor` is Triton's."""
+    """Return whether Triton runs operations on `tensor`."""
     return tensor.is_cuda and tensor.dtype != torch.float64 and find_spec("triton") is not None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x `[T, D]` over the root of its mean square, times weight `[D]`."""
+    """Divide x `[T, D]` by its root mean square and multiply by weight `[D]`."""
     module: Any = norm
     if _compiled(x) and len(x) <= FEW:
         from . import triton_norm as module
@@ -37,7 +39,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x `[heads, T, d]` times cos plus x with its halves swapped times signed sin, `[1, T, d]` each."""
+    """Return x `[heads, T, d]` times cos plus x with swapped halves times the signed sin, each `[1, T, d]`."""
     module: Any = rotary
     if _compiled(x) and x.stride(2) == 1 and 0 < x.shape[1] <= FEW:
         from . import triton_rotary as module
@@ -46,9 +48,11 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
 
 def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
-    """Copies the first `counts[p]` of each list's rows, by row ids `[P, n]`, from `rows` `[R, w]` to out `[P, n, w]`.
-    `rows` lies in device memory or in page-locked host memory, of any dtype; without Triton the host is asked for the
-    ids."""
+    """Copy the rows ids `[P, n]` of `rows` `[R, w]` to out `[P, n, w]`: the first `counts[p]` of each list.
+
+    `rows` may have any dtype. It lies in device memory or in page-locked host memory. Without Triton, the ids are read
+    on the host.
+    """
     module: Any = lists
     if _compiled(ids):
         from . import triton_gather as module
@@ -63,9 +67,12 @@ def gather_tokens(
     planes: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Copies K and V of the first `counts[p]` (None: all) of tokens `[P, n]`, found by the rows `bases` `[B, C]` of
-    their chunks and `planes` `[2, Hkv]` of layer and head, from `rows` `[R, w]` to out `[2, P, n, w]`; memory as
-    `gather_rows` takes it."""
+    """Copy K and V of tokens `[P, n]` from `rows` `[R, w]` to out `[2, P, n, w]`.
+
+    Only the first `counts[p]` tokens of each list are copied (all if None). `bases` `[B, C]` are the first rows of
+    their blocks, `planes` `[2, Hkv]` the offsets of layer and head. `rows` may lie in the memory that `gather_rows`
+    accepts.
+    """
     module: Any = lists
     if _compiled(tokens):
         from . import triton_gather as module
@@ -75,8 +82,11 @@ def gather_tokens(
 def write_rows(
     rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
 ) -> None:
-    """Writes the newest stored rows k, v `[P, w]` to `rows` `[R, w]`, where `newest` `[B]` and `planes` `[2, Hkv]` say;
-    memory as `gather_rows` takes it."""
+    """Write the newest stored vectors k, v `[P, w]` to `rows` `[R, w]` at offsets `newest` `[B]` plus `planes` `[2,
+    Hkv]`.
+
+    `rows` may lie in the memory that `gather_rows` accepts.
+    """
     module: Any = lists
     if _compiled(newest):
         from . import triton_gather as module
@@ -84,7 +94,7 @@ def write_rows(
 
 
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """Writes the newest rows k, v `[P, d]` to place `places[b]` of what each sequence keeps on the device."""
+    """Write the newest k, v `[P, d]` to position `places[b]` of the KV that each sequence keeps on the device."""
     module: Any = lists
     if _compiled(k):
         from . import triton_append as module
@@ -94,7 +104,7 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:
-    """Scores of queries q `[P, G, r]` with partial keys, at tokens [start, stop) of each list."""
+    """Score queries q `[P, G, r]` with partial keys at tokens [start, stop) of each list."""
     module: Any = lists
     if _compiled(q):
         from . import triton_scores as module
@@ -112,7 +122,7 @@ def quantised_scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Scores of queries q `[P, G, d]` with keys packed in `bits` bits, at tokens [start, stop) of each list."""
+    """Score queries q `[P, G, d]` with keys packed in `bits` bits at tokens [start, stop) of each list."""
     module: Any = lists
     if _compiled(q):
         from . import triton_scores as module
@@ -129,8 +139,7 @@ def select_tokens(
     limits: torch.Tensor,
     cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that each sequence of a batch selects by threshold and best score: ids `[P, cap]` and how many of them
-    are meant `[P]`."""
+    """Select tokens by threshold and best score. Return ids `[P, cap]` and the number of valid ids `[P]`."""
     module: Any = lists
     if _compiled(found.scores):
         from . import triton_select as module
@@ -141,7 +150,7 @@ def select_tokens(
 def attend_counted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q `[P, G, d]` over the first `counts[p]` rows of k, v `[P, n, d]`: out and lse."""
+    """Attend with q `[P, G, d]` to the first `counts[p]` of k, v `[P, n, d]`. Return out and lse."""
     module: Any = lists
     if _compiled(q):
         from . import triton_attention as module
@@ -159,8 +168,10 @@ def attend_kept(
     counts: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q `[P, G, d]` over the places [start, stop) of each list's kept rows and the first `counts[p]` rows
-    of k, v `[P, n, d]` together: out and lse."""
+    """Attend with q `[P, G, d]` to kept and fetched KV together. Return out and lse.
+
+    Kept KV are the positions [start, stop) of each list. Fetched KV are the first `counts[p]` of k, v `[P, n, d]`.
+    """
     module: Any = lists
     if _compiled(q):
         from . import triton_resident as module
@@ -169,7 +180,7 @@ def attend_kept(
 
 
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One attention output `[R, d]` and lse `[R]` from those of S parts, by log-sum-exp."""
+    """Merge the outputs and lses of S parts by log-sum-exp into one output `[R, d]` and lse `[R]`."""
     module: Any = lists
     if _compiled(outs):
         from . import triton_attention as module
@@ -178,7 +189,7 @@ def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
-    """Skews the newest key k `[P, d]` of each list and writes it as column `slots[p]` of its partial keys."""
+    """Skew the newest key k `[P, d]` of each list and write it as column `slots[p]` of its partial keys."""
     module: Any = lists
     if _compiled(k):
         from . import triton_append as module
@@ -194,7 +205,7 @@ def append_quantised(
     packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
-    """Skews and rounds the newest key k `[P, d]` of each list and packs it into slot `slots[p]`."""
+    """Skew and quantise the newest key k `[P, d]` of each list and pack it into slot `slots[p]`."""
     module: Any = lists
     if _compiled(k):
         from . import triton_append as module
@@ -202,7 +213,8 @@ def append_quantised(
 
 
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q `[H, B, d]` over runs of rows that neighbouring sequences share: out `[H, B, d]`, lse `[H, B]`."""
+    """Attend with q `[H, B, d]` to runs of KV that neighbouring sequences share. Return out `[H, B, d]` and lse `[H,
+    B]`."""
     module: Any = segments
     if _compiled(q):
         from . import triton_segments as module
@@ -211,7 +223,7 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
 
 
 def ask_low_bit(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> LowBitQuery:
-    """What queries q `[Hkv, G, d]` ask the low-bit rows of `tokens`."""
+    """Return a query object of q `[Hkv, G, d]` over the low-bit KV of `tokens`."""
     if low_bit_cpu.suits(q):
         return low_bit_cpu.ask(q, mean, pages, layout, tokens)
     if _compiled(q):
@@ -222,7 +234,7 @@ def ask_low_bit(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layou
 
 
 def store_low_bit(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Rounds rows `[Hkv, m, d]` into the slots from `start` on, as keys or as values."""
+    """Quantise KV `[Hkv, m, d]` into the slots from `start` on, as keys or as values."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(rows) else low_bit
     module.store_rows(pages, layout, rows, start, values=values)
 
@@ -237,7 +249,7 @@ def append_low_bit(
     table: PageTable,
     slots: torch.Tensor,
 ) -> None:
-    """Rounds the newest rows k, v `[P, d]` of each list into slot `slots[p]` of its low-bit rows."""
+    """Quantise the newest k, v `[P, d]` of each list into slot `slots[p]` of its low-bit KV."""
     module: Any = low_bit_lists
     if _compiled(k):
         from . import triton_low_bit_rows as module
@@ -253,7 +265,7 @@ def score_low_bit(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Scores of queries q `[P, G, d]` with low-bit keys, at tokens [start, stop) of each list."""
+    """Score queries q `[P, G, d]` with low-bit keys at tokens [start, stop) of each list."""
     module: Any = low_bit_lists
     if _compiled(q):
         from . import triton_low_bit as module
@@ -275,8 +287,11 @@ def join_tail(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One softmax over exact rows and low-bit ones: out `[P, G, d]` and lse `[P, G]`, from those of the exact rows, and
-    the tokens [start, stop) of each list that are not among the first `counts[p]` of chosen `[P, n]`."""
+    """Merge exact and low-bit attention into one softmax. Return out `[P, G, d]` and lse `[P, G]`.
+
+    The arguments `out` and `lse` are those of the exact KV. The low-bit part covers the tokens [start, stop) of each
+    list except the first `counts[p]` of chosen `[P, n]`.
+    """
     module: Any = low_bit_lists
     if _compiled(q):
         from . import triton_low_bit as module

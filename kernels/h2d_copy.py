@@ -1,4 +1,4 @@
-"""Numbers that the host knows, on the device, without waiting for it."""
+"""Copy tensors from the host to the device without synchronising."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values`, which are on the host, on the device: on CUDA through page-locked memory, which is not used again
-    before it has been read."""
+    """Copy a host tensor to `device`. On CUDA, copy asynchronously from page-locked memory."""
     if device.type != "cuda":
         return values.to(device)
+    # The allocator reuses the page-locked buffer only after the copy has read it.
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def copy_into(values: torch.Tensor, into: torch.Tensor) -> None:
-    """`values`, which are on the host, into a tensor of their shape on its device; page-locked as in `to_device`."""
+    """Copy a host tensor into a tensor of the same shape, asynchronously from page-locked memory on CUDA."""
     into.copy_(values.pin_memory() if into.is_cuda else values, non_blocking=True)

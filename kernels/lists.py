@@ -1,9 +1,10 @@
-"""The decode step's operations over *lists*, in torch: the definitions that the Triton kernels are tested against.
+"""Operations of the decode step over lists, in torch: the reference definitions of the Triton kernels.
 
-A list is one KV head of one sequence; P = B * Hkv lists, sequence-major. Lists of a batch differ in length: what counts
-is said by tensors that lie beside the data (`starts`, `stops`, `counts`, int32), so that shapes are static and nothing
-is asked of the host. What a sequence keeps from step to step is a tensor of its own (`PointerTable`). Scores and LSE
-are float32 (float64 for float64), LSE is the natural logarithm, and a list without tokens has LSE -inf and output 0.
+A list is one KV head of one sequence. There are P = B * Hkv lists, sequence-major. Lists of a batch differ in length.
+int32 tensors (`starts`, `stops`, `counts`) mark the valid part, so shapes are static and the host is never asked. Data
+that a sequence keeps between steps lies in a tensor of its own (`PointerTable`).
+
+Scores and LSE are float32 (float64 for float64). LSE is the natural logarithm. An empty list has LSE -inf and output 0.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from .selection import quantised_scores as packed_scores
 
 @dataclass(frozen=True)
 class Scores:
-    """scores `[P, G, N]`, -inf outside each list's tokens. Of S blocks that these lie in: maxima `[P, G, S]`, each
-    head's largest score, and sums `[P, G, S]` of exp(score - largest); -inf and 0 of a block without tokens."""
+    """Scores of all lists, with statistics of S blocks of tokens.
+
+    scores: `[P, G, N]`, -inf outside the valid tokens of each list.
+    maxima: `[P, G, S]`, the largest score of each head in each block, -inf for an empty block.
+    sums: `[P, G, S]`, the sum of exp(score - maximum), 0 for an empty block.
+    """
 
     scores: torch.Tensor
     maxima: torch.Tensor
@@ -30,12 +35,12 @@ class Scores:
 
     @property
     def maximum(self) -> torch.Tensor:
-        """`[P, G]`, over each head's tokens."""
+        """Largest score `[P, G]` of each head."""
         return self.maxima.amax(-1)
 
     @property
     def lse(self) -> torch.Tensor:
-        """`[P, G]`, of each head's tokens."""
+        """Log-sum-exp `[P, G]` of the scores of each head."""
         return torch.logsumexp(self.maxima + self.sums.log(), -1)
 
 
@@ -43,9 +48,11 @@ class Scores:
 
 
 def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
-    """The first `counts[p]` rows of each list, from `rows` `[R, w]` by row ids int64 `[P, n]`, into out `[P, n, w]`;
-    what lies behind them, or has a negative id, stays as it was. `rows` may be `out` itself, where no row that is read
-    is written."""
+    """Copy rows of `rows` `[R, w]` by row ids `[P, n]` (int64) to out `[P, n, w]`.
+
+    Only the first `counts[p]` ids of each list are copied. Entries behind them and entries with a negative id stay
+    unchanged. `rows` may be `out` itself if no row is both read and written.
+    """
     for p, count in enumerate(counts.tolist()):
         wanted = (ids[p, :count] >= 0).nonzero().squeeze(1)
         out[p, wanted] = rows.index_select(0, ids[p, wanted].to(rows.device)).to(out.device)
@@ -59,10 +66,12 @@ def gather_tokens(
     planes: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """K and V of the first `counts[p]` (None: all) of tokens int64 `[P, n]`, from `rows` `[R, w]` into out
-    `[2, P, n, w]`; what lies behind them stays as it was. Token t of sequence b lies `t % CHUNK` rows behind
-    `bases[b, t // CHUNK]` (int64 `[B, C]`), and the rows of K and V of a KV head `planes[0, h]` and `planes[1, h]`
-    (int64 `[2, Hkv]`) behind that."""
+    """Copy K and V of tokens `[P, n]` (int64) from `rows` `[R, w]` to out `[2, P, n, w]`.
+
+    Only the first `counts[p]` tokens of each list are copied (all if None). The other entries stay unchanged. The row
+    of token t of sequence b is `bases[b, t // CHUNK]` (int64 `[B, C]`) plus `t % CHUNK`, plus `planes[0, h]` for K and
+    `planes[1, h]` for V of KV head h (int64 `[2, Hkv]`).
+    """
     batch, heads, listed = len(bases), planes.shape[1], tokens.shape[1]
     at = tokens.reshape(batch, heads * listed)
     ids = (bases.gather(1, at // CHUNK) + at % CHUNK).view(batch, heads, listed)
@@ -75,8 +84,11 @@ def gather_tokens(
 def write_rows(
     rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
 ) -> None:
-    """The stored rows k, v `[P, w]` of each sequence's newest token go to `rows` `[R, w]`, `planes[0, h]` and
-    `planes[1, h]` (int64 `[2, Hkv]`) behind `newest[b]` (int64 `[B]`); a negative one is nobody's."""
+    """Write the stored vectors k, v `[P, w]` of the newest token of each sequence to `rows` `[R, w]`.
+
+    The row is `newest[b]` (int64 `[B]`) plus `planes[0, h]` for K and `planes[1, h]` for V (int64 `[2, Hkv]`).
+    Sequences with a negative `newest[b]` are skipped.
+    """
     meant = newest >= 0
     ids = (newest[meant].unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
     for of, source in zip(ids, (k, v), strict=True):
@@ -84,8 +96,10 @@ def write_rows(
 
 
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """The rows k, v `[P, d]` of each sequence's newest token take place `places[b]` (int64 `[B]`) of its kept rows
-    `[2 * Hkv, room, d]`: K of all heads, then V; a negative place is nobody's."""
+    """Write k, v `[P, d]` of the newest token to position `places[b]` (int64 `[B]`) of the kept KV of each sequence.
+
+    The kept KV `[2 * Hkv, room, d]` are K of all heads, then V. Negative positions are skipped.
+    """
     batch = len(kept.tensors)
     newest = torch.cat((k.view(batch, -1, k.shape[1]), v.view(batch, -1, v.shape[1])), dim=1)
     for rows, own, place in zip(kept.tensors, newest, places, strict=True):
@@ -99,8 +113,11 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:
-    """Skewed and scaled queries q `[P, G, r]` with keys `[Hkv, r, N_b]` of any dtype; tokens [start, stop) of each list
-    count. Scores of `tokens` tokens, at least as many as any list has."""
+    """Score skewed and scaled queries q `[P, G, r]` with keys `[Hkv, r, N_b]` of any dtype.
+
+    Only tokens [start, stop) of each list are valid. `tokens` is the length of the result, at least that of the longest
+    list.
+    """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
     for own, query, there in zip(keys.tensors, q.split(keys.heads), scores.split(keys.heads), strict=True):
         n = min(tokens, own.shape[2])
@@ -118,8 +135,10 @@ def quantised_scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Scores of queries q `[P, G, d]` with packed keys int8 `[Hkv, m_b, w]` (`selection.pack`; the first d of w bytes
-    count), N_b = m_b * 8 / bits; mean and step `[Hkv, d]`, the same for every sequence."""
+    """Score queries q `[P, G, d]` with packed keys int8 `[Hkv, m_b, w]` (`selection.pack`).
+
+    Only the first d of w bytes are used. N_b = m_b * 8 / bits. mean and step `[Hkv, d]` are the same for all sequences.
+    """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
     for own, query, there in zip(packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True):
         n = min(tokens, own.shape[1] * (8 // bits))
@@ -128,7 +147,7 @@ def quantised_scores(
 
 
 def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> Scores:
-    """Scores `[P, G, N]` with -inf outside [start, stop) of each list."""
+    """Set scores `[P, G, N]` outside [start, stop) of each list to -inf and compute their statistics."""
     token = torch.arange(scores.shape[2], device=scores.device)
     outside = (token < starts[:, None]) | (token >= stops[:, None])
     scores = scores.masked_fill(outside.unsqueeze(1), -math.inf)
@@ -145,11 +164,19 @@ def select_tokens(
     limits: torch.Tensor,
     cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`selection.select_tokens` of every sequence of a batch, under a static cap: token indices int64 `[P, cap]`,
-    rising, and counts int32 `[P]`, how many of each row are meant; the rest of a row is 0.
+    """Apply `selection.select_tokens` to every sequence of a batch, with a static cap.
 
-    limits: int32 `[B]`, the most tokens of each sequence (`selection_limit`). Counts are those of
-    `selection.token_count`, at most `cap`.
+    Args:
+        found: Scores of all lists.
+        starts, stops: Valid tokens of each list, the same for all lists of a sequence.
+        kv_heads: Hkv.
+        alpha: Largest distance of a passing score from the maximum of its head.
+        limits: int32 `[B]`, the maximum number of tokens of each sequence (`selection_limit`).
+        cap: Length of the result.
+
+    Returns:
+        Rising token indices int64 `[P, cap]`, padded with 0, and the number of valid indices int32 `[P]`: that of
+            `selection.token_count`, at most `cap`.
     """
     lists, group, _ = found.scores.shape
     tokens = torch.zeros(lists, cap, dtype=torch.int64, device=found.scores.device)
@@ -173,7 +200,8 @@ def select_tokens(
 
 
 def selection_limit(candidates: int, max_fraction: float) -> int:
-    """The most tokens a sequence may select of its `candidates`: floor of the share, but 1 where there is one."""
+    """Return how many of its `candidates` a sequence may select: floor of the fraction, but at least 1 if there are
+    any."""
     return max(min(1, candidates), floor_share(max_fraction, candidates))
 
 
@@ -183,8 +211,10 @@ def selection_limit(candidates: int, max_fraction: float) -> int:
 def attend_counted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode attention of q `[P, G, d]` over the first `counts[p]` rows of k, v `[P, n, d]`: out `[P, G, d]` and lse
-    `[P, G]`, float32 (float64 for float64)."""
+    """Attend with q `[P, G, d]` to the first `counts[p]` of k, v `[P, n, d]`.
+
+    Returns out `[P, G, d]` and lse `[P, G]`, float32 (float64 for float64).
+    """
     return _attend(q, k, v, torch.arange(k.shape[1], device=k.device) >= counts[:, None], scale)
 
 
@@ -198,9 +228,11 @@ def attend_kept(
     counts: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode attention of q `[P, G, d]` over the places [start, stop) of each list's kept rows `[2 * Hkv, room, d]`
-    (`keep_rows`; one room for all) and the first `counts[p]` rows of k, v `[P, n, d]` together: out `[P, G, d]` and lse
-    `[P, G]`."""
+    """Attend with q `[P, G, d]` to kept and fetched KV together. Return out `[P, G, d]` and lse `[P, G]`.
+
+    Kept KV are the positions [start, stop) of each list in `[2 * Hkv, room, d]` (`keep_rows`, the same room for all
+    sequences). Fetched KV are the first `counts[p]` of k, v `[P, n, d]`.
+    """
     keys, values = torch.stack(kept.tensors).unflatten(1, (2, -1)).transpose(0, 1).flatten(1, 2)
     place = torch.arange(keys.shape[1], device=q.device)
     hidden = (place < starts[:, None]) | (place >= stops[:, None])
@@ -213,7 +245,7 @@ def attend_kept(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Over the rows that are not `hidden` (bool `[P, n]`)."""
+    """Attend to all keys that are not `hidden` (bool `[P, n]`)."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = torch.bmm(q.to(wide), k.to(wide).transpose(1, 2)) * scale
     scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
@@ -223,7 +255,7 @@ def _attend(
 
 
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.merge_lse` of outs `[S, R, d]` and lses `[S, R]`, where parts, and whole rows, may be empty."""
+    """Merge outs `[S, R, d]` and lses `[S, R]` as `reference.merge_lse` does. Parts and whole rows may be empty."""
     lse = torch.logsumexp(lses, 0)
     shares = (lses - finite(lse)).exp()
     outs = outs.masked_fill(lses.isneginf().unsqueeze(-1), 0)
@@ -231,7 +263,7 @@ def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
-    """-inf, of a list without tokens, as the lowest finite number: exp(-inf - it) is 0."""
+    """Replace -inf, the LSE of an empty list, by the lowest finite number, so that exp(-inf - lse) is 0."""
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 
@@ -239,8 +271,11 @@ def finite(lse: torch.Tensor) -> torch.Tensor:
 
 
 def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
-    """The key k `[P, d]` of each list's newest token, skewed by basis `[Hkv, d, r]` (or `[P, d, r]`, each list's own),
-    becomes column `slots[p]` of keys `[Hkv, r, N_b]`. slots: int64 `[P]`, negative ones of a sequence that is none."""
+    """Skew the key k `[P, d]` of the newest token of each list and store it as column `slots[p]` (int64 `[P]`).
+
+    The keys are `[Hkv, r, N_b]`. The basis is `[Hkv, d, r]`, or `[P, d, r]` with one basis per list. Sequences with
+    negative slots are skipped.
+    """
     skewed = _skewed(k, basis).to(keys.dtype)
     every = torch.arange(keys.heads, device=k.device)
     for own, columns, slot in zip(keys.tensors, skewed.split(keys.heads), slots.split(keys.heads), strict=True):
@@ -257,9 +292,11 @@ def append_quantised(
     packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
-    """The key k `[P, d]` of each list's newest token, skewed by basis and rounded by mean and step `[Hkv, r]`, takes
-    slot `slots[p]` of packed `[Hkv, m_b, w]`, in the first r of w bytes; the other tokens of its bytes keep their
-    codes. Negative slots are those of a sequence that is none."""
+    """Skew and quantise the key k `[P, d]` of the newest token of each list and pack it into slot `slots[p]`.
+
+    mean and step `[Hkv, r]` define the levels. Only the first r of w bytes of packed `[Hkv, m_b, w]` are used. The
+    other tokens in these bytes keep their codes. Sequences with negative slots are skipped.
+    """
     fields, every = 8 // bits, torch.arange(packed.heads, device=k.device)
     entering = _skewed(k, basis).unsqueeze(1)
     codes = zip(entering.split(packed.heads), slots.split(packed.heads), packed.tensors, strict=True)
@@ -273,5 +310,5 @@ def append_quantised(
 
 
 def _skewed(k: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """`[P, r]` of k `[P, d]`, list p by basis p modulo their number."""
+    """Skew k `[P, d]` to `[P, r]`. List p uses basis p modulo the number of bases."""
     return skew(k.view(-1, len(basis), k.shape[1]).transpose(0, 1), basis).transpose(0, 1).flatten(0, 1)

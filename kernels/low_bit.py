@@ -1,13 +1,14 @@
-"""Low-bit copies of keys and values, and attention over them, in torch: the definitions that faster paths are tested
-against.
+"""Low-bit copies of keys and values, and attention over them, in torch: the reference for faster paths.
 
-A row `[d]` is stored as codes of `bits` bits, `d * bits / 8` bytes, and one step of 8 bits: level c of a row is
-`(c - (2^bits - 1) / 2) * step`, and the step is the row's largest magnitude over 2^(bits - 1), so that nothing is
-clipped. (Steps of least squared error, which clip, are worse here: what the tail of a softmax sums up averages rounding
-but not clipping.) One step for a row is enough because rows arrive mixed: multiplied with an orthogonal matrix that
-spreads what single channels carry over all of them (`mixing`).
+A vector `[d]` is stored as codes of `bits` bits (`d * bits / 8` bytes) and one 8-bit step. Code c stands for `(c -
+(2^bits - 1) / 2) * step`. The step is the largest magnitude of the vector over 2^(bits - 1), so no value is clipped.
+Steps of least squared error clip and are worse here: the weighted sum over many tokens averages rounding errors but not
+clipping errors.
 
-Rows lie in blocks of 64 tokens, `Layout`, and blocks in pages (`pages.py`).
+One step per vector is enough because vectors are first multiplied with an orthogonal matrix (`mixing`). It spreads
+large channels over all channels.
+
+Vectors are stored in blocks of 64 tokens (`Layout`), and blocks in pages (`pages.py`).
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ from .reference import capped
 from .selection import quantise_query
 
 KEY_BITS = 4
-"""Of a number of a key. Two bits ruin scores; values bear them."""
+"""Bits per number of a key. Values tolerate two bits, scores do not."""
 
 SMALLEST = (127 - 20) << 3
-"""The step of code 0, 2^-20, as the upper eleven bits of a float32: exponent and three bits of the fraction."""
+"""Upper eleven bits of a float32 (exponent and three fraction bits) of 2^-20, the step of code 0."""
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
 
 
 def mixing(d: int) -> torch.Tensor:
-    """An orthogonal matrix float64 `[d, d]` all of whose entries are small: the Kronecker product of a Hadamard matrix
-    of the largest power of two in d and a discrete cosine transform of what is left."""
+    """Return an orthogonal matrix float64 `[d, d]` with only small entries.
+
+    It is the Kronecker product of a Hadamard matrix, of the largest power of two in d, and a discrete cosine transform
+    of the odd factor.
+    """
     odd = d // (d & -d)
     column = torch.arange(odd, dtype=torch.float64)
     mixed = torch.cos(math.pi / odd * (column[:, None] + 0.5) * column[None]) * math.sqrt(2 / odd)
@@ -46,19 +50,21 @@ def mixing(d: int) -> torch.Tensor:
 
 
 def encode_steps(steps: torch.Tensor) -> torch.Tensor:
-    """Positive steps of any shape as uint8: rounded up to a float with three bits of fraction, 2^-20 to 2^12."""
+    """Encode positive steps as uint8: rounded up to a float with three fraction bits, from 2^-20 to 2^12."""
     upper = (steps.float().contiguous().view(torch.int32) + ((1 << 20) - 1)) >> 20
     return (upper - SMALLEST).clamp_(0, 255).to(torch.uint8)
 
 
 def decode_steps(codes: torch.Tensor) -> torch.Tensor:
-    """float32 steps of `encode_steps`."""
+    """Decode the codes of `encode_steps` to float32."""
     return ((codes.to(torch.int32) + SMALLEST) << 20).view(torch.float32)
 
 
 def quantise_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows x `[..., d]`, float32 or float64, as packed codes uint8 `[..., d * bits / 8]` and steps uint8 `[...]`. Byte
-    i of a row holds channels i, i + w, ..., w = d * bits / 8 apart, the first in its lowest bits."""
+    """Quantise x `[..., d]` (float32 or float64) to packed codes uint8 `[..., d * bits / 8]` and steps uint8 `[...]`.
+
+    With w = d * bits / 8, byte i holds channels i, i + w, i + 2w, ..., the first in its lowest bits.
+    """
     steps = encode_steps(x.abs().amax(-1) / (1 << (bits - 1)))
     codes = (x / decode_steps(steps).to(x.dtype).unsqueeze(-1)).floor_() + (1 << (bits - 1))
     codes = codes.clamp_(0, (1 << bits) - 1).to(torch.uint8)
@@ -70,12 +76,12 @@ def quantise_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def unpack_rows(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The codes uint8 `[..., d]` of `quantise_rows`."""
+    """Unpack the codes of `quantise_rows` to uint8 `[..., d]`."""
     return torch.cat([(packed >> (bits * field)) & ((1 << bits) - 1) for field in range(8 // bits)], -1)
 
 
 def dequantise_rows(packed: torch.Tensor, steps: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """The levels `[..., d]` that packed codes and steps stand for."""
+    """Return the values `[..., d]` of packed codes and steps."""
     levels = unpack_rows(packed, bits).to(dtype) - ((1 << bits) - 1) / 2
     return levels * decode_steps(steps).to(dtype).unsqueeze(-1)
 
@@ -90,11 +96,12 @@ def packs(head_dim: int, value_bits: int) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of a block lie: packed keys, packed values, steps of keys, steps of values, of 64 tokens each.
-    Keys lie byte by byte, each of all 64 tokens (a score is a sum over channels, tokens side by side), values token by
-    token (an output is a sum over tokens, channels side by side).
+    """Layout of a block: packed keys, packed values, steps of keys, steps of values, of 64 tokens each.
 
-    Blocks are uint8 `[Hkv, blocks, block_bytes]`; the parts are views of them, `[Hkv, blocks, 64, ...]`.
+    Keys are stored byte by byte, each byte for all 64 tokens: a score is a sum over channels for adjacent tokens.
+    Values are stored token by token: an output is a sum over tokens for adjacent channels.
+
+    Blocks are uint8 `[Hkv, blocks, block_bytes]`. The methods return views of the parts, `[Hkv, blocks, 64, ...]`.
     """
 
     head_dim: int
@@ -105,33 +112,33 @@ class Layout:
 
     @property
     def key_bytes(self) -> int:
-        """Of a row's packed key."""
+        """Bytes of one packed key."""
         return self.head_dim * KEY_BITS // 8
 
     @property
     def value_bytes(self) -> int:
-        """Of a row's packed value."""
+        """Bytes of one packed value."""
         return self.head_dim * self.value_bits // 8
 
     @property
     def block_bytes(self) -> int:
-        """Of a block."""
+        """Bytes of one block."""
         return BLOCK * (self.key_bytes + self.value_bytes + 2)
 
     def keys(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Packed keys `[Hkv, blocks, 64, key_bytes]` and their steps `[Hkv, blocks, 64]`."""
+        """Return the packed keys `[Hkv, blocks, 64, key_bytes]` and their steps `[Hkv, blocks, 64]`."""
         steps = BLOCK * (self.key_bytes + self.value_bytes)
         packed = rows[:, :, : BLOCK * self.key_bytes].unflatten(2, (-1, BLOCK)).transpose(2, 3)
         return packed, rows[:, :, steps : steps + BLOCK]
 
     def values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Packed values `[Hkv, blocks, 64, value_bytes]` and their steps `[Hkv, blocks, 64]`."""
+        """Return the packed values `[Hkv, blocks, 64, value_bytes]` and their steps `[Hkv, blocks, 64]`."""
         first, steps = BLOCK * self.key_bytes, BLOCK * (self.key_bytes + self.value_bytes)
         return rows[:, :, first:steps].unflatten(2, (BLOCK, -1)), rows[:, :, steps + BLOCK :]
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Rows `[Hkv, m, d]` take the slots from `start` on, as keys or as values."""
+    """Quantise vectors `[Hkv, m, d]` into the slots from `start` on, as keys or as values."""
     data = quantise_rows(rows, layout.value_bits if values else KEY_BITS)
     for blocks, slots, at in pages.parts(range(start, start + rows.shape[1])):
         places = torch.arange(slots.start, slots.stop, device=rows.device)
@@ -143,11 +150,11 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
 
 
 def low_bit_scores(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> torch.Tensor:
-    """Scores `[Hkv, G, n]` of queries q `[Hkv, G, d]`, scaled and in the basis of the keys, with the keys of `tokens`;
-    mean `[Hkv, d]` was taken from every key of a head.
+    """Return the scores `[Hkv, G, n]` of queries q `[Hkv, G, d]` with the keys of `tokens`.
 
-    The query is rounded to int8 with one scale per head (`selection.quantise_query`): the sum over channels is then an
-    exact integer, the same on every device.
+    q is scaled and in the basis of the keys. mean `[Hkv, d]` was subtracted from the keys of each head. The query is
+    rounded to int8 with one scale per query head (`selection.quantise_query`). The sum over channels is then an exact
+    integer, the same on every device.
     """
     weights, scale = quantise_query(q)
     middle = weights.sum(-1, keepdim=True).to(q.dtype) * (((1 << KEY_BITS) - 1) / 2)
@@ -168,12 +175,13 @@ def tail_attention(
     skip: torch.Tensor,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the low-bit rows of `tokens` that are not among `skip` int64 `[Hkv, n]`, which lie in `tokens` or
-    are negative.
+    """Attend to the low-bit KV of `tokens` except `skip` int64 `[Hkv, n]`.
 
-    q and mean as in `low_bit_scores`, whose scores are capped where the model's are. Returns out `[Hkv, G, d]`, mixed
-    as the values are, and lse `[Hkv, G]` (natural log), float32 (float64 for float64): 0 and -inf where no token is
-    left.
+    Entries of `skip` lie in `tokens` or are negative (ignored). q and mean are those of `low_bit_scores`. The scores
+    are capped by `softcap`, if given.
+
+    Returns out `[Hkv, G, d]`, in the mixed basis of the values, and lse `[Hkv, G]`, float32 (float64 for float64). They
+    are 0 and -inf if no token is left.
     """
     scores = capped(low_bit_scores(q, mean, pages, layout, tokens), softcap)
     hidden = torch.zeros(scores.shape[0], len(tokens) + 1, dtype=torch.bool, device=q.device)
@@ -190,8 +198,11 @@ def tail_attention(
 
 @dataclass(frozen=True, eq=False)
 class LowBitQuery:
-    """What queries q `[Hkv, G, d]`, scaled and in the basis of the keys, ask the low-bit rows of `tokens`; mean `[Hkv,
-    d]` was taken from the keys. Rows must not change in between."""
+    """Queries over the low-bit KV of `tokens`.
+
+    q `[Hkv, G, d]` is scaled and in the basis of the keys. mean `[Hkv, d]` was subtracted from the keys. The KV must
+    not change while the object is in use.
+    """
 
     q: torch.Tensor
     mean: torch.Tensor
@@ -201,17 +212,20 @@ class LowBitQuery:
 
     @cached_property
     def scores(self) -> torch.Tensor:
-        """`low_bit_scores`: `[Hkv, G, n]`, computed once."""
+        """Scores `[Hkv, G, n]` (`low_bit_scores`), computed once."""
         return low_bit_scores(self.q, self.mean, self.pages, self.layout, self.tokens)
 
     def select(self, alpha: float, max_fraction: float) -> torch.Tensor:
-        """`selection.select_tokens` of the scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
+        """Select tokens by their scores (`selection.select_tokens`): int64 `[Hkv, n]`, relative to the first of
+        `tokens`."""
         return selection.select_tokens(self.scores, alpha, max_fraction)
 
     def top(self, n: int) -> torch.Tensor:
-        """`selection.top_scored`: the n tokens with the largest scores, int64 `[Hkv, n]`, counted likewise."""
+        """Return the n tokens with the largest scores (`selection.top_scored`): int64 `[Hkv, n]`, relative to the first
+        of `tokens`."""
         return selection.top_scored(self.scores, n)
 
     def tail(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`tail_attention`: out `[Hkv, G, d]` and lse `[Hkv, G]` of the tokens that are not among skip `[Hkv, n]`."""
+        """Attend to the tokens that are not in skip `[Hkv, n]`: out `[Hkv, G, d]` and lse `[Hkv, G]`
+        (`tail_attention`)."""
         return tail_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)

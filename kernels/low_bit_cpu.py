@@ -1,5 +1,7 @@
-"""Scores with low-bit keys and attention over low-bit rows on a processor: one pass in C where there is a compiler
-(`low_bit.c`), else in torch by integer products over the bytes. Float32; what they compute is defined in `low_bit.py`.
+"""Score low-bit keys and attend to low-bit KV on a CPU, in float32.
+
+C code does it in one pass if it could be compiled (`low_bit.c`). Otherwise torch computes integer products of the
+bytes. `low_bit.py` defines the results.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from .selection import floor_share, quantise_query
 
 
 def suits(q: torch.Tensor) -> bool:
-    """Whether queries q are computed here."""
+    """Return whether this module supports queries q."""
     return q.device.type == "cpu" and q.dtype == torch.float32
 
 
 def ask(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> LowBitQuery:
-    """`LowBitQuery` of queries that `suits`."""
+    """Return the `LowBitQuery` of queries that `suits` accepts."""
     library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
     if library is None or not tokens:
         return ProductQuery(q, mean, pages, layout, tokens)
@@ -32,8 +34,10 @@ def ask(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, token
 
 @dataclass(frozen=True, eq=False)
 class NativeQuery(LowBitQuery):
-    """In C: scores are computed once, in one pass over the keys, and weigh the values later. Weights of values are
-    rounded to bfloat16 where the processor multiplies it, else they are float32."""
+    """Low-bit query in C. One pass over the keys computes the scores, and a later pass weighs the values.
+
+    The weights of values are rounded to bfloat16 if the processor multiplies it, else they are float32.
+    """
 
     library: native.LowBitLibrary
 
@@ -43,28 +47,31 @@ class NativeQuery(LowBitQuery):
 
     @property
     def scores(self) -> torch.Tensor:
-        """`[Hkv, G, n]`."""
+        """Scores `[Hkv, G, n]`."""
         return self._found.scores
 
     def select(self, alpha: float, max_fraction: float) -> torch.Tensor:
-        """By threshold and best score, rising: int64 `[Hkv, n]`."""
+        """Select tokens by threshold and best score: rising int64 `[Hkv, n]`."""
         return self.library.select(self._found, alpha, max(1, floor_share(max_fraction, len(self.tokens))))
 
     def top(self, n: int) -> torch.Tensor:
-        """Of a threshold that every token reaches, rising: int64 `[Hkv, n]`."""
+        """Return the n tokens with the largest scores: rising int64 `[Hkv, n]`."""
         if n == 0:
             return torch.empty(self.q.shape[0], 0, dtype=torch.int64)
+        # Every token passes an infinite threshold, so the best n remain.
         return self.library.select(self._found, math.inf, min(n, len(self.tokens)))
 
     def tail(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Out `[Hkv, G, d]`, lse `[Hkv, G]`."""
+        """Attend to the tokens that are not in skip: out `[Hkv, G, d]` and lse `[Hkv, G]`."""
         return self.library.mix(self._found, skip, softcap)
 
 
 @dataclass(frozen=True, eq=False)
 class ProductQuery(LowBitQuery):
-    """In torch, by integer products of the query's int8 weights with the codes, scaled afterwards. Weights of values
-    are rounded to bfloat16."""
+    """Low-bit query in torch: integer products of the int8 query with the codes, scaled afterwards.
+
+    The weights of values are rounded to bfloat16.
+    """
 
     @cached_property
     def _blocks(self) -> range:
@@ -72,19 +79,19 @@ class ProductQuery(LowBitQuery):
 
     @cached_property
     def _found(self) -> torch.Tensor:
-        """Of all tokens of the blocks: `[Hkv, G, blocks * 64]`."""
+        """Scores of all tokens of the blocks, `[Hkv, G, blocks * 64]`."""
         weights, scale = quantise_query(self.q)
         shift = torch.bmm(self.q, self.mean.unsqueeze(2))
         return _scores(weights, scale, self.pages, self.layout, self._blocks).add_(shift)
 
     @property
     def scores(self) -> torch.Tensor:
-        """`[Hkv, G, n]`."""
+        """Scores `[Hkv, G, n]`."""
         first = self._blocks.start * BLOCK
         return self._found[:, :, self.tokens.start - first : self.tokens.stop - first]
 
     def tail(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Out `[Hkv, G, d]`, lse `[Hkv, G]`."""
+        """Attend to the tokens that are not in skip: out `[Hkv, G, d]` and lse `[Hkv, G]`."""
         hidden = _hidden_tokens(self.tokens, self._blocks, skip)
         scores = capped(self._found, softcap).masked_fill(hidden.unsqueeze(1), -math.inf)
         lse = torch.logsumexp(scores, -1)
@@ -93,7 +100,7 @@ class ProductQuery(LowBitQuery):
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """`low_bit.store_rows`: with the library, rounded and packed in one pass."""
+    """Quantise and pack vectors as `low_bit.store_rows` does, in one pass of C code if it could be compiled."""
     library = native.low_bit(layout.head_dim, layout.value_bits, 1)
     if library is None:
         low_bit.store_rows(pages, layout, rows, start, values=values)
@@ -102,8 +109,10 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
 
 
 def _hidden_tokens(tokens: range, blocks: range, skip: torch.Tensor) -> torch.Tensor:
-    """Of all tokens of `blocks`, bool `[Hkv, blocks * 64]`, whether each does not count: it is not among `tokens`, or
-    in skip int64 `[Hkv, n]`, negative entries apart."""
+    """Return which tokens of `blocks` are excluded, bool `[Hkv, blocks * 64]`.
+
+    Excluded are tokens outside `tokens` and tokens in skip int64 `[Hkv, n]`. Negative entries of skip are ignored.
+    """
     offset, count = blocks.start * BLOCK, len(blocks) * BLOCK
     hidden = torch.ones(skip.shape[0], count + 1, dtype=torch.bool)
     hidden[:, tokens.start - offset : tokens.stop - offset] = False
@@ -121,8 +130,11 @@ def _scores(
     layout: Layout,
     blocks: range,
 ) -> torch.Tensor:
-    """`[Hkv, G, blocks * 64]` from the query's int8 weights `[Hkv, G, d]`, their scale `[Hkv, G, 1]`: one
-    integer product for each half of the channels, head by head in the cache."""
+    """Return scores `[Hkv, G, blocks * 64]` of int8 queries `weights` `[Hkv, G, d]` with scale `[Hkv, G, 1]`.
+
+    Each half of the channels is one integer product. Heads are processed one by one so that the codes stay in the
+    cache.
+    """
     heads, group, _ = weights.shape
     width, count = layout.key_bytes, len(blocks)
     codes = torch.empty(width, PAGE_BLOCKS, BLOCK, dtype=torch.uint8)
@@ -150,8 +162,9 @@ def _shifted(rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(weights: torch.Tensor, pages: Pages, layout: Layout, blocks: range) -> torch.Tensor:
-    """The values of `blocks` weighted by `[Hkv, G, blocks * 64]`: `[Hkv, G, d]`. Levels in steps are exact in bfloat16,
-    around 0, so that sums are no larger than what they are of; the weights, steps in them, are rounded to it."""
+    """Sum the values of `blocks` with weights `[Hkv, G, blocks * 64]` to `[Hkv, G, d]`."""
+    # Codes minus their middle are exact in bfloat16, and centred, so sums stay small. Only the weights, multiplied
+    # with the steps, are rounded.
     middle, out = ((1 << layout.value_bits) - 1) / 2, torch.zeros(*weights.shape[:2], layout.head_dim)
     for page, slots, at in pages.parts(_tokens_of(blocks)):
         packed, steps = (part.flatten(1, 2)[:, slots] for part in layout.values(page))

@@ -1,7 +1,7 @@
-"""Low-bit rows of a batch's sequences, in torch: the definitions that the Triton kernels are tested against.
+"""Operations on the low-bit KV of a batch, in torch: the reference definitions of the Triton kernels.
 
-Lists are those of `lists.py`; each sequence's rows lie in its pages (`pages.py`). What keys, queries and values are
-multiplied with (basis, mean, mixing) is the same for every sequence.
+Lists are those of `lists.py`. The low-bit KV of a sequence lies in its pages (`pages.py`). The basis of queries and
+keys, the mean of keys and the mixing of values are the same for all sequences.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ def append_rows(
     table: PageTable,
     slots: torch.Tensor,
 ) -> None:
-    """The rows k, v `[P, d]` of each list's newest token take slot `slots[p]` (int64): keys multiplied with basis
-    `[Hkv, d, d]` and without mean `[Hkv, d]`, values multiplied with mixing `[d, d]`. Negative slots are those of a
-    sequence that is none."""
+    """Quantise k, v `[P, d]` of the newest token of each list into slot `slots[p]` (int64).
+
+    Keys are multiplied with basis `[Hkv, d, d]`, and mean `[Hkv, d]` is subtracted. Values are multiplied with mixing
+    `[d, d]`. Sequences with negative slots are skipped.
+    """
     heads, every = table.heads, torch.arange(table.heads, device=k.device)
     keys = skew(k.view(-1, heads, k.shape[1]).transpose(0, 1), basis) - mean.unsqueeze(1)
     values = (v.to(mixing.dtype) @ mixing).view(-1, heads, v.shape[1])
@@ -51,8 +53,11 @@ def scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Scores of queries q `[P, G, d]`, scaled and in the keys' basis, at tokens [start, stop) of each list, -inf
-    outside; mean `[Hkv, d]` was taken from the keys. Of `tokens` tokens, at least as many as any list has."""
+    """Score queries q `[P, G, d]` at tokens [start, stop) of each list, -inf outside.
+
+    q is scaled and in the basis of the keys. mean `[Hkv, d]` was subtracted from the keys. `tokens` is the length of
+    the result, at least that of the longest list.
+    """
     found = q.new_full((*q.shape[:2], tokens), 0.0)
     heads = table.heads
     for own, query, there in zip(table.pages, q.split(heads), found.split(heads), strict=True):
@@ -75,9 +80,12 @@ def join_tail(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One softmax over exact rows and low-bit rows: out `[P, G, d]` and lse `[P, G]`, from those of the exact ones and
-    the low-bit rows of the tokens [start, stop) of each list that are not the first `counts[p]` (int32) of chosen int64
-    `[P, n]`, which rise. q, mean and tokens as in `scores`; values were multiplied with mixing."""
+    """Merge exact and low-bit attention into one softmax. Return out `[P, G, d]` and lse `[P, G]`.
+
+    The arguments `out` and `lse` are those of the exact KV. The low-bit part covers the tokens [start, stop) of each
+    list except the first `counts[p]` (int32) of chosen int64 `[P, n]`, in rising order. q, mean and tokens are those of
+    `scores`. The values were multiplied with mixing.
+    """
     found = scores(q, mean, layout, table, starts, stops, tokens).scores
     found = found.masked_fill(_listed(chosen, counts, tokens).unsqueeze(1), -math.inf)
     tail_lse = torch.logsumexp(found, -1)
@@ -95,7 +103,7 @@ def join_tail(
 
 
 def _listed(chosen: torch.Tensor, counts: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Whether each of `tokens` tokens is among the first `counts[p]` of chosen: bool `[P, tokens]`."""
+    """Return which of `tokens` tokens are among the first `counts[p]` of chosen: bool `[P, tokens]`."""
     meant = torch.arange(chosen.shape[1], device=chosen.device) < counts.unsqueeze(1)
     listed = torch.zeros(len(chosen), tokens + 1, dtype=torch.bool, device=chosen.device)
     return listed.scatter_(1, torch.where(meant, chosen, tokens), True)[:, :-1]

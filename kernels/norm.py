@@ -1,4 +1,4 @@
-"""Root mean square norms, in torch: the definition of the Triton kernel in `triton_norm`."""
+"""Root mean square norm in torch: the reference definition of `triton_norm`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x `[T, D]` over the root of its mean square, in float32, rounded to the dtype of x, times weight `[D]`: as
-    transformers' Llama computes it."""
+    """Divide x `[T, D]` by its root mean square in float32, round to the dtype of x, and multiply by weight `[D]`.
+
+    Matches transformers' Llama.
+    """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)

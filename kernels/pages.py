@@ -1,8 +1,7 @@
-"""Pages: low-bit rows of a sequence lie in tensors of a fixed number of tokens, which sequences can share one by one,
-and which kernels find by their addresses.
+"""Pages of low-bit KV: tensors for a fixed number of tokens of a sequence.
 
-A page holds its tokens' rows of all layers that have any: uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, blocks as
-`low_bit.Layout` says.
+Sequences can share single pages. Kernels find pages by their addresses. A page holds the KV of all layers with low-bit
+KV: uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with blocks in the format of `low_bit.Layout`.
 """
 
 from __future__ import annotations
@@ -16,21 +15,22 @@ from ..utils import native_libraries
 from .pointer_table import ALIGNED
 
 BLOCK = 64
-"""Tokens of a block."""
+"""Tokens per block."""
 
 PAGE_BLOCKS = native_libraries.PAGE_BLOCKS
-"""Blocks of a page."""
+"""Blocks per page."""
 
 PAGE_TOKENS = PAGE_BLOCKS * BLOCK
-"""Tokens of a page."""
+"""Tokens per page."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pages:
-    """The low-bit rows of one layer of one sequence.
+    """Low-bit KV of one layer of one sequence.
 
-    tensors: the sequence's pages, in order. layer: which of their L is meant. addresses: int64 `[pages]` in host
-    memory, where the tensors begin.
+    tensors: The pages of the sequence, in order.
+    addresses: Addresses of the pages, int64 `[pages]` in host memory.
+    layer: Index of the layer within a page.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -39,26 +39,29 @@ class Pages:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], layer: int = 0) -> Pages:
-        """With the addresses of `tensors`."""
+        """Create an instance with the addresses of `tensors`."""
         return cls(tuple(tensors), addresses_of(tensors), layer)
 
     def of_layer(self, layer: int) -> Pages:
-        """The same sequence's rows of another layer."""
+        """Return the KV of another layer of the same sequence."""
         return Pages(self.tensors, self.addresses, layer)
 
     @property
     def heads(self) -> int:
-        """Hkv."""
+        """Number of KV heads, Hkv."""
         return self.tensors[0].shape[1]
 
     @property
     def offset(self) -> int:
-        """Bytes of a page before those of the layer."""
+        """Offset of the layer within a page in bytes."""
         return self.layer * self.tensors[0].stride(0)
 
     def parts(self, tokens: range) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-        """The pages of `tokens`, which there must be: each one's blocks `[Hkv, PAGE_BLOCKS, block_bytes]`, which of its
-        512 tokens are meant, and where these are among `tokens`."""
+        """Iterate over the pages that contain `tokens`.
+
+        Yields the blocks `[Hkv, PAGE_BLOCKS, block_bytes]` of each page, the slice of valid tokens within the page, and
+        the slice of these tokens within `tokens`. All pages must exist.
+        """
         at = tokens.start
         while at < tokens.stop:
             page = at // PAGE_TOKENS
@@ -70,10 +73,13 @@ class Pages:
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """The low-bit rows of one layer of each of B sequences: Hkv * B lists, sequence-major.
+    """Low-bit KV of one layer of B sequences: Hkv * B lists, sequence-major.
 
-    pages: all of one layer, on one device. table: int64 `[B, M]` there, the addresses of each one's first M pages, and
-    anything behind the last. Whoever makes it says the truth: kernels read the table, the torch definitions the pages.
+    pages: Pages of each sequence, all of one layer and on one device.
+    table: int64 `[B, M]` on that device, the addresses of the first M pages of each sequence. Entries behind the last
+    page are undefined.
+
+    The caller must keep both consistent: Triton kernels read the table, torch functions the pages.
     """
 
     pages: tuple[Pages, ...]
@@ -81,35 +87,36 @@ class PageTable:
 
     @classmethod
     def of(cls, pages: Sequence[Pages]) -> PageTable:
-        """With a table of its own."""
+        """Create an instance with a new table."""
         device = pages[0].tensors[0].device
         return cls(tuple(pages), table_of(pages, max(len(own.tensors) for own in pages)).to(device))
 
     @property
     def heads(self) -> int:
-        """Lists of a sequence."""
+        """Lists per sequence, Hkv."""
         return self.pages[0].heads
 
     @property
     def lists(self) -> int:
-        """P."""
+        """Number of lists, P."""
         return self.heads * len(self.pages)
 
     @property
     def offset(self) -> int:
-        """Bytes of a page before those of the layer."""
+        """Offset of the layer within a page in bytes."""
         return self.pages[0].offset
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Where they begin, int64 in host memory: at places where a load can be wide, and so do all blocks in them."""
+    """Return the addresses of tensors as int64 in host memory. They must be aligned for wide loads, like all blocks in
+    them."""
     addresses = [tensor.data_ptr() for tensor in tensors]
     assert all(address % ALIGNED == 0 for address in addresses)
     return torch.tensor(addresses, dtype=torch.int64)
 
 
 def table_of(pages: Sequence[Pages], most: int) -> torch.Tensor:
-    """The table int64 `[B, most]` of sequences' pages, in host memory: of each the first `most`, 0 behind its last."""
+    """Return the addresses of the first `most` pages of each sequence: int64 `[B, most]` on the host, 0-padded."""
     table = torch.zeros(len(pages), most, dtype=torch.int64)
     for row, own in zip(table, pages, strict=True):
         known = own.addresses[:most]

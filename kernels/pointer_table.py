@@ -1,7 +1,7 @@
-"""Tensors that belong to the sequences of a batch, one each, found by their addresses.
+"""One tensor per sequence of a batch, found by its address.
 
-Sequences come and go, their tensors grow, are copied when a fork writes, and are freed: none of that copies anything
-together or changes an argument of a launch. Only the numbers in a small table on the device change.
+Sequences join and leave, and their tensors grow, are copied on write after a fork, and are freed. None of this copies
+tensors together or changes the arguments of a launch. Only a small table on the device changes.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from dataclasses import dataclass
 import torch
 
 FIELDS = 3
-"""Of a tensor in the table: its address, and the strides of its first two dimensions, in numbers."""
+"""Fields per tensor in the table: its address, and the strides of its first two dimensions in elements."""
 
 ALIGNED = 16
-"""Bytes that a load can be wide."""
+"""Width of the widest load in bytes."""
 
 
 @dataclass(frozen=True)
 class PointerTable:
-    """What each of B sequences has of one layer in a tensor of its own, `[X, a, c]`, the numbers of a row side by side:
-    X * B lists, sequence-major.
+    """One tensor `[X, a, c]` of one layer per sequence, with contiguous last dimension: X * B lists, sequence-major.
 
-    tensors: of one dtype and one X, on one device. table: int64 `[B, FIELDS]` there. Whoever makes it says the truth:
-    kernels read the table, the torch definitions the tensors.
+    tensors: Tensors of one dtype and one X on one device.
+    table: int64 `[B, FIELDS]` on that device.
+
+    The caller must keep both consistent: Triton kernels read the table, torch functions the tensors.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -32,34 +33,34 @@ class PointerTable:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> PointerTable:
-        """With a table of its own."""
+        """Create an instance with a new table."""
         table = torch.tensor([entry(tensor) for tensor in tensors], dtype=torch.int64)
         return cls(tuple(tensors), table.to(tensors[0].device))
 
     @property
     def heads(self) -> int:
-        """X, lists of a sequence."""
+        """Lists per sequence, X."""
         return self.tensors[0].shape[0]
 
     @property
     def lists(self) -> int:
-        """P."""
+        """Number of lists, P."""
         return self.heads * len(self.tensors)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all numbers."""
+        """dtype of the tensors."""
         return self.tensors[0].dtype
 
     @property
     def aligned(self) -> bool:
-        """Whether every row of every list begins where a load can be wide: known to the compiler, it is."""
+        """Whether every row of every list is aligned for the widest load."""
         size = self.tensors[0].itemsize
         starts = (x for tensor in self.tensors for x in (tensor.data_ptr(), *(size * s for s in tensor.stride()[:2])))
         return all(x % ALIGNED == 0 for x in starts)
 
 
 def entry(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The fields of `tensor` in a table."""
+    """Return the table fields of `tensor`."""
     assert tensor.dim() == 3 and tensor.stride(2) == 1
     return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)

@@ -1,10 +1,10 @@
-"""Decode attention of a batch whose sequences hold rows in common, in torch: the definition of the Triton kernel in
-`triton_segments`, and what runs on a CPU.
+"""Decode attention of a batch whose sequences share KV, in torch: the reference of `triton_segments` and the CPU path.
 
-ChunkAttention's two phases and Hydragen's hierarchy are one operator over *runs*: rows that lie together and the
-neighbouring sequences that attend to them. A run of several sequences is one batched product with all their queries;
-the runs of single sequences have their scores side by side in one padded buffer, so that a softmax serves them all.
-Bytes: the rows of every run once. LSE is natural, float32 (float64 for float64).
+ChunkAttention's two phases and Hydragen's hierarchy are one operator over runs. A run is contiguous KV and the
+neighbouring sequences that attend to it. A run of several sequences is one batched product with all their queries. The
+runs of single sequences write their scores into one padded buffer, so that one softmax handles them all.
+
+The KV of every run is read once. LSE is the natural logarithm, float32 (float64 for float64).
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from .reference import attend_part, merge_lse, scaled_scores
 
 @dataclass(frozen=True)
 class Run:
-    """Rows k, v `[Hkv, n, d]` (views of anything whose rows are contiguous) that the sequences [first, stop) of a batch
-    all attend to."""
+    """KV that the sequences [first, stop) of a batch share.
+
+    k, v: `[Hkv, n, d]`, views with contiguous vectors.
+    """
 
     first: int
     stop: int
@@ -30,10 +32,10 @@ class Run:
 
 
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each sequence over all rows of the runs that it is in (Hydragen §3.1-3.3, ChunkAttention §3.2).
+    """Attend with each sequence to the KV of all its runs (Hydragen §3.1-3.3, ChunkAttention §3.2).
 
-    q `[H, B, d]`; no row is in two runs of a sequence, and each sequence has a row in a run of its own, as whoever
-    decodes has. Returns out `[H, B, d]` and lse `[H, B]`.
+    q is `[H, B, d]`. The runs of a sequence do not overlap. Each sequence has at least one token in a run of its own,
+    which is always true when decoding. Returns out `[H, B, d]` and lse `[H, B]`.
     """
     whole = [run for run in runs if run.k.shape[1]]
     own: list[list[Run]] = [[] for _ in range(q.shape[1])]
@@ -48,15 +50,14 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
 
 
 def _attend_shared(q: torch.Tensor, run: Run, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """q `[H, S, d]` of all the run's sequences: out `[H, S, d]` and lse `[H, S]`."""
+    """Attend with q `[H, S, d]` of all sequences of a run. Return out `[H, S, d]` and lse `[H, S]`."""
     heads, queries, d = q.shape
     out, lse = attend_part(q.reshape(len(run.k), -1, d), run.k, run.v, scale)
     return out.view(heads, queries, d), lse.view(heads, queries)
 
 
 def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each sequence over runs of its own: out `[H, B, d]` and lse `[H, B]`. Sequences with about as many rows go
-    together, so that the padding is less than the rows."""
+    """Attend with each sequence to its own runs. Return out `[H, B, d]` and lse `[H, B]`."""
     heads, batch, d = q.shape
     kv_heads = len(own[0][0].k)
     queries = q.view(kv_heads, -1, batch, d).permute(2, 0, 1, 3).contiguous()
@@ -65,6 +66,7 @@ def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> 
     lse = torch.empty(out.shape[:-1], dtype=wide, device=q.device)
     sizes = [sum(run.k.shape[1] for run in runs) for runs in own]
     assert min(sizes) > 0, "a sequence without rows of its own"
+    # Group sequences of similar length, so that there is less padding than KV.
     rising = sorted(range(batch), key=sizes.__getitem__)
     for _, alike in groupby(rising, key=lambda b: sizes[b].bit_length()):
         members = list(alike)
@@ -77,8 +79,10 @@ def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> 
 def _attend_padded(
     queries: torch.Tensor, own: Iterable[Sequence[Run]], members: Sequence[int], most: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """queries `[B, Hkv, G, d]`; of those the sequences `members`, each with at most `most` rows. Returns out
-    `[S, Hkv, G, d]` and lse `[S, Hkv, G]`."""
+    """Attend with the sequences `members` of queries `[B, Hkv, G, d]`, each to at most `most` tokens.
+
+    Returns out `[S, Hkv, G, d]` and lse `[S, Hkv, G]`.
+    """
     pieces = [(i, at, run) for i, runs in enumerate(own) for at, run in _placed(runs)]
     shape = (len(members), *queries.shape[1:3])
     wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
@@ -97,7 +101,7 @@ def _attend_padded(
 
 
 def _placed(runs: Sequence[Run]) -> Iterable[tuple[int, Run]]:
-    """Each run with the rows before it."""
+    """Yield each run with the number of tokens before it."""
     at = 0
     for run in runs:
         yield at, run

@@ -1,8 +1,7 @@
-"""Token selection in torch: skewed scores, thresholds and top-n. The definition every faster kernel is tested against.
+"""Token selection in torch: skewed scores, thresholds and top-n. The reference definition of all faster kernels.
 
-Ties have one meaning everywhere: of equal scores the lower token index wins. On the CPU the same selection is made by
-numpy on the same memory, without a full sort; it returns the same sets. Scores are float32 (float64 for float64
-models), finite or -inf.
+If scores are equal, the lower token index wins. On the CPU, numpy makes the same selection on the same memory without a
+full sort and returns the same sets. Scores are float32 (float64 for float64 models) and finite or -inf.
 """
 
 from __future__ import annotations
@@ -18,26 +17,24 @@ import torch
 Array = npt.NDArray[Any]
 
 GAUSSIAN_STEP = {2: 0.9957, 4: 0.3352, 8: 0.0308}
-"""Step of the uniform quantiser with 2^bits levels that has the least mean squared error on a unit Gaussian (Max, 1960,
-table II; for 8 bits computed in the same way), by bits per number."""
+"""Step of the uniform quantiser with 2^bits levels and the least mean squared error for a unit Gaussian, by bits (Max,
+1960, table II; 8 bits computed in the same way)."""
 
 _SAMPLE_STRIDE = 16
 
 
 def skew(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """Queries or keys x `[Hkv, m, d]` in a skewed basis `[Hkv, d, r]` (InfiniGen eq. 2): `[Hkv, m, r]`, in the basis'
-    dtype."""
+    """Multiply queries or keys x `[Hkv, m, d]` with basis `[Hkv, d, r]` (InfiniGen eq. 2): `[Hkv, m, r]` in the dtype
+    of the basis."""
     return torch.bmm(x.to(basis.dtype), basis)
 
 
 def dot_scores(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """q `[Hkv, G, r]` times keys `[Hkv, r, n]` of any dtype: scores `[Hkv, G, n]` in q's dtype.
-
-    Half-precision keys are widened one head at a time: a product in half precision would round scores by more than
-    tokens differ, and is slower on a CPU.
-    """
+    """Multiply q `[Hkv, G, r]` with keys `[Hkv, r, n]` of any dtype: scores `[Hkv, G, n]` in the dtype of q."""
     if keys.dtype == q.dtype:
         return torch.bmm(q, keys)
+    # Widen half-precision keys one head at a time. A half-precision product is slower on a CPU, and its rounding error
+    # exceeds the difference between tokens.
     out = q.new_empty(q.shape[0], q.shape[1], keys.shape[2])
     for head, rows in enumerate(keys):
         torch.mm(q[head], rows.to(q.dtype), out=out[head])
@@ -48,20 +45,25 @@ def dot_scores(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(x: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes `[Hkv, m, d]` (uint8, 0 .. 2^bits - 1) of skewed keys x `[Hkv, m, d]`: uniform levels `step` `[Hkv, d]`
-    apart around `mean` `[Hkv, d]`; what lies beyond the last level is clipped to it."""
+    """Quantise skewed keys x `[Hkv, m, d]` to uint8 codes `[Hkv, m, d]` from 0 to 2^bits - 1.
+
+    The levels are uniform around `mean` `[Hkv, d]` with distance `step` `[Hkv, d]`. Values beyond the last level are
+    clipped.
+    """
     codes = ((x - mean.unsqueeze(1)) / step.unsqueeze(1)).floor_() + (1 << (bits - 1))
     return codes.clamp_(0, (1 << bits) - 1).to(torch.uint8)
 
 
 def dequantise(codes: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
-    """The middle `[Hkv, m, d]` of each code's interval, in `mean`'s dtype."""
+    """Return the middle `[Hkv, m, d]` of the interval of each code, in the dtype of `mean`."""
     return (codes.to(mean.dtype) - ((1 << bits) - 1) / 2) * step.unsqueeze(1) + mean.unsqueeze(1)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes `[Hkv, f * m, d]` of f = 8 / bits neighbouring tokens in one byte: int8 `[Hkv, m, d]`. Token f * i + j
-    lies in bits j * bits and up of byte i; 128 is subtracted, so that the bytes are signed as `_int_mm` reads them."""
+    """Pack the codes `[Hkv, f * m, d]` of f = 8 / bits neighbouring tokens into one byte: int8 `[Hkv, m, d]`.
+
+    Token f * i + j uses the bits from j * bits on of byte i. 128 is subtracted because `_int_mm` needs signed bytes.
+    """
     fields = 8 // bits
     tokens = codes.view(codes.shape[0], -1, fields, codes.shape[2])
     packed = tokens[:, :, 0].clone()
@@ -71,15 +73,17 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The codes uint8 `[Hkv, f * m, d]` of `pack`."""
+    """Unpack the codes of `pack` to uint8 `[Hkv, f * m, d]`."""
     raw = packed.view(torch.uint8) ^ 128
     fields = [(raw >> (bits * field)) & ((1 << bits) - 1) for field in range(8 // bits)]
     return torch.stack(fields, 2).flatten(1, 2)
 
 
 def quantise_query(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 codes `[Hkv, G, d]` and scale `[Hkv, G, 1]` of weights `[Hkv, G, d]`, symmetric, one scale per query head.
-    The rounding costs less than a fifth of what int4 keys cost."""
+    """Quantise weights `[Hkv, G, d]` to int8 codes `[Hkv, G, d]` and scale `[Hkv, G, 1]`.
+
+    The codes are symmetric with one scale per query head. The rounding error is less than a fifth of that of int4 keys.
+    """
     scale = weights.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny * 127) / 127
     return (weights / scale).round_().to(torch.int8), scale
 
@@ -87,11 +91,10 @@ def quantise_query(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantised_scores(
     q: torch.Tensor, packed: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int
 ) -> torch.Tensor:
-    """Scores `[Hkv, G, f * m]` of skewed, scaled queries q `[Hkv, G, d]` with packed keys int8 `[Hkv, m, d]`; mean and
-    step `[Hkv, d]`.
+    """Score skewed and scaled queries q `[Hkv, G, d]` with packed keys int8 `[Hkv, m, d]`: `[Hkv, G, f * m]`.
 
-    q k~^T = (q * step) (code - middle)^T + q mean^T, with q * step rounded to int8: the sum over columns is then an
-    exact integer, the same on every device.
+    mean and step are `[Hkv, d]`. q k~^T = (q * step) (code - middle)^T + q mean^T, with q * step rounded to int8. So
+    the sum over columns is an exact integer, the same on every device.
     """
     weights, scale, offset = _affine(q, mean, step, bits)
     sums = _code_sums_cpu if packed.device.type == "cpu" else code_sums
@@ -101,28 +104,36 @@ def quantised_scores(
 def _affine(
     q: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The query as int8 weights `[Hkv, G, d]`, and scale and offset `[Hkv, G, 1]` that make a score of a weighted sum
-    of codes."""
+    """Return the query as int8 weights `[Hkv, G, d]`, and scale and offset `[Hkv, G, 1]`.
+
+    A score is scale * (weighted sum of codes) + offset.
+    """
     weights, scale = quantise_query(q * step.unsqueeze(1))
     total = weights.sum(-1, keepdim=True, dtype=torch.int32)
     return weights, scale, torch.bmm(q, mean.unsqueeze(2)) - scale * total * (((1 << bits) - 1) / 2)
 
 
 def code_sums(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Sum over columns of weights int8 `[Hkv, G, d]` times the codes in packed `[Hkv, m, d]`: whole numbers below
-    2^24 as `dtype` `[Hkv, G, f * m]`."""
+    """Sum weights int8 `[Hkv, G, d]` times the codes in packed `[Hkv, m, d]` over the columns.
+
+    Returns integers below 2^24 as `dtype`, `[Hkv, G, f * m]`.
+    """
     return torch.bmm(weights.to(dtype), unpack(packed, bits).to(dtype).transpose(1, 2))
 
 
 def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """`code_sums` without widening the keys: integer products of the bytes under growing masks, whose differences are
-    the fields. One pass of byte operations and one int8 product per field, head by head in the cache."""
+    """Compute `code_sums` without widening the keys.
+
+    Each field is one pass of byte operations and one int8 product. Heads are processed one by one so that they stay in
+    the cache.
+    """
     heads, rows, d = packed.shape
     fields = 8 // bits
     out = torch.empty(heads, weights.shape[1], rows * fields, dtype=dtype)
     masked = torch.empty(rows if fields > 1 else 0, d, dtype=torch.int8)
     total = weights.sum(-1, keepdim=True, dtype=torch.int32)
     for head in range(heads):
+        # Masks that grow by one field: the difference of two products is the sum of one field.
         below: torch.Tensor | int = 0
         for field in range(fields):
             if field < fields - 1:
@@ -136,7 +147,7 @@ def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype
 
 
 def _biased_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`code_sums` of query groups of one as int32 `[Hkv, f * m]` without the int32 `[Hkv, 1]` that is to be added."""
+    """Return `code_sums` for G = 1 as two int32 terms, `[Hkv, f * m]` and `[Hkv, 1]`, that the caller must add."""
     if bits < 8:
         sums = _code_sums_cpu(weights, packed, bits, torch.int32)[:, 0]
         return sums, torch.zeros(len(packed), 1, dtype=torch.int32)
@@ -150,26 +161,32 @@ def _biased_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int) -> 
 
 
 def floor_share(share: float, of: int) -> int:
-    """floor(share * of), where 0.3 of 10 is 3 although 0.3 is no binary fraction."""
+    """Return floor(share * of), with a tolerance for binary fractions: 0.3 of 10 is 3."""
     return math.floor(share * of + 1e-9)
 
 
 def token_count(passing: int, heads: int, candidates: int, max_fraction: float) -> int:
-    """Tokens of a layer: the mean over `heads` query heads of how many tokens pass (`passing` in all), rounded up, at
-    most `max_fraction` of the candidates but at least 1 (paper §4.3). 0 where none passes: there are no candidates, or
-    their scores are no numbers."""
+    """Return the number of tokens that each KV head of a layer selects (paper §4.3).
+
+    It is the mean number of passing tokens over `heads` query heads (`passing` in total), rounded up. It is at most
+    `max_fraction` of the candidates, but at least 1. It is 0 if none passes, because there are no candidates or their
+    scores are NaN.
+    """
     return min(-(-passing // heads), max(1, floor_share(max_fraction, candidates)))
 
 
 def group_scores(scores: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-    """One score per KV head `[Hkv, n]` from scores `[Hkv, G, n]`: the maximum over the group of log-softmax, `lse`
-    `[Hkv, G, 1]` being the log of its denominator. The logarithm orders tokens as softmax does and does not
-    underflow. With G = 1 (`lse` None) the score itself."""
+    """Return one score per KV head `[Hkv, n]` from scores `[Hkv, G, n]`: the maximum of log-softmax over the group.
+
+    `lse` `[Hkv, G, 1]` is the logarithm of the softmax denominator. With `lse` None (G = 1), return the scores
+    themselves.
+    """
+    # log-softmax orders tokens as softmax does, and does not underflow.
     return scores[:, 0] if lse is None else (scores - lse).amax(1)
 
 
 def group_lse(scores: torch.Tensor) -> torch.Tensor | None:
-    """`[Hkv, G, 1]` log-sum-exp of scores `[Hkv, G, n]` for `group_scores`; None with G = 1."""
+    """Return the log-sum-exp `[Hkv, G, 1]` of scores `[Hkv, G, n]` for `group_scores`, or None if G = 1."""
     if scores.shape[1] == 1:
         return None
     lse = torch.logsumexp(scores, -1, keepdim=True)
@@ -177,37 +194,49 @@ def group_lse(scores: torch.Tensor) -> torch.Tensor | None:
 
 
 def top_tokens(values: torch.Tensor, n: int) -> torch.Tensor:
-    """int64 `[Hkv, n]`: indices of the n largest of each row of values `[Hkv, m]`, best first on every device but the
-    CPU (there in rising order); of equal values the lower index."""
+    """Return the indices int64 `[Hkv, n]` of the n largest values of each row of `[Hkv, m]`.
+
+    If values are equal, the lower index wins. The order is rising on the CPU, and best first on other devices.
+    """
     if values.device.type == "cpu":
         return torch.from_numpy(_top_rows(values.numpy(), n))
     return top_tokens_reference(values, n)
 
 
 def top_tokens_reference(values: torch.Tensor, n: int) -> torch.Tensor:
-    """`top_tokens` by a stable sort, best first."""
+    """Compute `top_tokens` by a stable sort, best first."""
     return values.sort(dim=1, descending=True, stable=True).indices[:, :n]
 
 
 def top_scored(scores: torch.Tensor, n: int) -> torch.Tensor:
-    """The n tokens of each KV head with the largest scores `[Hkv, G, N]` after softmax, the best of the group's: int64
-    `[Hkv, n]`, as `top_tokens` orders them."""
+    """Return the n tokens of each KV head with the largest scores `[Hkv, G, N]`: int64 `[Hkv, n]`.
+
+    The score of a group is its largest softmax. The order is that of `top_tokens`.
+    """
     return top_tokens(group_scores(scores, group_lse(scores)), n)
 
 
 def select_tokens(scores: torch.Tensor, alpha: float, max_fraction: float) -> torch.Tensor:
-    """InfiniGen's selection (paper §4.3) from scores `[Hkv, G, N]` of N candidates: int64
-    `[Hkv, n]`, candidate indices, no duplicates in a row."""
+    """Select tokens with InfiniGen's threshold (paper §4.3).
+
+    Args:
+        scores: Scores `[Hkv, G, N]` of N candidates.
+        alpha: Largest distance of a passing score from the maximum of its head.
+        max_fraction: Largest fraction of the candidates to select.
+
+    Returns:
+        Candidate indices int64 `[Hkv, n]`, without duplicates in a row.
+    """
     if scores.device.type == "cpu":
         return _select_cpu(scores, alpha, max_fraction)
     return select_tokens_reference(scores, alpha, max_fraction)
 
 
 def select_tokens_reference(scores: torch.Tensor, alpha: float, max_fraction: float) -> torch.Tensor:
-    """`select_tokens` in plain torch: the definition.
+    """Compute `select_tokens` in plain torch (reference definition).
 
-    A token passes a query head if its score is within `alpha` of that head's maximum. Each KV head takes its n best
-    among the tokens that pass any head of the layer; there are always at least n of them.
+    A token passes a query head if its score is within `alpha` of the maximum of that head. Each KV head takes the n
+    best of the tokens that pass any head of the layer. There are always at least n such tokens.
     """
     kv_heads, group, candidates = scores.shape
     if candidates == 0:
@@ -220,8 +249,10 @@ def select_tokens_reference(scores: torch.Tensor, alpha: float, max_fraction: fl
 
 
 def _select_cpu(scores: torch.Tensor, alpha: float, max_fraction: float) -> torch.Tensor:
-    """`select_tokens` on shared memory: two passes over the scores (maximum, threshold), everything after them only
-    over the tokens that passed."""
+    """Compute `select_tokens` with numpy on shared memory.
+
+    Two passes run over all scores (maximum, threshold). The rest handles only the tokens that passed.
+    """
     kv_heads, group, candidates = scores.shape
     if candidates == 0:
         return torch.empty(kv_heads, 0, dtype=torch.int64)
@@ -240,10 +271,17 @@ def _select_cpu(scores: torch.Tensor, alpha: float, max_fraction: float) -> torc
 def _best_passing(
     passing: Array, counts: list[int], n: int, values: Callable[[int, Array], Array]
 ) -> npt.NDArray[np.int64]:
-    """int64 `[Hkv, n]`: the best of each query head that is its own KV head, among the tokens that pass some head (bool
-    `[Hkv, N]` `passing`, at least n), `counts` of which pass each. `values(head, tokens)` orders tokens as a head's
-    scores do. Where n tokens pass a head, they are the best; where more do, only these are ranked; what some head
-    passes is looked up only where fewer do."""
+    """Return the n best tokens int64 `[Hkv, n]` of each head, for groups of one query head.
+
+    The candidates are the tokens that pass any head (at least n). If at least n tokens pass a head, they are its best
+    and only they are ranked.
+
+    Args:
+        passing: bool `[Hkv, N]`, which tokens pass each head.
+        counts: Number of tokens that pass each head.
+        n: Number of tokens to return.
+        values: Returns values of `(head, tokens)` in the order of the scores of that head.
+    """
     anywhere: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
     if min(counts) < n:
         anywhere = np.flatnonzero(np.bitwise_or.reduce(passing, axis=0))
@@ -264,8 +302,11 @@ def select_quantised(
     alpha: float,
     max_fraction: float,
 ) -> torch.Tensor:
-    """`select_tokens` of `quantised_scores` (see there) at `tokens`; on a CPU, for query groups of one, without making
-    scores: a head's score rises with its sum of codes, so the threshold is found among the integers."""
+    """Select tokens as `select_tokens` does, from `quantised_scores` of `tokens`.
+
+    On a CPU with groups of one, no scores are computed: the score of a head rises with its sum of codes, so the
+    threshold is found among the integers.
+    """
     if packed.device.type == "cpu" and q.shape[1] == 1 and tokens.stop > tokens.start:
         chosen = _select_sums(*_affine(q, mean, step, bits), packed, bits, tokens, alpha, max_fraction)
         if chosen is not None:
@@ -283,9 +324,12 @@ def _select_sums(
     alpha: float,
     max_fraction: float,
 ) -> torch.Tensor | None:
-    """`select_quantised` from the sums of codes `[Hkv, N]`; where sums that differ might have one score, what decides
-    is rounded as `quantised_scores` rounds it, so the result is the same to the last tie. None where the threshold is
-    not among the integers next to where it should be: it lets everything pass, or whole runs of sums have one score."""
+    """Compute `select_quantised` from the sums of codes `[Hkv, N]`, or return None if that is not possible.
+
+    If different sums could round to the same score, they are rounded as `quantised_scores` does, so even ties give the
+    same result. None means that the threshold is not among the integers near its expected position: everything passes,
+    or many sums have the same score.
+    """
     found, bias = _biased_sums_cpu(weights, packed, bits)
     sums, less = found[:, tokens].numpy(), bias.numpy()
     factor, shift = scale[:, 0].numpy(), offset[:, 0].numpy()
@@ -313,7 +357,7 @@ def _select_sums(
 
 
 def _top_rows(values: Array, n: int) -> npt.NDArray[np.int64]:
-    """int64 `[R, n]`: indices, rising, of the n largest of each row of values `[R, m]`."""
+    """Return the indices int64 `[R, n]`, rising, of the n largest values of each row of `[R, m]`."""
     rows, width = values.shape
     if n == width or n == 0:
         return np.tile(np.arange(n), (rows, 1))
@@ -324,11 +368,10 @@ def _top_rows(values: Array, n: int) -> npt.NDArray[np.int64]:
 
 
 def _top_of_row(values: Array, n: int) -> npt.NDArray[np.int64]:
-    """int64 `[n]`: indices, rising, of the n largest of values `[m]`, 0 < n < m.
+    """Return the indices int64 `[n]`, rising, of the n largest of values `[m]`, 0 < n < m.
 
-    A sample says below which value the n-th largest can hardly lie, and only what is above is sorted (numpy's sort,
-    which is vectorised, takes 4 ns a value of a few thousand, its partition 5 to 20, a comparison 0.2). Where the
-    sample was wrong, everything is.
+    A sample gives a lower bound for the n-th largest value, and only the values above are sorted. If the bound is too
+    high, all values are sorted.
     """
     tokens: npt.NDArray[np.int64] | None = None
     among = values
@@ -340,10 +383,11 @@ def _top_of_row(values: Array, n: int) -> npt.NDArray[np.int64]:
         above = np.flatnonzero(values >= bound)
         if len(above) >= n:
             tokens, among = above, values.take(above)
+    # Sort instead of partition: numpy's vectorised sort takes 4 ns per value, its partition 5 to 20 ns.
     least = np.sort(among)[len(among) - n]
     kept = among >= least
     spare = int(np.count_nonzero(kept)) - n
-    if spare < 0:  # values that are no numbers, which sort behind all others
+    if spare < 0:  # NaN sorts behind all other values
         return np.arange(n)
     if spare:
         tied = np.flatnonzero(among == least)
@@ -353,12 +397,19 @@ def _top_of_row(values: Array, n: int) -> npt.NDArray[np.int64]:
 
 
 def extend_selection(scores: torch.Tensor, attended: torch.Tensor, max_missed: float, most: int) -> torch.Tensor:
-    """Tokens to attend to besides `attended` until the softmax mass outside is at most `max_missed`, mean over query
-    heads: int64 `[Hkv, m]`, each KV head's m best (by the group's largest softmax), with the least m that does it,
-    never above `most`.
+    """Select tokens besides `attended` until the missed attention mass is at most `max_missed`.
 
-    scores `[Hkv, G, n]` of all visible tokens with the true query; attended bool `[Hkv, n]`; every row of it has at
-    least `most` tokens left.
+    The missed mass is the mean over query heads. Each KV head takes its m best tokens, by the largest softmax of the
+    group. m is the smallest number that suffices, at most `most`.
+
+    Args:
+        scores: Scores `[Hkv, G, n]` of all visible tokens with the true query.
+        attended: bool `[Hkv, n]`. Every row has at least `most` tokens left.
+        max_missed: Largest missed attention mass.
+        most: Largest number of tokens per KV head.
+
+    Returns:
+        Token indices int64 `[Hkv, m]`.
     """
     missing = torch.softmax(scores, -1).masked_fill(attended.unsqueeze(1), 0)
     missed = float(missing.sum(-1).mean())

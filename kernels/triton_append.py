@@ -1,9 +1,11 @@
-"""What a newest token leaves on the device, in Triton: its rows among those that stay, and its key among the scoring
-keys, rotated by its basis, then stored as a column, or quantised and put into its byte.
+"""Append the newest token to the KV and the scoring keys on the device, in Triton.
 
-Bytes a KV head: d * r numbers of the basis (4 bytes each), d of the key, r of the result. Definitions:
+K and V are copied to the kept KV. The key is also skewed and stored as a column of the partial keys, or quantised and
+packed into its byte.
+
+Traffic per KV head: d * r numbers of the basis (4 bytes each), d of the key, r of the result. References:
 `lists.keep_rows`, `lists.append_partial`, `lists.append_quantised`. Sums over d are float32 in another order than
-torch's, so a number within rounding of the border of two codes may take either; both are as near to it.
+torch's. A number within rounding of the border of two codes may get either. Both are equally close.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import triton.language as tl
 from .pointer_table import FIELDS, PointerTable
 
 _COLUMNS = 16
-"""Columns of a program."""
+"""Columns per program."""
 
 _FIELDS = tl.constexpr(FIELDS)
 
@@ -31,7 +33,7 @@ def _skewed(
     d: tl.constexpr,
     D: tl.constexpr,
 ) -> tl.tensor:
-    """Numbers `column` of the key of list p in its basis, float32."""
+    """Return columns `column` of the skewed key of list p, float32."""
     row = tl.arange(0, D)
     key = tl.load(k + p * d + row, mask=row < d, other=0.0).to(tl.float32)
     tile = tl.load(basis + (p % heads) * d * r + row[:, None] * r + column[None, :],
@@ -60,7 +62,7 @@ def _quantised(
     heads: tl.tensor, r: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, column block): the key of list p as codes in its byte, where other tokens keep theirs."""
+    """Program (p, column block): pack the codes of the key of list p. Other tokens in its bytes keep their codes."""
     p, slot = tl.program_id(0).to(tl.int64), tl.load(slots + tl.program_id(0))
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     skewed = _skewed(k, basis, p, heads, column, r, d, D)
@@ -83,7 +85,7 @@ def _keep(
     k: tl.tensor, v: tl.tensor, table: tl.tensor, places: tl.tensor, heads: tl.tensor,
     d: tl.constexpr, D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program p: the row of K and the row of V of list p."""
+    """Program p: copy K and V of list p."""
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     own = table + p // heads * _FIELDS
     step = tl.load(own + 1)
@@ -95,7 +97,7 @@ def _keep(
 
 
 def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
-    """`lists.append_partial` in one launch; a float32 basis."""
+    """Run `lists.append_partial` in one launch. The basis must be float32."""
     (lists, d), (bases, _, r) = k.shape, basis.shape
     assert basis.shape[1] == d and lists == keys.lists and keys.tensors[0].shape[1] == r and slots.shape == (lists,)
     assert k.is_contiguous() and basis.is_contiguous() and basis.dtype == torch.float32 and lists % bases == 0
@@ -114,7 +116,7 @@ def append_quantised(
     packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
-    """`lists.append_quantised` in one launch; float32 basis and scales."""
+    """Run `lists.append_quantised` in one launch. basis, mean and step must be float32."""
     (lists, d), (heads, _, r) = k.shape, basis.shape
     assert packed.lists == lists and packed.heads == heads and packed.tensors[0].shape[2] >= r
     assert k.is_contiguous() and basis.is_contiguous() and mean.is_contiguous() and step.is_contiguous()
@@ -127,7 +129,7 @@ def append_quantised(
 
 
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """`lists.keep_rows` in one launch; k, v and the kept rows of one dtype."""
+    """Run `lists.keep_rows` in one launch. k, v and the kept KV must have the same dtype."""
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and k.dtype == v.dtype == kept.dtype
     assert kept.lists == 2 * lists and kept.tensors[0].shape[2] == d and places.shape == (len(kept.tensors),)
@@ -135,5 +137,5 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Triton's name of a floating-point dtype."""
+    """Return Triton's name of a floating-point dtype."""
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

@@ -1,10 +1,11 @@
 """Sparse decode attention with grouped queries in Triton, and the merge of parts by their log-sum-exp.
 
-Bytes: each counted row of K and V is read once for all G query heads of its group; rows behind a count are not read.
-Every list is cut into pieces so that a batch of one fills the device, and the pieces are merged. Products of half
-precision rows are exact in float32; the softmax weights are rounded to the rows' dtype before the second product (not
-under the interpreter, whose half-precision products are wrong), which bounds the error of the output by
-2^-9 (bf16) or 2^-12 (fp16) times the largest |v| of the list, beside float32 rounding. Definitions:
+Each valid K and V is read once for all G query heads of its group. Every list is cut into pieces, so that a batch of
+one fills the device, and the pieces are merged.
+
+Products of half-precision KV are exact in float32. The softmax weights are rounded to the dtype of the KV before the
+second product, except under the interpreter, whose half-precision products are wrong. Besides float32 rounding, this
+bounds the error of the output by 2^-9 (bf16) or 2^-12 (fp16) times the largest |v| of the list. References:
 `lists.attend_counted`, `lists.merge_parts`.
 """
 
@@ -15,11 +16,10 @@ import triton
 import triton.language as tl
 
 _STEP_BYTES = 1 << 14
-"""Of K (and of V) in one step: what the compiler keeps in flight of them fits the 99 KiB of shared memory of consumer
-cards."""
+"""Bytes of K (and of V) per step. The steps in flight then fit the 99 KiB of shared memory of consumer cards."""
 
 PIECE_ROWS = 256
-"""Rows of a program."""
+"""KV rows per program."""
 
 _PARTS = 16
 """Parts that the merge reads at once."""
@@ -31,9 +31,12 @@ def attend_rows(
     scale: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Softmax on the fly of queries `[QUERIES, D]` over rows [begin, stop), which begin at k and v and lie `k_row` and
-    `v_row` numbers apart. Returns of each query the largest score and the sum of exp(score - largest) `[QUERIES]` (-inf
-    and 0 where there are no rows), and the values weighted by these exponentials `[QUERIES, D]`."""
+    """Attend with queries `[QUERIES, D]` to rows [begin, stop), with an online softmax.
+
+    The rows start at k and v and are `k_row` and `v_row` elements apart. Returns the largest score and the sum of
+    exp(score - largest) of each query `[QUERIES]`, -inf and 0 if there are no rows. Also returns the values weighted by
+    these exponentials `[QUERIES, D]`.
+    """
     column = tl.arange(0, D)
     if WIDEN:
         query = query.to(tl.float32)
@@ -63,8 +66,10 @@ def store_part(
     outs: tl.tensor, lses: tl.tensor, first: tl.tensor, peak: tl.tensor, total: tl.tensor, acc: tl.tensor,
     some: tl.tensor, d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """What `attend_rows` returned for G query heads becomes rows [first, first + G) of a part: lse, and where there are
-    rows (`some`) out."""
+    """Store the result of `attend_rows` for G query heads as rows [first, first + G) of a part.
+
+    The lse is always stored, out only if the part has KV rows (`some`).
+    """
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
     lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
     tl.store(lses + first + head, lse, mask=head < G)
@@ -80,8 +85,10 @@ def _attend(
     d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, s): rows [s * PIECE, ...) of list p, softmax on the fly. Writes part s: out `[G, d]` (nothing where
-    it has no rows) and lse."""
+    """Program (p, s): rows [s * PIECE, ...) of list p, with an online softmax.
+
+    Writes part s: lse, and out `[G, d]` unless it has no rows.
+    """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
     stop = tl.minimum(tl.load(counts + p), (piece + 1) * PIECE)
@@ -98,7 +105,7 @@ def _merge(
     outs: tl.tensor, lses: tl.tensor, out: tl.tensor, lse: tl.tensor, parts: tl.tensor, rows: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program r: row r of all parts."""
+    """Program r: merge row r of all parts."""
     r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
     every = tl.load(lses + tl.arange(0, ALL) * rows + r, mask=tl.arange(0, ALL) < parts, other=float("-inf"))
     peak = tl.max(every, 0)
@@ -111,14 +118,16 @@ def _merge(
         there = (of_part > float("-inf"))[:, None] & (column < d)[None, :]
         piece = tl.load(outs + at[:, None] * d + column[None, :], mask=there, other=0.0)
         acc += tl.sum(piece * tl.exp(of_part - safe)[:, None], 0)
-    some = tl.maximum(whole, 1e-30)  # at least 1 where any part has rows
+    some = tl.maximum(whole, 1e-30)  # at least 1 if any part has rows
     tl.store(lse + r, tl.where(whole > 0.0, safe + tl.log(some), float("-inf")))
     tl.store(out + r * d + column, acc / some, mask=column < d)
 
 
 def steps(d: int, itemsize: int) -> dict[str, int]:
-    """Rows of one step, of which a product takes no fewer than 16, and how many steps the compiler keeps in flight:
-    fewer where 16 rows are more than `_STEP_BYTES`."""
+    """Return the rows per step and the number of steps that the compiler keeps in flight.
+
+    A product needs at least 16 rows. If these exceed `_STEP_BYTES`, fewer steps are in flight.
+    """
     width: int = triton.next_power_of_2(d)
     rows = _STEP_BYTES // (max(16, width) * itemsize)
     return {"BLOCK": max(16, min(64, rows)), "num_stages": 3 if rows >= 16 else 2}
@@ -127,7 +136,8 @@ def steps(d: int, itemsize: int) -> dict[str, int]:
 def attend_counted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`lists.attend_counted` in one launch and a merge; q, k and v of one dtype: float32, float16 or bfloat16."""
+    """Run `lists.attend_counted` in one launch and a merge. q, k and v must have one dtype: float32, float16 or
+    bfloat16."""
     lists, group, d = q.shape
     pieces = max(1, triton.cdiv(k.shape[1], PIECE_ROWS))
     outs = torch.empty(pieces, lists * group, d, dtype=torch.float32, device=q.device)
@@ -146,8 +156,10 @@ def attend_pieces(
     lses: torch.Tensor,
     scale: float,
 ) -> None:
-    """`attend_counted` with its parts of PIECE_ROWS rows left apart: outs `[pieces, P * G, d]`, lses `[pieces, P * G]`,
-    float32."""
+    """Run `attend_counted` without the merge, in parts of PIECE_ROWS rows.
+
+    Writes outs `[pieces, P * G, d]` and lses `[pieces, P * G]`, float32.
+    """
     (lists, group, d), listed = q.shape, k.shape[1]
     assert k.shape == v.shape == (lists, listed, d) and q.dtype == k.dtype == v.dtype and counts.shape == (lists,)
     assert q.is_contiguous() and k.stride(2) == v.stride(2) == 1 and len(outs) * PIECE_ROWS >= listed
@@ -159,7 +171,7 @@ def attend_pieces(
 
 
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`lists.merge_parts` in one launch; float32."""
+    """Run `lists.merge_parts` in one launch, in float32."""
     parts, rows, d = outs.shape
     assert outs.dtype == lses.dtype == torch.float32 and outs.is_contiguous() and lses.is_contiguous()
     out, lse = outs.new_empty(rows, d), lses.new_empty(rows)

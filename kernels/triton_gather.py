@@ -1,10 +1,12 @@
-"""Rows that are found by tables and ids which never leave the device, in Triton: gathered from pinned host memory,
-which the device reads in place, and written back there.
+"""Gather and write rows by tables and ids that stay on the device, in Triton.
 
-Bytes: each counted row crosses the link once and is written to device memory once; 8 bytes of token or id a row are
-read. Rows move as integer words, so any format of any width is one kernel (quantised rows have odd widths). A gather is
-a few programs that take one block of rows after another: as many as fill the link, which leave the other
-multiprocessors to what computes meanwhile. Definitions: `lists.gather_rows`, `lists.gather_tokens`, `lists.write_rows`.
+The rows lie in page-locked host memory, which the device reads and writes in place, or in device memory. Each valid row
+is transferred once and written to device memory once. The token or id adds 8 bytes per row. Rows are copied as integer
+words, so one kernel handles any format and width (quantised rows have odd widths).
+
+A gather has just enough programs to saturate the host-to-device transfer. Each program handles several blocks of rows.
+The other multiprocessors stay free for concurrent computation. References: `lists.gather_rows`, `lists.gather_tokens`,
+`lists.write_rows`.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ import triton.language as tl
 from ..core import CHUNK
 
 PROGRAMS = 32
-"""Programs of a gather. With blocks of 8 KiB they ask for 256 KiB at once; a link of 50 GB/s that answers in 2 us holds
-100. `offload-rt eval gpu --part kernels` times others."""
+"""Programs per gather. With 8 KiB blocks they request 256 KiB at once. A 50 GB/s bus with a latency of 2 us needs 100
+KiB in flight. `offload-rt eval gpu --part kernels` measures other numbers."""
 
 _BLOCK_BYTES = 1 << 12
-"""Of K, and of V, that a program asks for before the first use."""
+"""Bytes of K, and of V, that a program requests before the first use."""
 
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 _CHUNK = tl.constexpr(CHUNK)
@@ -31,9 +33,8 @@ def _gather(
     rows: tl.tensor, ids: tl.tensor, counts: tl.tensor, out: tl.tensor, lists: tl.tensor, listed: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program i: blocks i, i + n, ... of BLOCK rows, n being the number of programs. WORDS, words of a row, is constant
-    so that the alignment of a row's address is known to the compiler and loads are 16 bytes wide where the row allows
-    it."""
+    """Program i: blocks i, i + n, ... of BLOCK rows, where n is the number of programs."""
+    # WORDS (per row) is constant, so that the compiler knows the alignment of rows and uses 16-byte loads if possible.
     columns, blocks = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
     for item in range(tl.program_id(0), lists * blocks, tl.num_programs(0)):
         p, at = (item // blocks).to(tl.int64), item % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -49,7 +50,7 @@ def _gather_tokens(
     lists: tl.tensor, listed: tl.tensor, heads: tl.tensor, chunks: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """As `_gather`, of K and V of BLOCK tokens at a time. Without COUNTED all tokens are meant."""
+    """Gather K and V of BLOCK tokens at a time, like `_gather`. Without COUNTED, all tokens are valid."""
     columns, blocks = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
     for item in range(tl.program_id(0), lists * blocks, tl.num_programs(0)):
         p, first = (item // blocks).to(tl.int64), item % blocks * BLOCK
@@ -74,7 +75,7 @@ def _write(
     rows: tl.tensor, k: tl.tensor, v: tl.tensor, newest: tl.tensor, planes: tl.tensor, heads: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program p: the rows of K and V of list p."""
+    """Program p: write K and V of list p."""
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     row = tl.load(newest + p // heads)
     mask = (column < WORDS) & (row >= 0)
@@ -86,8 +87,11 @@ def _write(
 def gather_rows(
     rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, programs: int = PROGRAMS
 ) -> None:
-    """`lists.gather_rows` in one launch of at most so many programs. `rows` `[R, w]`, contiguous, lies in device memory
-    or in host memory that CUDA has page-locked; all else on the device."""
+    """Run `lists.gather_rows` in one launch of at most `programs` programs.
+
+    `rows` `[R, w]` is contiguous, in device memory or in host memory page-locked by CUDA. All other tensors lie on the
+    device.
+    """
     lists, listed = ids.shape
     assert rows.is_contiguous() and ids.is_contiguous() and out.is_contiguous()
     assert out.shape == (lists, listed, rows.shape[1]) and out.dtype == rows.dtype and counts.shape == (lists,)
@@ -108,7 +112,7 @@ def gather_tokens(
     out: torch.Tensor,
     programs: int = PROGRAMS,
 ) -> None:
-    """`lists.gather_tokens` in one launch of at most so many programs; memory as `gather_rows` takes it."""
+    """Run `lists.gather_tokens` in one launch of at most `programs` programs. `rows` is that of `gather_rows`."""
     (lists, listed), (batch, chunks), heads = tokens.shape, bases.shape, planes.shape[1]
     assert rows.is_contiguous() and tokens.is_contiguous() and bases.is_contiguous() and planes.is_contiguous()
     assert out.shape == (2, lists, listed, rows.shape[1]) and out.is_contiguous() and out.dtype == rows.dtype
@@ -125,7 +129,7 @@ def gather_tokens(
 def write_rows(
     rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
 ) -> None:
-    """`lists.write_rows` in one launch; memory as `gather_rows` takes it."""
+    """Run `lists.write_rows` in one launch. `rows` is that of `gather_rows`."""
     (lists, width), heads = k.shape, planes.shape[1]
     assert rows.is_contiguous() and k.is_contiguous() and v.is_contiguous() and rows.dtype == k.dtype == v.dtype
     assert k.shape == v.shape and rows.shape[1] == width and newest.shape == (lists // heads,)
@@ -137,7 +141,8 @@ def write_rows(
 
 
 def _words(rows: torch.Tensor) -> tuple[torch.dtype, dict[str, int]]:
-    """The largest words that rows consist of, how many make one, that padded to a power of two, and rows of a block."""
+    """Return the dtype of the largest word that divides a row, the words per row, this number padded to a power of two,
+    and the rows per block."""
     row_bytes = rows.shape[1] * rows.itemsize
     size = next(size for size in _WORDS if row_bytes % size == 0 and rows.data_ptr() % size == 0)
     block = max(1, _BLOCK_BYTES // triton.next_power_of_2(row_bytes))

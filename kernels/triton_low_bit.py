@@ -1,11 +1,12 @@
-"""Low-bit rows of a batch in Triton: a query is scored with all keys, and attention over everything that was not
-selected is joined with that over exact rows.
+"""Score low-bit keys of a batch and merge approximate with exact attention, in Triton.
 
-Bytes a token and KV head: scores read d / 2 + 1 and write 4 * G; the tail reads each packed row and its two steps once
-for all G query heads of its group, d * (4 + bits) / 8 + 2, and one byte that says whether it counts. Scores are whole
-numbers before their scale; the softmax weights, steps in them, are rounded to bfloat16 before the second product (not
-under the interpreter). The tail's scores are its own: it attends with the true query where what was selected was
-selected with a guess of it. Definitions: `low_bit_lists`; of one sequence `low_bit.tail_attention`.
+Traffic per token and KV head: scoring reads d / 2 + 1 bytes and writes 4 * G. Approximate attention reads each packed
+key and value and their two steps once for all G query heads of a group, d * (4 + bits) / 8 + 2 bytes, and one byte that
+marks excluded tokens.
+
+Scores are integers before scaling. The softmax weights, multiplied with the steps, are rounded to bfloat16 before the
+second product (not under the interpreter). Approximate attention computes its own scores: it uses the true query, while
+selection may use a guess. References: `low_bit_lists`, and `low_bit.tail_attention` for one sequence.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from .triton_low_bit_rows import addressed, block_of, decoded_steps, padded_size
 from .triton_scores import _finish, _outputs, _rint
 
 _SCORED = 4 * BLOCK
-"""Tokens of a program that scores; they lie in one page, as those of a program that attends, which are a page."""
+"""Tokens per program that scores. They lie in one page. A program that attends handles one page."""
 
 _LOOKED_UP = 512
-"""Tokens of a program that looks up which of them were selected."""
+"""Tokens per program that marks excluded tokens."""
 
 _PARTS = 16
-"""Parts that the join reads at once."""
+"""Parts that the merge reads at once."""
 
 _BLOCK, _MIDDLE = tl.constexpr(BLOCK), tl.constexpr(((1 << KEY_BITS) - 1) / 2)
 
@@ -42,8 +43,11 @@ def _weights(
     q: tl.tensor, mean: tl.tensor, p: tl.tensor, heads: tl.tensor,
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """The queries of list p rounded as `selection.quantise_query` does: int8 of the lower and the upper half of the
-    channels `[GROUP, K]`, their middle, their scale, and what they score with the mean `[GROUP]`."""
+    """Quantise the queries of list p as `selection.quantise_query` does.
+
+    Returns int8 weights `[GROUP, K]` of the lower and the upper half of the channels, and per query `[GROUP]`: the sum
+    of the weights times the middle of the codes, the scale, and the score with the mean.
+    """
     head, byte = tl.arange(0, GROUP), tl.arange(0, K)
     known = (head < G)[:, None] & (byte < KEYS)[None, :]
     at = q + (p * G + head)[:, None] * d + byte[None, :]
@@ -61,7 +65,7 @@ def _weights(
 
 @triton.jit
 def _products(low: tl.tensor, high: tl.tensor, keys: tl.tensor) -> tl.tensor:
-    """Whole numbers float32 `[GROUP, n]`: weights times the codes of packed keys `[K, n]`."""
+    """Return weights times the codes of packed keys `[K, n]`: integers as float32 `[GROUP, n]`."""
     sums = tl.dot(low, (keys & 15).to(tl.int8), out_dtype=tl.int32)
     sums += tl.dot(high, (keys >> 4).to(tl.int8), out_dtype=tl.int32)
     return sums.to(tl.float32)
@@ -101,7 +105,7 @@ def scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """`low_bit_lists.scores` in one launch; float32 queries and scores."""
+    """Run `low_bit_lists.scores` in one launch. Queries and scores are float32."""
     lists, group, d = q.shape
     assert table.lists == lists and q.is_contiguous() and mean.shape == (table.heads, d)
     assert q.dtype == mean.dtype == torch.float32 and mean.is_contiguous() and starts.shape == stops.shape == (lists,)
@@ -123,8 +127,11 @@ def _hide(
     chosen: tl.tensor, counts: tl.tensor, starts: tl.tensor, stops: tl.tensor, hidden: tl.tensor, n: tl.tensor,
     tokens: tl.tensor, halvings: tl.tensor, TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i): whether each of the tokens [i * TOKENS, ...) does not count: it is outside [start, stop), or
-    among the first `counts[p]` of chosen `[P, n]`, which rise. The first of these that is there is found by halving."""
+    """Program (p, i): mark which of the tokens [i * TOKENS, ...) are excluded.
+
+    Excluded are tokens outside [start, stop) and the first `counts[p]` of chosen `[P, n]`, in rising order. A binary
+    search finds the first chosen token of the block.
+    """
     p, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS
     place, own = tl.arange(0, TOKENS), chosen + p * n
     first, count = tl.load(counts + p) * 0, tl.load(counts + p)
@@ -142,7 +149,7 @@ def _hide(
 
 @triton.jit
 def _levels(raw: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr) -> tl.tensor:
-    """Field FIELD of packed values, around 0."""
+    """Unpack field FIELD of packed values, centred on 0."""
     codes = ((raw >> (FIELD * BITS)) & ((1 << BITS) - 1)).to(tl.float32) - ((1 << BITS) - 1) * 0.5
     return codes if WIDEN else codes.to(tl.bfloat16)
 
@@ -152,7 +159,7 @@ def _mixed(
     acc: tl.tensor, kept: tl.tensor, weights: tl.tensor, raw: tl.tensor,
     FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """acc `[GROUP, V]` times kept `[GROUP]` and the values of one field under weights `[GROUP, 64]`."""
+    """Return acc `[GROUP, V]` times kept `[GROUP]`, plus the values of one field with weights `[GROUP, 64]`."""
     return acc * kept[:, None] + tl.dot(weights, _levels(raw, FIELD, BITS, WIDEN), input_precision="ieee")
 
 
@@ -161,7 +168,7 @@ def _store_field(
     outs: tl.tensor, first: tl.tensor, acc: tl.tensor, total: tl.tensor,
     d: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, FIELD: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The channels of one field of rows [first, first + G) of a part."""
+    """Store the channels of one field of rows [first, first + G) of a part."""
     head, column = tl.arange(0, GROUP), tl.arange(0, V)
     at = outs + (first + head)[:, None] * d + FIELD * VALUES + column[None, :]
     tl.store(at, acc / total[:, None], mask=(head < G)[:, None] & (column < VALUES)[None, :])
@@ -169,7 +176,7 @@ def _store_field(
 
 @triton.jit
 def _capped(scores: tl.tensor, softcap: tl.tensor) -> tl.tensor:
-    """c tanh(s / c), from e^(-2 |s| / c)."""
+    """Return c tanh(s / c), computed from e^(-2 |s| / c)."""
     decays = tl.exp(tl.abs(scores) * (-2.0 / softcap))
     size = softcap * (1.0 - decays) / (1.0 + decays)
     return tl.where(scores < 0.0, -size, size)
@@ -183,9 +190,11 @@ def _attend(
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr, CAPPED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, s): blocks [s * PIECE, ...) of list p, as far as they hold any of its tokens, softmax on the fly.
-    Writes part s: lse, and out `[G, d]` (nothing where it has no blocks, 0 where no token counts). KEYS and VALUES are
-    the bytes of a packed key and value, K and V these numbers padded."""
+    """Program (p, s): blocks [s * PIECE, ...) of list p within its range, with an online softmax.
+
+    Writes part s: lse, and out `[G, d]` unless it has no blocks (0 if all tokens are excluded). KEYS and VALUES are the
+    bytes of a packed key and value, K and V the padded sizes.
+    """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin = tl.maximum(tl.load(starts + p) // _BLOCK, piece * PIECE)
     end = tl.minimum((tl.load(stops + p) + _BLOCK - 1) // _BLOCK, (piece + 1) * PIECE)
@@ -241,9 +250,11 @@ def _join(
     lse: tl.tensor, parts: tl.tensor, rows: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (r, c): COLUMNS channels of row r of all parts of the tail, turned back by mixing `[d, d]`, and of the
-    exact rows: out, and the first program of a row its lse. Each reads all parts: that takes less than waiting for one
-    that does it for all."""
+    """Program (r, c): merge COLUMNS channels of row r of all approximate parts and of the exact attention.
+
+    The approximate parts are multiplied with mixing `[d, d]` to undo the mixing of values. The first program of a row
+    also stores its lse.
+    """
     r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
     every = tl.load(lses + tl.arange(0, ALL) * rows + r, mask=tl.arange(0, ALL) < parts, other=float("-inf"))
     own = tl.load(exact_lses + r)
@@ -252,6 +263,7 @@ def _join(
     whole = tl.maximum(tl.sum(tl.exp(every - safe), 0) + tl.exp(own - safe), 1e-30)
     if tl.program_id(1) == 0:
         tl.store(lse + r, tl.where(peak == float("-inf"), peak, safe + tl.log(whole)))
+    # Every program of a row reads all parts. This is faster than waiting for one program that merges them.
     acc = tl.zeros((D,), tl.float32)
     for first in range(0, parts, PARTS):
         at = (first + part) * rows + r
@@ -280,7 +292,7 @@ def join_tail(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`low_bit_lists.join_tail` in three launches; all float32."""
+    """Run `low_bit_lists.join_tail` in three launches, all in float32."""
     lists, group, d = q.shape
     assert out.shape == q.shape and lse.shape == (lists, group) and out.is_contiguous() and lse.is_contiguous()
     assert out.dtype == lse.dtype == mixing.dtype == torch.float32 and mixing.is_contiguous()
@@ -304,7 +316,7 @@ def tail_attention(
     skip: torch.Tensor,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`low_bit.tail_attention` of float32 queries, as of a batch of one."""
+    """Run `low_bit.tail_attention` for float32 queries, as a batch of one."""
     heads, group, d = q.shape
     counted = torch.tensor([each for each in (tokens.start, tokens.stop, skip.shape[1]) for _ in range(heads)])
     bounds = to_device(counted.to(torch.int32), q.device).view(3, heads)
@@ -316,10 +328,10 @@ def tail_attention(
 
 
 class FusedQuery(LowBitQuery):
-    """Whose tail is computed in one pass, its scores with it."""
+    """Low-bit query on a GPU. Approximate attention computes its scores in the same pass."""
 
     def tail(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`tail_attention`."""
+        """Attend to the tokens that are not in skip (`tail_attention`)."""
         return tail_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
 
 
@@ -335,8 +347,11 @@ def _parts(
     tokens: int,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The low-bit rows of the tokens that count, in pieces: outs `[pieces, P * G, d]` and lses `[pieces, P * G]`, in
-    two launches. Of chosen only what lies within [start, stop), and is meant, matters."""
+    """Attend to the low-bit KV that is not excluded, in pieces, with two launches.
+
+    Returns outs `[pieces, P * G, d]` and lses `[pieces, P * G]`. Only the first `counts` entries of chosen within
+    [start, stop) have an effect.
+    """
     lists, group, d = q.shape
     assert table.lists == lists and q.is_contiguous() and q.dtype == mean.dtype == torch.float32
     assert starts.shape == stops.shape == counts.shape == (lists,) and chosen.is_contiguous()

@@ -1,8 +1,8 @@
-"""The newest rows of a batch among its low-bit rows, in Triton: multiplied with their basis, rounded and packed; and
-where the rows of a list lie.
+"""Append the newest KV of a batch to its low-bit KV in Triton, and find low-bit KV by address.
 
-Bytes a KV head: 4 * d^2 of the basis and of the mixing of values each, which all sequences share, d numbers of the key
-and of the value, and d * (4 + bits) / 8 + 2 written. Definition: `low_bit_lists.append_rows`.
+Each vector is multiplied with its matrix, quantised and packed. Traffic per KV head: 4 * d^2 bytes each for the basis
+of keys and the mixing of values (shared by all sequences), d numbers each of key and value, and d * (4 + bits) / 8 + 2
+bytes written. Reference: `low_bit_lists.append_rows`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALIGNED = tl.constexpr(ALIGNED)
 
 @triton.jit
 def decoded_steps(codes: tl.tensor) -> tl.tensor:
-    """float32 steps of their codes (`low_bit.decode_steps`)."""
+    """Decode step codes to float32 (`low_bit.decode_steps`)."""
     return ((codes.to(tl.int32) + _SMALLEST) << 20).to(tl.float32, bitcast=True)
 
 
@@ -30,8 +30,11 @@ def block_of(
     table: tl.tensor, pages: tl.tensor, offset: tl.tensor, p: tl.tensor, heads: tl.tensor, block: tl.tensor,
     BLOCK_BYTES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Where block `block` of list p begins, of a sequence that has it; those behind it in its page follow without gaps.
-    table int64 `[B, pages]`; the layer's rows begin `offset` bytes behind a page's address."""
+    """Return the address of block `block` of list p. The sequence must have this block.
+
+    The following blocks of the page are contiguous. table is int64 `[B, pages]`. The KV of the layer starts `offset`
+    bytes after the address of a page.
+    """
     page = tl.load(table + p // heads * pages + block // _PAGE).to(tl.pointer_type(tl.uint8))
     begin = page + offset + (p % heads * _PAGE + block % _PAGE) * BLOCK_BYTES
     return tl.multiple_of(begin, _ALIGNED)
@@ -42,7 +45,7 @@ def _channels(
     x: tl.tensor, basis: tl.tensor, first: tl.tensor,
     d: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Channels [first, first + WIDTH) of x `[d]` times basis `[d, d]`, float32 `[W]`."""
+    """Return channels [first, first + WIDTH) of x `[d]` times basis `[d, d]`, float32 `[W]`."""
     column, acc = tl.arange(0, W), tl.zeros((W,), tl.float32)
     for begin in range(0, d, ROWS):
         row = begin + tl.arange(0, ROWS)
@@ -55,7 +58,7 @@ def _channels(
 
 @triton.jit
 def _code(x: tl.tensor, step: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Codes of `low_bit.quantise_rows`."""
+    """Quantise x as `low_bit.quantise_rows` does."""
     code = tl.floor(tl.div_rn(x, step + tl.zeros_like(x))) + (1 << (BITS - 1))
     return tl.minimum(tl.maximum(code, 0.0), (1 << BITS) - 1).to(tl.int32)
 
@@ -66,8 +69,10 @@ def _store_row(
     CENTRED: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Row x `[d]` times basis, less mean where it is CENTRED, rounded: its WIDTH packed bytes, `apart` from each other,
-    and the code of its step."""
+    """Multiply x `[d]` with basis, subtract mean if CENTRED, quantise, and store the result.
+
+    The WIDTH packed bytes are `apart` bytes apart. The code of the step goes to `step_at`.
+    """
     column = tl.arange(0, W)
     known = column < WIDTH
     c0 = _channels(x, basis, 0, d, WIDTH, W, ROWS)
@@ -97,8 +102,10 @@ def _append(
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, 0) stores the key of list p in KEY bits, (p, 1) its value in VALUE bits; a negative
-    slot is nobody's."""
+    """Program (p, 0): store the key of list p in KEY bits. Program (p, 1): store its value in VALUE bits.
+
+    Negative slots are skipped.
+    """
     p = tl.program_id(0).to(tl.int64)
     slot, head = tl.load(slots + p), p % heads
     at = tl.maximum(slot, 0)
@@ -123,8 +130,10 @@ def append_rows(
     table: PageTable,
     slots: torch.Tensor,
 ) -> None:
-    """`low_bit_lists.append_rows` in one launch; a float32 basis. Sums over d are in another order than torch's, so
-    that a number within rounding of the border of two codes may take either."""
+    """Run `low_bit_lists.append_rows` in one launch. basis, mean and mixing must be float32.
+
+    Sums over d have another order than torch's. A number within rounding of the border of two codes may get either.
+    """
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and slots.shape == (lists,)
     assert basis.dtype == mean.dtype == mixing.dtype == torch.float32 and table.lists == lists
@@ -137,12 +146,12 @@ def append_rows(
 
 
 def padded_sizes(layout: Layout) -> dict[str, int]:
-    """Bytes of a packed key and value, and padded to what a product takes."""
+    """Return the bytes of a packed key and value (KEYS, VALUES), and the sizes that a product needs (K, V)."""
     keys, values = layout.key_bytes, layout.value_bytes
     padded = {"K": max(32, triton.next_power_of_2(keys)), "V": max(16, triton.next_power_of_2(values))}
     return {"KEYS": keys, "VALUES": values} | padded
 
 
 def addressed(table: PageTable) -> tuple[torch.Tensor, int, int]:
-    """What `block_of` reads: addresses, how many a sequence has there, and bytes of a page before the layer's."""
+    """Return the arguments of `block_of`: addresses, pages per sequence, and the offset of the layer in a page."""
     return table.table, table.table.shape[1], table.offset

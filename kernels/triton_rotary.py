@@ -1,6 +1,8 @@
-"""Rotary positions in Triton: one launch in place of four. Definition: `rotary.rotate_halves`, rounding for rounding:
-keys of a hundred (Qwen's, by their biases) that are rounded otherwise make other scores by whole units, in what is then
-no longer transformers' model."""
+"""Rotary position embedding in Triton, in one launch instead of four.
+
+Rounds exactly like the reference `rotary.rotate_halves`. Keys can be as large as 100 (Qwen's, because of their biases).
+Other rounding would then change scores by whole units, and results would differ from transformers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ def _rotate(
     x: tl.tensor, cos: tl.tensor, sin: tl.tensor, out: tl.tensor, head_step: tl.tensor, token_step: tl.tensor,
     tokens: tl.tensor, d: tl.constexpr, D: tl.constexpr, ROUNDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (h, t): head h of token t. ROUNDED: the products are rounded as x is, before they are added."""
+    """Program (h, t): head h of token t. With ROUNDED, the products are rounded to the dtype of x before they are
+    added."""
     h, t, column = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.arange(0, D)
     at, real = x + h * head_step + t * token_step, column < d
     partner = tl.where(column < d // 2, column + d // 2, column - d // 2)
@@ -29,7 +32,7 @@ def _rotate(
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`rotary.rotate_halves` in one launch; numbers of a head side by side."""
+    """Run `rotary.rotate_halves` in one launch. The last dimension of x must be contiguous."""
     heads, tokens, d = x.shape
     assert cos.shape == sin.shape == (1, tokens, d) and cos.is_contiguous() and sin.is_contiguous()
     assert x.stride(2) == 1 and d % 2 == 0

@@ -1,8 +1,8 @@
-"""Scores of one query per head with compressed keys, in Triton, with each block's maximum and sum of exponentials.
+"""Score one query per head with compressed keys in Triton.
 
-Bytes a token and KV head: r numbers (partial) or bits * d / 8 (packed) read, 4 * G written; the maxima that thresholds
-need and the sums that group scores need cost no second pass. Definitions: `lists.partial_scores`,
-`lists.quantised_scores`.
+Each block also returns its maximum, for thresholds, and its sum of exponentials, for group scores, without a second
+pass. Traffic per token and KV head: reads r numbers (partial) or bits * d / 8 bytes (packed), writes 4 * G bytes.
+References: `lists.partial_scores`, `lists.quantised_scores`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .pointer_table import ALIGNED, FIELDS, PointerTable
 from .triton_append import triton_dtype
 
 _BLOCK = 256
-"""Tokens of a program that scores packed keys: its products are tensor cores', of at least 16 rows."""
+"""Tokens per program for packed keys. Tensor cores need at least 16 rows."""
 
 _WIDE = 1024
-"""Tokens of a program that scores partial keys, each thread 8 of them: 16 bytes of a column in half precision."""
+"""Tokens per program for partial keys. Each thread handles 8 of them: 16 bytes of a column in half precision."""
 
 _FIELDS = tl.constexpr(FIELDS)
 
 
 @triton.jit
 def _rint(x: tl.tensor) -> tl.tensor:
-    """Round half to even for |x| < 2^22, as torch rounds: adding 1.5 * 2^23 leaves no bits behind the point."""
+    """Round half to even for |x| < 2^22 as torch does: adding 1.5 * 2^23 leaves no fraction bits."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -36,8 +36,10 @@ def _finish(
     blocks: tl.tensor, tokens: tl.tensor,
     scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Stores scores acc `[GROUP, n]` of `token` `[n]`, -inf outside [start, stop), and the block's maximum and sum of
-    exp(score - maximum) of each head (-inf and 0 where nothing is inside)."""
+    """Store the scores acc `[GROUP, n]` of `token` `[n]`, -inf outside [start, stop), and the statistics of the block.
+
+    These are the maximum and the sum of exp(score - maximum) of each head, -inf and 0 if no token is inside.
+    """
     head = tl.arange(0, GROUP)
     acc = tl.where(((token >= start) & (token < stop))[None, :], acc, float("-inf"))
     line = (p * G + head) * tokens
@@ -53,8 +55,10 @@ def _finish(
 def _own(
     table: tl.tensor, p: tl.tensor, heads: tl.tensor, KEYS: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Where list p begins, and how far its rows are apart, numbers of type KEYS: multiples of BYTES bytes, of ALIGN
-    numbers."""
+    """Return the start of list p and the distance of its rows in elements of type KEYS.
+
+    The start is a multiple of BYTES bytes, the distance a multiple of ALIGN elements.
+    """
     own = table + p // heads * _FIELDS
     begin = tl.load(own).to(tl.pointer_type(KEYS)) + p % heads * tl.load(own + 1)
     return tl.multiple_of(begin, BYTES), tl.multiple_of(tl.load(own + 2), ALIGN)
@@ -67,8 +71,11 @@ def _partial(
     KEYS: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr,
     R: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, b): tokens [b * BLOCK, ...) of list p, column by column. Blocks outside the range read no keys; a
-    block at its end reads up to the next multiple of ALIGN tokens, for which a list has room."""
+    """Program (p, b): tokens [b * BLOCK, ...) of list p, column by column.
+
+    Blocks outside the range read no keys. The last block reads up to the next multiple of ALIGN tokens, which every
+    list has space for.
+    """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
@@ -87,8 +94,10 @@ def _partial(
 def _field_sums(
     weights: tl.tensor, raw: tl.tensor, total: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr
 ) -> tl.tensor:
-    """Sum over columns of weights int8 `[GROUP, D]` times field FIELD of the bytes raw int8 `[n, D]`: float32
-    `[GROUP, n]`, whole numbers below 2^24."""
+    """Sum weights int8 `[GROUP, D]` times field FIELD of the bytes raw int8 `[n, D]` over the columns.
+
+    Returns integers below 2^24 as float32 `[GROUP, n]`.
+    """
     if BITS == 8:
         sums = tl.dot(weights, tl.trans(raw), out_dtype=tl.int32) + 128 * total[:, None]
     else:
@@ -106,9 +115,7 @@ def _packed(
     d: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, block): packed keys of one block of list p. The query is quantised as `selection.quantise_query`
-    does, in every program anew: G * d numbers against BLOCK * d * BITS / 8 bytes. Rows have W bytes; those behind the
-    first d are anything, and are multiplied with 0."""
+    """Program (p, block): score one block of packed keys of list p. Rows have W bytes, but only the first d count."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
     F: tl.constexpr = 8 // BITS
@@ -118,6 +125,8 @@ def _packed(
     if (block * BLOCK < stop) & (block * BLOCK + BLOCK > start):
         keys, row_step = _own(table, p, heads, tl.int8, ALIGN, ALIGN)
         of_head, known = (p % heads) * d + column, column < d
+        # Every program quantises the query again: G * d numbers are few compared to BLOCK * d * BITS / 8 bytes of keys.
+        # Columns from d on may contain anything; their weights are 0.
         query = tl.load(q + (p * G + head)[:, None] * d + column[None, :],
                         mask=(head < G)[:, None] & known[None, :], other=0.0)  # fmt: skip
         weight = query * tl.load(step + of_head, mask=known, other=0.0)[None, :]
@@ -144,7 +153,7 @@ def _packed(
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:
-    """`lists.partial_scores` in one launch; scores are float32 whatever the keys' dtype."""
+    """Run `lists.partial_scores` in one launch. Scores are float32 for every dtype of the keys."""
     lists, group, r = q.shape
     assert keys.lists == lists and keys.tensors[0].shape[1] == r and q.is_contiguous() and q.dtype == torch.float32
     assert starts.shape == stops.shape == (lists,)
@@ -168,7 +177,7 @@ def quantised_scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """`lists.quantised_scores` in one launch; float32 queries, scales and scores."""
+    """Run `lists.quantised_scores` in one launch. Queries, mean, step and scores are float32."""
     lists, group, d = q.shape
     width = packed.tensors[0].shape[2]
     assert packed.lists == lists and width >= d and packed.dtype == torch.int8

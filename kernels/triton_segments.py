@@ -1,11 +1,11 @@
-"""Decode attention over runs of rows in Triton: segments that several sequences share and each sequence's own rows, in
-place, wherever they lie on the device.
+"""Decode attention over runs of KV in Triton: segments shared by several sequences, and each sequence's own KV.
 
-Bytes: the rows of every run are read once for all its queries (once for each 64 of them); 88 bytes of table a run go to
-the device. One launch for shared runs (up to 64 queries a program, tensor-core products), one for runs of a single
-sequence, one merge in float32. Rows are found by address, so that nothing is copied together first. Long runs are cut
-into pieces so that few sequences fill the device. Definition and bounds: `segments.attend_runs`; rounding as
-`triton_attention` says.
+Kernels find the KV by address and read it in place, so nothing is copied together first. The KV of every run is read
+once per 64 of its queries. The table takes 88 bytes per run.
+
+There is one launch for shared runs (up to 64 queries per program, tensor-core products), one for runs of a single
+sequence, and one merge in float32. Long runs are cut into pieces, so that few sequences fill the device. Reference:
+`segments.attend_runs`. Rounding is that of `triton_attention`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .segments import Run
 from .triton_attention import attend_rows, merge_parts, steps
 
 _PIECE, _PIECES = 256, 64
-"""Rows of a program, and the most pieces of a run: longer runs have longer pieces."""
+"""KV rows per piece, and the most pieces per run: longer runs have longer pieces."""
 
 _QUERY_BYTES = 1 << 14
-"""Of the queries of a program of a shared run, 16 to 64 of them: with the rows they fit a consumer card's shared
-memory."""
+"""Bytes of the queries of a program for a shared run, 16 to 64 of them. With the KV they fit the shared memory of a
+consumer card."""
 
 _FIELDS = tl.constexpr(11)
-"""Of a run in the table: addresses of k and v, strides of head and row of each, rows, first and stop of its sequences,
-its first slot among the parts, rows of a piece."""
+"""Fields of a run in the table: addresses of k and v, strides of head and row of k and of v, number of rows, first and
+stop of its sequences, its first slot among the parts, rows per piece."""
 
 
 @triton.jit(do_not_specialize=["batch", "heads", "kv_heads"])
@@ -38,9 +38,11 @@ def _attend(
     d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
     ALIGN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (run, piece, head and block of queries): one KV head of a piece, softmax on the fly. Writes the part of
-    its queries: out `[d]` and lse each; nothing where the run has no such piece or not as many queries. ALIGN: numbers
-    that all strides are a multiple of, so that the compiler knows which loads can be 16 bytes wide."""
+    """Program (run, piece, head and block of queries): one KV head of a piece, with an online softmax.
+
+    Writes the out `[d]` and lse of each query to its part, or nothing if the run has fewer pieces or queries. All
+    strides are multiples of ALIGN elements, so that the compiler knows which loads can be 16 bytes wide.
+    """
     run, piece = table + tl.program_id(0) * _FIELDS, tl.program_id(1)
     head, block = tl.program_id(2) % kv_heads, tl.program_id(2) // kv_heads
     first, stop = tl.load(run + 7), tl.load(run + 8)
@@ -56,7 +58,7 @@ def _attend(
         v_head, v_row = tl.multiple_of(tl.load(run + 4), ALIGN), tl.multiple_of(tl.load(run + 5), ALIGN)
         k = tl.load(run).to(tl.pointer_type(q.dtype.element_ty)) + head * k_head
         v = tl.load(run + 1).to(tl.pointer_type(q.dtype.element_ty)) + head * v_head
-        k, v = tl.multiple_of(k, 2 * ALIGN), tl.multiple_of(v, 2 * ALIGN)  # forgotten by the cast, were it said before
+        k, v = tl.multiple_of(k, 2 * ALIGN), tl.multiple_of(v, 2 * ALIGN)  # set after the cast, which drops it
         peak, total, acc = attend_rows(query, k, v, k_row, v_row, begin, end, scale, d, D, QUERIES, BLOCK, WIDEN)
         at = (tl.load(run + 9) + piece) * heads * batch + row_of
         tl.store(lses + at, peak + tl.log(total), mask=known)
@@ -64,8 +66,10 @@ def _attend(
 
 
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`segments.attend_runs` in two launches and a merge; q and all rows of one dtype: float32, float16 or bfloat16, on
-    one device."""
+    """Run `segments.attend_runs` in two launches and a merge.
+
+    q and all KV lie on one device and have one dtype: float32, float16 or bfloat16.
+    """
     heads, batch, d = q.shape
     q = q.contiguous()
     shared = [run for run in runs if run.stop - run.first > 1 and run.k.shape[1]]
@@ -95,7 +99,7 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
 
 
 def most_queries(d: int, itemsize: int) -> int:
-    """Queries of a program of a shared run; float32 products, which are no tensor cores', have 16."""
+    """Return the most queries per program for a shared run. float32 products do not use tensor cores and get 16."""
     if itemsize == 4:
         return 16
     width: int = triton.next_power_of_2(d)
@@ -103,8 +107,11 @@ def most_queries(d: int, itemsize: int) -> int:
 
 
 def _row(run: Run, slots: list[int]) -> list[int]:
-    """The run's fields. Its parts take the next free slots of its sequences (`slots[b]` of each is moved on): parents
-    of a tree first, so that those of a run have as many."""
+    """Return the fields of a run and assign its parts to the next free slots of its sequences.
+
+    `slots[b]` of each sequence is advanced. Runs of a tree must be passed parents first, so that all sequences of a run
+    have the same next slot.
+    """
     k, v, n = run.k, run.v, run.k.shape[1]
     assert k.stride(2) == v.stride(2) == 1 and k.shape == v.shape and run.stop <= len(slots)
     size = max(_PIECE, triton.cdiv(triton.cdiv(n, _PIECES), _PIECE) * _PIECE)
@@ -117,12 +124,12 @@ def _row(run: Run, slots: list[int]) -> list[int]:
 
 
 def _alignment(rows: Sequence[Sequence[int]]) -> int:
-    """8 numbers (16 bytes of half precision) where every address and stride allows it, else 1."""
+    """Return 8 elements (16 bytes in half precision) if all addresses and strides allow it, else 1."""
     aligned = all(address % 16 == 0 for row in rows for address in row[:2])
     return 8 if aligned and all(stride % 8 == 0 for row in rows for stride in row[2:6]) else 1
 
 
 def _on_device(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """int64 `[runs, fields]`, without waiting for the device."""
+    """Copy the table int64 `[runs, fields]` to the device without synchronising."""
     table = torch.tensor(rows, dtype=torch.int64)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

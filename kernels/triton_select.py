@@ -1,10 +1,15 @@
-"""Threshold, candidate filter and per-head top-n in Triton: token indices under a static cap, no host in between.
+"""Threshold, candidate filter and top-n per head in Triton: token indices with a static cap, without the host.
 
-Eight launches over `[P, N]`: one makes of the blocks' maxima and sums each head's, one marks what passes and makes
-integers of the same order (int32 `[P, N]`, 4 bytes a token, which stay in the L2 cache), four histograms of 256
-bins fix the n-th largest value digit by digit, one counts, one writes. Nothing depends on the order in which programs
-run: only integers are added atomically. Definition: `lists.select_tokens`; given the same scores the result is the
-same, ties included.
+Eight launches over `[P, N]`:
+
+* One reduces the maxima and sums of the blocks to those of each head.
+* One marks passing tokens and maps scores to integers in the same order (int32 `[P, N]`, which stay in the L2 cache).
+* Four histograms of 256 bins determine the n-th largest value digit by digit.
+* One counts.
+* One writes.
+
+Only integers are added atomically, so the result does not depend on the order of programs. Reference:
+`lists.select_tokens`. The same scores give the same result, including ties.
 """
 
 from __future__ import annotations
@@ -16,27 +21,28 @@ import triton.language as tl
 from .lists import Scores
 
 _BLOCK = 1024
-"""Tokens of a program."""
+"""Tokens per program."""
 
 _MARKED = 256
-"""Tokens of a program that marks: it takes all heads of a layer, and larger ones would leave most of a device idle."""
+"""Tokens per program that marks. It handles all heads of a layer, so larger blocks would leave most of a device idle.
+"""
 
 _ABSENT = tl.constexpr(-(1 << 31))
-"""Below the order of every float: a token that passed no head."""
+"""Value below the order of every float: a token that passed no head."""
 
 _DIGITS = tl.constexpr(4)
 
 
 @triton.jit
 def _ordered(x: tl.tensor) -> tl.tensor:
-    """float32 as int32 of the same order; -0 equals +0."""
+    """Map float32 to int32 in the same order. -0 equals +0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _digit(order: tl.tensor, DIGIT: tl.constexpr) -> tl.tensor:
-    """The DIGIT-th byte of an order, the highest first, as of an unsigned number."""
+    """Return byte DIGIT of an order as an unsigned number, the highest byte first."""
     return ((order ^ -2147483648) >> (24 - 8 * DIGIT)) & 255
 
 
@@ -45,8 +51,10 @@ def _whole(
     maxima: tl.tensor, sums: tl.tensor, peaks: tl.tensor, logs: tl.tensor, parts: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program p: of the blocks' maxima and sums `[G, parts]` of list p makes each head's largest score, and the log of
-    its sum of exponentials (0 where there are none)."""
+    """Program p: reduce the maxima and sums `[G, parts]` of the blocks of list p.
+
+    Stores the largest score of each head, and the logarithm of its sum of exponentials (0 if there are no tokens).
+    """
     head, part = tl.arange(0, GROUP), tl.arange(0, PARTS)
     line = tl.program_id(0).to(tl.int64) * G + head
     real, at = (head < G)[:, None] & (part < parts)[None, :], line[:, None] * parts + part[None, :]
@@ -66,9 +74,11 @@ def _mark(
     tokens: tl.tensor, kv_heads: tl.tensor, blocks: tl.tensor, lists: tl.tensor, alpha: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (b, i): tokens [i * BLOCK, ...) of sequence b, all heads. Writes how often these tokens pass a head to
-    `passing[b, i]`, and the orders of those that pass any head of the layer; the first block of a sequence clears its
-    histograms."""
+    """Program (b, i): tokens [i * BLOCK, ...) of sequence b, all heads.
+
+    Stores the number of passes, summed over tokens and heads, in `passing[b, i]`, and the orders of tokens that pass
+    any head of the layer. The first block of a sequence clears its histograms.
+    """
     b, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
     start, stop = tl.load(starts + b * kv_heads), tl.load(stops + b * kv_heads)
@@ -99,7 +109,7 @@ def _count(
     passing: tl.tensor, limits: tl.tensor, b: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     MARKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """n of sequence b, as `selection.token_count`, under `cap`."""
+    """Return n of sequence b as `selection.token_count` does, at most `cap`."""
     block = tl.arange(0, MARKED)
     passes = tl.sum(tl.load(passing + b * marked + block, mask=block < marked, other=0), 0)
     return tl.minimum(tl.minimum((passes + heads - 1) // heads, tl.load(limits + b)), cap)
@@ -107,7 +117,7 @@ def _count(
 
 @triton.jit
 def _bound(histograms: tl.tensor, p: tl.tensor, lists: tl.tensor, rank: tl.tensor, KNOWN: tl.constexpr) -> tl.tensor:
-    """The first KNOWN digits of the rank-th largest order, and its rank among the orders that share them."""
+    """Return the first KNOWN digits of the rank-th largest order, and its rank among the orders with these digits."""
     prefix = rank * 0
     for digit in tl.static_range(KNOWN):
         bins = tl.load(histograms + (digit * lists + p) * 256 + 255 - tl.arange(0, 256))
@@ -123,7 +133,7 @@ def _histogram(
     kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor,
     cap: tl.tensor, marked: tl.tensor, DIGIT: tl.constexpr, MARKED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i) adds the digits of its orders whose higher digits are those of the bound."""
+    """Program (p, i): count digit DIGIT of the orders of the block whose higher digits equal those of the bound."""
     p, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
     counted = order != _ABSENT
@@ -144,7 +154,7 @@ def _tally(
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     blocks: tl.tensor, MARKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i): how many of its orders lie above the bound, and how many equal it."""
+    """Program (p, i): count the orders of the block above the bound, and those equal to it."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     n = _count(passing, limits, p // kv_heads, heads, cap, marked, MARKED)
@@ -164,8 +174,11 @@ def _write(
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     blocks: tl.tensor, MARKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i) writes its tokens, rising, behind those of the blocks before it; of the orders that equal the
-    bound the first ones. Of its own places behind the count it makes zeros."""
+    """Program (p, i): write the selected tokens of the block, rising, behind those of the blocks before.
+
+    Of the orders equal to the bound, the first ones are selected. The program also zeroes the positions of its block
+    behind the count.
+    """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
     n = _count(passing, limits, p // kv_heads, heads, cap, marked, MARKED)
@@ -191,7 +204,7 @@ def select_tokens(
     limits: torch.Tensor,
     cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`lists.select_tokens` in eight launches; float32 scores, `[P, G, N]` contiguous, and a cap of at most N."""
+    """Run `lists.select_tokens` in eight launches. Scores are float32 `[P, G, N]`, contiguous. The cap is at most N."""
     (lists, group, tokens), parts, device = found.scores.shape, found.maxima.shape[2], found.scores.device
     assert lists == len(limits) * kv_heads and found.scores.dtype == torch.float32 and 1 <= cap <= tokens
     assert starts.shape == stops.shape == (lists,) and found.scores.is_contiguous()

@@ -1,7 +1,7 @@
-"""The skew artifact: what calibration learns of a model's queries, keys and guesses, as one safetensors file.
+"""Store the result of calibration in one safetensors file.
 
-The file carries its format version, the method, the model's fingerprint, a description of the calibration and a digest
-of its tensors; it holds no date and no path, so that the same calibration writes the same bytes.
+The file contains the format version, the method, the model fingerprint, a description of the calibration, and a digest
+of the tensors. It contains no date and no path, so the same calibration always writes the same bytes.
 """
 
 from __future__ import annotations
@@ -24,34 +24,36 @@ from ..errors import ArtifactError
 from .guess import SOURCES
 
 VERSION: Final = 2
-"""Format of the file; a file of another version is refused."""
+"""Format version of the file. Other versions are rejected."""
 
 _FORMAT: Final = "offload-rt skew"
 _TENSORS: Final = ("query", "key", "key_mean", "key_std", "slope", "offset")
 
 
 def artifact_bytes(geometry: ModelGeometry) -> int:
-    """Bytes of the bases and corrections in an artifact for a model of `geometry`."""
+    """Return the number of bytes of the bases and corrections for a model of `geometry`."""
     bases = geometry.kv_heads * geometry.head_dim**2
     return 2 * geometry.layers * (bases + geometry.hidden * len(SOURCES)) * torch.float32.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class SkewArtifact:
-    """Per layer and KV head, the bases in which queries and keys are scored.
+    """Skewing bases of queries and keys per layer and KV head, and corrections of guessed attention inputs.
 
-    method: "svd" (paper §4.2, equations 2-3: one orthogonal `A`, `query == key`) or "balanced" (both sides).
-    query: float32 `[L, Hkv, d, d]`, B_q: skewed query q~ = q @ query[l, h]; columns by falling importance, so that
-        keeping r columns is `[..., :r]`.
-    key: float32 `[L, Hkv, d, d]`, B_k: k~ = k @ key[l, h]. B_q B_k^T = I: with all columns q~ k~^T == q k^T.
-    key_mean, key_std: float32 `[L, Hkv, d]`, of the skewed keys per column over the calibration text: what static
-        int4 and int2 scoring keys are scaled with.
-    slope, offset: float32 `[S, L, D]` (D may be 1, for all channels), the correction of guessed attention inputs
-        (`guess.Correction`).
-    fingerprint: of the model it was calibrated on.
-    calibration: a description of the text that it was calibrated on, with a digest of its tokens.
+    Queries and keys are those of the attention product: after bias, QK-norm and RoPE, without the scale.
 
-    Queries and keys are those that the attention multiplies: after bias, QK-norm and RoPE, without the scale.
+    Attributes:
+        method: "svd" (paper §4.2, equations 2-3: one orthogonal `A`, `query == key`) or "balanced" (two bases).
+        query: B_q, float32 `[L, Hkv, d, d]`. The skewed query is q~ = q @ query[l, h]. Columns are ordered by falling
+            importance, so `[..., :r]` keeps the r most important columns.
+        key: B_k, float32 `[L, Hkv, d, d]`. The skewed key is k~ = k @ key[l, h]. B_q B_k^T = I, so q~ k~^T == q k^T if
+            all columns are used.
+        key_mean, key_std: float32 `[L, Hkv, d]`, statistics of each column of the skewed keys over the calibration
+            text. They scale int4 and int2 scoring keys.
+        slope, offset: float32 `[S, L, D]`, the correction of guessed attention inputs (`guess.Correction`). D may be 1
+            (one value for all channels).
+        fingerprint: Fingerprint of the calibrated model.
+        calibration: Description of the calibration text, with a digest of its tokens.
     """
 
     method: SkewMethod
@@ -70,20 +72,25 @@ class SkewArtifact:
 
     @property
     def identity(self) -> str:
-        """Text that names everything the artifact was made from. It is the same on every processor."""
+        """Return a text that identifies the inputs of the calibration. It is the same on every processor."""
         return f"{self.fingerprint} {self.method} {self.calibration}"
 
     def to(self, device: torch.device | str) -> SkewArtifact:
-        """The same artifact with its tensors on `device`."""
+        """Return a copy with the tensors on `device`."""
         return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
 
     def save(self, path: Path | str) -> None:
-        """Writes the artifact to `path` atomically: the file is the whole artifact or what was there before. Missing
-        folders are made. Raises OSError where the file system refuses."""
+        """Write the artifact to `path` atomically and create missing folders.
+
+        A failed write leaves an existing file unchanged.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: getattr(self, name).detach().cpu().contiguous() for name in _TENSORS}
-        if self.query.data_ptr() == self.key.data_ptr():  # safetensors refuses two names for one storage
+        if self.query.data_ptr() == self.key.data_ptr():  # safetensors rejects shared storage
             tensors["key"] = tensors["key"].clone()
         header = {
             "format": _FORMAT,
@@ -95,7 +102,7 @@ class SkewArtifact:
         }
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         try:
-            # One metadata entry, because safetensors writes several in random order.
+            # Use a single metadata entry: safetensors writes several entries in random order.
             data = save(tensors, metadata={"skew": json.dumps(header, sort_keys=True)})
             with temporary.open("wb") as file:
                 file.write(data)
@@ -107,10 +114,15 @@ class SkewArtifact:
 
     @classmethod
     def load(cls, path: Path | str, fingerprint: str | None) -> SkewArtifact:
-        """The artifact in `path`, on the CPU. With a `fingerprint` the artifact must be of that model.
+        """Load an artifact to the CPU.
 
-        Raises ArtifactError where the file is missing, not an artifact, damaged, of another format version, or of
-        another model (the message names both fingerprints).
+        Args:
+            path: The safetensors file.
+            fingerprint: Fingerprint of the model in use. None accepts the artifact of any model.
+
+        Raises:
+            ArtifactError: The file is missing, damaged, no skew artifact, of another format version, or made for
+                another model.
         """
         path = Path(path)
         header, tensors = _read(path)
@@ -140,13 +152,13 @@ def _damaged(path: Path, why: str) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
-    """Header and tensors of the file. Raises ArtifactError where there is no readable skew artifact."""
+    """Return the header and the tensors of a file. Raise ArtifactError if it is no readable skew artifact."""
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; a skew artifact is made with 'offload-rt skew MODEL --out DIR'")
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get("skew", "null")
-            # Copies: the file may be replaced under a memory map.
+            # Clone the tensors: the memory-mapped file may be replaced later.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
         header = json.loads(text)
     except (SafetensorError, OSError, ValueError, RecursionError, MemoryError) as error:
@@ -157,7 +169,7 @@ def _read(path: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
 
 
 def _digest(tensors: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes of CPU tensors."""
+    """Return the SHA-256 of the names, dtypes, shapes and bytes of CPU tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
@@ -166,7 +178,7 @@ def _digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def _inconsistency(tensors: dict[str, torch.Tensor]) -> str:
-    """What is wrong with the artifact's tensors, or nothing."""
+    """Return a description of the first invalid tensor, or an empty string if all tensors are valid."""
     shape = tensors["query"].shape
     if len(shape) != 4 or shape[-1] != shape[-2]:
         return f"query has shape {tuple(shape)}, expected [L, Hkv, d, d]"

@@ -1,6 +1,7 @@
-"""Calibration: one forward pass over a fixed text gives the moments of every head's queries and keys and how far
-guessed attention inputs are off, and from these the artifact (InfiniGen §4.3, "the sample input"). Never
-the user's prompt: what a run gives must not depend on what ran before it.
+"""Calibrate a skew artifact with one forward pass over a fixed text (InfiniGen §4.3, "the sample input").
+
+The pass collects the second moments of the queries and keys of every head and the errors of guessed attention inputs.
+Calibration never uses the user's prompt: the output of a run must not depend on earlier runs.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from .guess import SOURCES, Correction, GuessSums
 from .rotation import BASES, Moments
 
 TEXT: Final = "black_arrow.txt"
-"""The calibration text that ships in `offload_rt/data`: R. L. Stevenson, The Black Arrow (1888), public domain."""
+"""Calibration text in `offload_rt/data`: R. L. Stevenson, The Black Arrow (1888), public domain."""
 
 TOKENS: Final = 2048
-"""Calibration tokens where nobody says otherwise."""
+"""Default number of calibration tokens."""
 
 SLICE: Final = 512
-"""Tokens whose queries, attention and MLP are computed together."""
+"""Number of tokens whose queries, attention and MLP are computed together."""
 
 Progress = Callable[[int, int], None]
-"""(layers done, layers in all), over every segment."""
+"""Callback with (completed layers, total layers), counted over all segments."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,11 +52,20 @@ def calibrate(
     positions: int | None = None,
     progress: Progress | None = None,
 ) -> SkewArtifact:
-    """The artifact of the model behind `adapter`, from the text `token_ids` `[T]`, which `calibration` describes, for
-    contexts of up to `positions` tokens (default: all that the model was built for).
+    """Calibrate the model behind `adapter`.
 
-    Raises InputError for an empty text or an id outside the vocabulary, ModelError where the model's queries or keys
-    are not finite.
+    Args:
+        adapter: The model.
+        token_ids: Calibration text `[T]`.
+        method: Method of the bases.
+        fingerprint: Fingerprint of the model.
+        calibration: Description of the text.
+        positions: Context length to calibrate for. None uses the maximum of the model.
+        progress: Called after every layer.
+
+    Raises:
+        InputError: The text is empty, a token is outside the vocabulary, or `positions` is not supported.
+        ModelError: The queries or keys of the model are not finite.
     """
     moments, correction = measure(adapter, token_ids, positions=positions, progress=progress)
     tokens = hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:16]
@@ -66,7 +76,7 @@ def calibrate(
 def fit(
     moments: Moments, correction: Correction, *, method: SkewMethod, fingerprint: str, calibration: str
 ) -> SkewArtifact:
-    """The artifact of a model whose text had these moments, leading axes `[L, Hkv]`, and needs this correction."""
+    """Return the artifact for given moments, with leading axes `[L, Hkv]`, and a given correction."""
     basis = BASES[method](moments)
     skewed = moments.skewed(basis)
     deviation = skewed.key_covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
@@ -91,17 +101,16 @@ def measure(
     positions: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Moments, Correction]:
-    """Moments of queries and keys (post-RoPE, unscaled) per layer and KV head, leading axes `[L, Hkv]`, and the
-    correction of guesses, on the CPU.
+    """Return the moments of queries and keys and the correction of guesses, on the CPU.
 
-    The text runs in segments of at most `positions` tokens, each from position 0, with the model's own exact causal
-    attention. Queries of all G heads of a group count for their KV head. Raises as `calibrate`.
+    Queries and keys are taken after RoPE and without the scale. The moments have leading axes `[L, Hkv]`. The queries
+    of all G heads of a group count for their KV head. The text runs in segments of at most `positions` tokens. Each
+    segment starts at position 0 and uses exact causal attention. Raises the errors of `calibrate`.
 
-    Under RoPE the moments depend on where the text stands: a basis from the first 2,048 positions fits the slow rotary
-    planes as they point there, and is worse at position 30,000 than one from the whole range
-    (`tests/unit/skewing/test_skewing.py`).
-    So each query and key is measured as it would be at a position drawn from its share of the whole range; attention
-    itself sees the text as it is.
+    With RoPE, the moments depend on the positions. A basis from the first 2,048 positions fits the slow rotary planes
+    only there, and is worse at position 30,000 than a basis from the whole range
+    (`tests/unit/skewing/test_skewing.py`). Therefore each query and key is measured at a position drawn from its share
+    of the whole range. The attention of the forward pass uses the real positions.
     """
     geometry, limit = adapter.geometry, reach(adapter, positions)
     if not token_ids:
@@ -127,7 +136,10 @@ def measure(
 
 
 def reach(adapter: ModelAdapter, positions: int | None) -> int:
-    """Calibrated positions: those asked for, or all the model was built for. Raises InputError where it has fewer."""
+    """Return the number of positions to calibrate for: `positions`, or the maximum of the model if None.
+
+    Raises InputError if `positions` is below 1, or above the maximum of a model with absolute positions.
+    """
     limit = adapter.geometry.max_positions
     if positions is None:
         return limit
@@ -139,8 +151,11 @@ def reach(adapter: ModelAdapter, positions: int | None) -> int:
 def _segment_sums(
     adapter: ModelAdapter, tokens: torch.Tensor, limit: int, guesses: GuessSums
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each layer: sum of q q^T `[Hkv, d, d]`, of k k^T `[Hkv, d, d]` and of k `[Hkv, d]` over `tokens` `[T]`,
-    spread over the positions below `limit`. Adds what the layer before guessed to `guesses`."""
+    """Yield the moment sums of each layer: q q^T `[Hkv, d, d]`, k k^T `[Hkv, d, d]` and k `[Hkv, d]`.
+
+    The sums run over `tokens` `[T]`, at positions spread below `limit`. The guesses of every layer but the first are
+    added to `guesses`.
+    """
     geometry = adapter.geometry
     slices = slices_of(len(tokens), SLICE)
     positions = torch.arange(len(tokens), device=tokens.device)
@@ -160,11 +175,11 @@ def _segment_sums(
             guessed = {source: guessed_input(adapter, after, source, hidden[s], own, residual) for source in SOURCES}
             left = adapter.mlp(layer, residual)
             guesses.add(after, guessed, adapter.attention_input(after, left))
-            hidden[s] = left  # last: what was guessed may be a view of it
+            hidden[s] = left  # assign last: a guess may be a view of hidden
 
 
 def _all_rows(slices: Iterable[KVPart]) -> KVPart:
-    """K and V of a layer `[Hkv, T, d]`, from those of its slices."""
+    """Concatenate K and V of the slices of a layer to `[Hkv, T, d]`."""
     parts = list(slices)
     return KVPart(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
 
@@ -172,8 +187,8 @@ def _all_rows(slices: Iterable[KVPart]) -> KVPart:
 def _sum_moments(
     adapter: ModelAdapter, layer: int, inputs: Iterable[torch.Tensor], positions: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of one layer, from its attention inputs `[m, D]` in slices: sums over tokens of q qᵀ and of k kᵀ `[Hkv, d, d]`
-    and of k `[Hkv, d]`, float64."""
+    """Return the sums of q q^T `[Hkv, d, d]`, k k^T `[Hkv, d, d]` and k `[Hkv, d]` of a layer, in float64, from its
+    attention inputs `[m, D]` in slices."""
     geometry = adapter.geometry
     key_sum = torch.zeros(geometry.kv_heads, geometry.head_dim, dtype=torch.float64, device=adapter.device)
     query, key = (key_sum.new_zeros(geometry.kv_heads, geometry.head_dim, geometry.head_dim) for _ in range(2))
@@ -187,15 +202,18 @@ def _sum_moments(
 
 
 def _spread(count: int, limit: int) -> torch.Tensor:
-    """`count` rising positions `[T]` int64 that cover [0, limit): one drawn from each of `count` equal shares, since an
-    even step could be in tune with a rotary plane. With `count == limit` every position once."""
+    """Return `count` rising positions `[T]` (int64) that cover [0, limit), one from each of `count` equal shares."""
+    # Random positions: an even step could coincide with the period of a rotary plane.
     draw = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return ((torch.arange(count) + draw) * limit / count).long().clamp_max(limit - 1)
 
 
 def default_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab: int, count: int) -> tuple[list[int], str]:
-    """At most `count` token ids of the text that ships with the package and what to call them; for a model without a
-    tokenizer `count` fixed pseudo-random ids below `vocab`, which say little about its real queries."""
+    """Return at most `count` token ids of the text in the package, and a description of them.
+
+    A model without a tokenizer gets `count` fixed pseudo-random ids below `vocab`. They represent its real queries
+    poorly.
+    """
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         ids: list[int] = torch.randint(vocab, (count,), generator=generator).tolist()
@@ -205,8 +223,8 @@ def default_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab: int, count:
 
 
 def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name: str) -> tuple[list[int], str]:
-    """The first `count` tokens of `text`, special tokens included, and a description that calls the text `name`. A long
-    text is tokenised as far as they reach and a little beyond, since a cut changes the tokens right before it."""
+    """Return the first `count` tokens of `text`, with special tokens, and a description with the given `name`."""
+    # Tokenize only a prefix of a long text, and 64 tokens more: the cut changes the tokens next to it.
     characters, beyond = 8 * count, 64
     ids: list[int] = list(tokenizer(text[:characters], verbose=False)["input_ids"])
     while len(ids) < count + beyond and characters < len(text):
@@ -223,8 +241,11 @@ def cached_artifact(
     positions: int | None = None,
     progress: Progress | None = None,
 ) -> SkewArtifact:
-    """The model's artifact on the package's own text, from the user's cache folder; calibrated and stored there on the
-    first call. A damaged file is made again; a folder that cannot be written costs only the next start."""
+    """Return the model's artifact for the text in the package, from the user's cache folder.
+
+    The first call calibrates and stores the artifact. A damaged file is replaced. If the folder is not writable, the
+    next start calibrates again.
+    """
     path = cache_path(loaded, method, tokens, positions)
     if path.exists():
         try:
@@ -249,8 +270,11 @@ def cached_artifact(
 
 
 def cache_path(loaded: LoadedModel, method: SkewMethod, tokens: int = TOKENS, positions: int | None = None) -> Path:
-    """Where `cached_artifact` keeps an artifact: below `cache_folder()`. Everything the result depends on is in the
-    name: model and dtype (by the fingerprint), method, text, tokens, positions, format version."""
+    """Return the path of a cached artifact below `cache_folder()`.
+
+    The name contains all inputs of the result: model and dtype (in the fingerprint), method, text, token count,
+    positions and format version.
+    """
     text = "text" if loaded.tokenizer is not None else "random"
     limit = reach(loaded.adapter, positions)
     return cache_folder() / "skew" / f"{loaded.fingerprint}-{method}-{text}{tokens}-{limit}-v{VERSION}.safetensors"

@@ -1,13 +1,14 @@
-"""Skewing inside the weights (paper §4.2, equation 2) for models with absolute positions, and the `skew` command.
+"""Fold skewing into the weights (paper §4.2, equation 2) and run the `skew` command.
 
-With q = x W_q + b_q, the skewed query q B_q is x (W_q B_q) + b_q B_q: the basis disappears into weight and bias, and so
-does B_k on the key's side. What comes out is an ordinary checkpoint whose attention scores, hence logits, are those of
-the original. Products are taken in float64 and rounded once to the model's dtype. In float32 that rounding shows at
-about 1e-5 of the largest logit. In bfloat16 or float16 it is as large as the rounding of the original weights, but
-another one: 1-3 % of greedy tokens change. The runtime itself therefore keeps side matrices (`SkewArtifact`).
+With q = x W_q + b_q, the skewed query q B_q is x (W_q B_q) + b_q B_q, so weight and bias absorb the basis. The same
+holds for B_k and the key. The result is an ordinary checkpoint with the attention scores and logits of the original.
 
-With RoPE nothing can be folded: the rotation by the position stands between the projection and the score, and a basis
-that mixes rotary planes does not commute with it.
+Products are computed in float64 and rounded once to the dtype of the model. In float32, the rounding changes logits by
+about 1e-5 of the largest one. In bfloat16 and float16, it is as large as the rounding of the original weights and
+changes 1-3 % of the greedy tokens. Therefore the runtime uses separate matrices (`SkewArtifact`).
+
+Models with RoPE cannot be folded: the rotation lies between the projection and the score, and it does not commute with
+a basis that mixes rotary planes.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ from .calibrate import TOKENS, Progress, default_tokens, fit, measure, reach, te
 from .rotation import Moments, SkewBasis, kept_energy, plain_basis
 
 PARTIAL_RATIO: Final = 0.3
-"""Share of the columns whose energy the report states (paper §4.3)."""
+"""Fraction of the columns whose energy is reported (paper §4.3)."""
 
 _PROBE: Final = 256
-"""Tokens of the text that the report's numbers are measured on."""
+"""Number of tokens on which the numbers of the report are measured."""
 
 Projection = tuple[torch.Tensor, torch.Tensor | None]
-"""weight `[H * d, D]` (output first) and bias `[H * d]`, views of the parameters."""
+"""Weight `[H * d, D]` (output first) and bias `[H * d]`, views of the parameters."""
 
 
 @dataclass(frozen=True)
 class _Family:
-    """Where a family keeps its query and key projections."""
+    """Access to the query and key projections of a model family."""
 
     layers: Callable[[Any], Any]
-    """Model -> its attention modules."""
+    """Returns the attention modules of a model."""
     modules: tuple[str, ...]
-    """Names, in an attention module, of the modules that hold them."""
+    """Names of the projection modules inside an attention module."""
     projections: Callable[[Any], tuple[Projection, Projection]]
-    """Attention module -> projection of the query, of the key."""
+    """Returns the query and key projections of an attention module."""
 
 
 def _opt_projections(attention: Any) -> tuple[Projection, Projection]:
@@ -61,7 +62,7 @@ def _opt_projections(attention: Any) -> tuple[Projection, Projection]:
 
 
 def _gpt2_projections(attention: Any) -> tuple[Projection, Projection]:
-    # Conv1D: q, k, v fused in one weight [D, 3 D] that is transposed against Linear's
+    # Conv1D fuses q, k and v in one weight [D, 3 D], the transpose of a Linear weight.
     weight, bias = attention.c_attn.weight.T, attention.c_attn.bias
     first, second = slice(0, attention.embed_dim), slice(attention.embed_dim, 2 * attention.embed_dim)
     return (weight[first], bias[first]), (weight[second], bias[second])
@@ -77,13 +78,14 @@ _FAMILIES: Final[Mapping[str, _Family]] = {
 
 @torch.no_grad()
 def fold(model: PreTrainedModel, artifact: SkewArtifact) -> PreTrainedModel:
-    """A model of the same class and dtype whose queries and keys come out skewed and whose logits equal the original's
-    (module docstring: up to rounding). `model` is left alone; parameters other than the query and key projections are
-    shared with it, so the copy costs only those.
+    """Return a copy of the model with skewed queries and keys and unchanged logits, up to rounding (module docstring).
 
-    Raises ModelError for a model without absolute positions, with packed weights or with its weights elsewhere,
-    ArtifactError where the
-    artifact's shapes are another model's.
+    The copy has the same class and dtype. `model` is not changed. All parameters except the query and key projections
+    are shared with it, so only those take memory.
+
+    Raises:
+        ModelError: The model has no absolute positions, or its weights are packed or offloaded.
+        ArtifactError: The shapes of the artifact do not fit the model.
     """
     family = _FAMILIES.get(model.config.model_type)
     if family is None:
@@ -103,7 +105,7 @@ def fold(model: PreTrainedModel, artifact: SkewArtifact) -> PreTrainedModel:
     folded = copy.deepcopy(model, shared)
     attentions = family.layers(folded)
     _check_shapes(artifact, attentions, model)
-    # The stored float32 bases are inverse to each other only up to rounding; the inverse in float64 is exact.
+    # Invert in float64: the stored float32 bases are inverse to each other only up to rounding.
     query = artifact.query.cpu().double()
     key = torch.linalg.inv(query).mT
     for layer, attention in enumerate(attentions):
@@ -113,7 +115,7 @@ def fold(model: PreTrainedModel, artifact: SkewArtifact) -> PreTrainedModel:
 
 
 def _fold_projection(projection: Projection, basis: torch.Tensor) -> None:
-    """Multiplies the outputs of each head by its basis `[H, d, d]`, in place."""
+    """Multiply the outputs of each head by its basis `[H, d, d]`, in place."""
     weight, bias = projection
     heads, head_dim = basis.shape[:2]
     weight.copy_((basis.mT @ weight.detach().cpu().double().view(heads, head_dim, -1)).flatten(0, 1))
@@ -135,12 +137,16 @@ def _check_shapes(artifact: SkewArtifact, attentions: list[nn.Module], model: Pr
 
 @dataclass(frozen=True)
 class SkewReport:
-    """What `skew_model` made and how good it is.
+    """Result of `skew_model`.
 
-    artifact: the file with the side matrices; folded: the folded checkpoint, None under RoPE.
-    energy_kept_plain, energy_kept_skewed: share of the scores' mean square that 30 % of the columns keep without and
-        with skewing, mean over layers and KV heads, on a text that was not calibrated on.
-    logit_difference: largest difference of the folded model's logits over the largest logit, on that text.
+    Attributes:
+        artifact: File with the bases.
+        folded: Folded checkpoint, or None for a model with RoPE.
+        method, calibration, fingerprint: Fields of the artifact.
+        energy_kept_plain, energy_kept_skewed: Fraction of the scores' mean square that 30 % of the columns keep without
+            and with skewing. Mean over layers and KV heads.
+        logit_difference: Largest difference of the folded model's logits, divided by the largest logit. None if there
+            is no folded model.
     """
 
     artifact: Path
@@ -164,12 +170,24 @@ def skew_model(
     dtype: DType = "auto",
     progress: Progress | None = None,
 ) -> SkewReport:
-    """Calibrates `model` (a shipped name, folder or hub id, loaded in `dtype`) and writes `out/skew.safetensors`; for a
-    model with absolute positions also `out/folded/`, an ordinary checkpoint with its tokenizer.
+    """Calibrate `model` and write `out/skew.safetensors`.
 
-    calibration: the text to calibrate on; None takes the one that ships with the package. `positions`: context length
-    to calibrate for (`calibrate`). Raises ModelError, ConfigError, MemoryLimitError as `load_model` does, ConfigError
-    for a token count below 1, InputError for a text that cannot be tokenised or a folder that cannot be written.
+    For a model with absolute positions, also write `out/folded/`, an ordinary checkpoint with its tokenizer.
+
+    Args:
+        model: A shipped name, folder or hub id.
+        out: Output folder. It is created if missing.
+        method: Method of the bases.
+        calibration: Calibration text. None uses the text in the package.
+        calibration_tokens: Number of tokens to calibrate on.
+        positions: Context length to calibrate for (`calibrate`).
+        dtype: dtype to load the model in.
+        progress: Called after every layer.
+
+    Raises:
+        ModelError, MemoryLimitError: The model cannot be loaded (`load_model`).
+        ConfigError: The model cannot be loaded, or `calibration_tokens` is below 1.
+        InputError: The text cannot be tokenized, or the folder cannot be written.
     """
     if calibration_tokens < 1:
         raise ConfigError(f"calibration_tokens={calibration_tokens} must be at least 1")
@@ -205,7 +223,7 @@ def skew_model(
 
 
 def _load(model: str, dtype: DType) -> tuple[PreTrainedModel, LoadedModel]:
-    """The transformers model, which folding changes, and the same as the runtime sees it."""
+    """Load the transformers model, which is folded, and the runtime's view of it."""
     location = locate(model)
     config, device = read_config(location, architectures()), resolve_device("auto")
     network = read_weights(location, config, device, resolve_dtype(dtype, location, config, device))
@@ -221,14 +239,14 @@ def _calibration_tokens(loaded: LoadedModel, text: str | None, count: int) -> tu
 
 
 def _probe_tokens(loaded: LoadedModel, calibrated: int) -> list[int]:
-    """Tokens after those that `default_tokens` calibrates on; the last of the text where it has no more."""
+    """Return the tokens after those used by `default_tokens`, or the last tokens of a text that is too short."""
     count = min(_PROBE, loaded.adapter.geometry.max_positions)
     ids, _ = default_tokens(loaded.tokenizer, loaded.adapter.geometry.vocab, calibrated + count)
     return ids[-count:]
 
 
 def _energy(moments: Moments, basis: SkewBasis) -> float:
-    """Energy that 30 % of the columns keep, mean over layers and KV heads, for people."""
+    """Return the mean energy that 30 % of the columns keep over layers and KV heads, rounded for display."""
     columns = max(1, round(PARTIAL_RATIO * moments.query.shape[-1]))
     return round(float(kept_energy(moments, basis, columns).mean()), 4)
 
@@ -237,7 +255,7 @@ def _energy(moments: Moments, basis: SkewBasis) -> float:
 def _write_folded(
     network: PreTrainedModel, artifact: SkewArtifact, loaded: LoadedModel, probe: list[int], folder: Path
 ) -> float:
-    """Folds, saves with the tokenizer, and returns the largest logit difference over the largest logit."""
+    """Fold and save the model with its tokenizer. Return the largest logit difference over the largest logit."""
     folded = fold(network, artifact)
     ids = torch.tensor([probe], device=network.device)
     expected, found = (m(ids, use_cache=False).logits.float() for m in (network, folded))

@@ -1,11 +1,10 @@
-"""Correction of guessed attention inputs, fitted in calibration.
+"""Correct guessed attention inputs with a linear fit from calibration.
 
-InfiniGen guesses what layer l projects its query from by what layer l-1 knows, since the inputs of neighbouring layers
-are alike (§4.3, Table 1). Where a layer's MLP writes a large vector into the residual, the same for every token
-("massive activations"), they are not; the first layer of both reference models does. What is missing is nearly
-constant, so a slope and an offset for each channel, the least-squares fit over the calibration text, bring it back for
-one multiply-add of `[B, D]`. On the OPT sibling that is the difference between 65 % and 4.5 % of perplexity at 10 %
-attended (`eval/results/reference-opt/ablation.md`, parts "source").
+InfiniGen guesses the query of layer l from the hidden states of layer l-1, because the inputs of neighbouring layers
+are similar (§4.3, Table 1). The guess fails after a layer whose MLP adds a large vector, nearly the same for every
+token, to the residual ("massive activations"). The first layer of both reference models does this. The error is nearly
+constant. A slope and an offset per channel, fitted by least squares on the calibration text, remove it for one
+multiply-add of `[B, D]`. Measurements: `eval/results/reference-opt/ablation.md`, parts "source".
 """
 
 from __future__ import annotations
@@ -19,33 +18,36 @@ import torch
 from ..config import Source
 
 SOURCES: Final[tuple[Source, ...]] = get_args(Source)
-"""The order of a correction's first axis."""
+"""Sources of a guess, in the order of the first axis of a correction."""
 
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """slope, offset: float32 `[S, L, D]`: a guess g `[.., D]` of layer l's attention input from source s is corrected
-    to slope[s, l] * g + offset[s, l]. Layer 0, which nothing comes before, is left as it is."""
+    """Linear correction of guessed attention inputs.
+
+    slope, offset: float32 `[S, L, D]`. A guess g `[..., D]` of layer l from source s becomes slope[s, l] * g +
+    offset[s, l]. Layer 0 has no previous layer, so its correction is the identity.
+    """
 
     slope: torch.Tensor
     offset: torch.Tensor
 
     @classmethod
     def none(cls, layers: int) -> Correction:
-        """Leaves every guess as it is; the channel axis has size 1."""
+        """Return the identity correction, with a channel axis of size 1."""
         shape = (len(SOURCES), layers, 1)
         return cls(torch.ones(shape), torch.zeros(shape))
 
 
 class GuessSums:
-    """Sums over a text of guesses g and the truth t for each source, layer and channel, in float64 on the CPU."""
+    """Accumulate sums of guesses g and true inputs t per source, layer and channel, in float64 on the CPU."""
 
     def __init__(self, layers: int, hidden: int) -> None:
-        self._sums = torch.zeros(5, len(SOURCES), layers, hidden, dtype=torch.float64)  # g, t, g g, g t, tokens
-        self._sums[4] = torch.finfo(torch.float64).tiny  # no token yet: no division by zero
+        self._sums = torch.zeros(5, len(SOURCES), layers, hidden, dtype=torch.float64)  # g, t, g^2, g t, token count
+        self._sums[4] = torch.finfo(torch.float64).tiny  # avoid a division by zero before the first token
 
     def add(self, layer: int, guesses: Mapping[Source, torch.Tensor], truth: torch.Tensor) -> None:
-        """Guesses `[m, D]` of each source, and `truth` `[m, D]`."""
+        """Add the guesses `[m, D]` of each source and the true inputs `truth` `[m, D]`."""
         t = truth.double()
         for s, source in enumerate(SOURCES):
             g = guesses[source].double()
@@ -53,7 +55,7 @@ class GuessSums:
             self._sums[:, s, layer] += found.cpu()
 
     def fit(self) -> Correction:
-        """Least squares, channel by channel; a channel whose guess never varies keeps its slope of 1."""
+        """Return the least-squares fit of each channel. A channel whose guess is constant keeps slope 1."""
         g, t, square, product, count = self._sums
         mean, truth = g / count, t / count
         variance, covariance = square / count - mean**2, product / count - mean * truth

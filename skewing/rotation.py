@@ -1,18 +1,20 @@
-"""The bases in which queries and keys are scored, from second moments alone (paper §4.2, equations 2-3).
-Pure functions in float64, batched over any leading axes (layers and KV heads).
+"""Compute the bases that skew queries and keys, from second moments (paper §4.2, equations 2-3).
 
-Write M_q for the second moment of the queries and C_k for the covariance of the keys. Dropping the columns J of the
-skewed queries and keys changes the scores of a query by sum_J q~_j (k~_j - m_j), up to a constant that softmax
-ignores; over independent queries and keys its mean square is sum_{i, j in J} M_q~[i, j] C_k~[i, j]. Everything here
-minimises that one quantity:
+All functions are pure, use float64, and are batched over leading axes (layers and KV heads).
 
-* `svd_basis`: A holds the eigenvectors of M_q, so M_q~ is diagonal, the cross terms vanish, and the best columns to
-  keep are those with the largest M_q~[j, j] C_k~[j, j] = (E q~_j^2)(Var k~_j), exactly. That is the stored order. The
-  paper orders by sum |q~_j| + |k~_j| of the prompt, which does not see that a large key column under a small query
-  column changes no score. Test model, 19 of 64 columns, held-out book, mean over heads: this order keeps 0.793 of the
-  scores' energy, the paper's 0.792, falling eigenvalues alone 0.790, no skewing 0.718, balanced 0.816.
-* `balanced_basis`: with M_q = L_q L_q^T and C_k = L_k L_k^T the mean square of the scores of q X k^T is
-  |L_q^T X L_k|_F^2; truncating the SVD of L_q^T L_k is its best rank-r approximation (Eckart-Young).
+Let M_q be the second moment of the queries and C_k the covariance of the keys. Dropping the columns J of the skewed
+queries and keys changes the scores by sum_J q~_j (k~_j - m_j), up to a constant that softmax ignores. For independent
+queries and keys, the mean square of this error is sum_{i, j in J} M_q~[i, j] C_k~[i, j]. Both bases minimise it:
+
+* `svd_basis`: A contains the eigenvectors of M_q. M_q~ is diagonal and the cross terms vanish, so the best columns are
+  exactly those with the largest M_q~[j, j] C_k~[j, j] = (E q~_j^2)(Var k~_j). The columns are stored in this order. The
+  paper orders by sum |q~_j| + |k~_j| of the prompt. That order ignores that a large key column with a small query
+  column does not change the scores.
+* `balanced_basis`: With M_q = L_q L_q^T and C_k = L_k L_k^T, the mean square of the scores q X k^T is |L_q^T X
+  L_k|_F^2. The truncated SVD of L_q^T L_k is the best rank-r approximation (Eckart-Young).
+
+Energy of the scores kept by 19 of 64 columns (test model, held-out book, mean over heads): 0.793 in this order, 0.792
+in the paper's, 0.790 by eigenvalues alone, 0.718 without skewing, 0.816 balanced.
 """
 
 from __future__ import annotations
@@ -26,16 +28,17 @@ import torch
 from ..config import SkewMethod
 
 RIDGE: Final = 1e-6
-"""Share of the mean eigenvalue that is added to the diagonal before a Cholesky factor is taken."""
+"""Fraction of the mean eigenvalue that is added to the diagonal before a Cholesky factorisation."""
 
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """What a text says about queries and keys. All float64, means over tokens (and over the G query heads of a group).
+    """Moments of queries and keys: float64 means over the tokens (and over the G query heads of a group).
 
-    query: E[q q^T] `[..., d, d]`, not centred: the queries multiply, nothing ignores their mean.
-    key: E[k k^T] `[..., d, d]`.
-    key_mean: E[k] `[..., d]`.
+    Attributes:
+        query: E[q q^T] `[..., d, d]`, not centred: the mean of the queries changes the scores.
+        key: E[k k^T] `[..., d, d]`.
+        key_mean: E[k] `[..., d]`.
     """
 
     query: torch.Tensor
@@ -48,11 +51,11 @@ class Moments:
 
     @property
     def key_covariance(self) -> torch.Tensor:
-        """C_k `[..., d, d]`: softmax ignores the score of the mean key, the same for every token."""
+        """Return C_k `[..., d, d]`. The mean key adds the same score to every token, which softmax ignores."""
         return self.key - self.key_mean[..., :, None] * self.key_mean[..., None, :]
 
     def skewed(self, basis: SkewBasis) -> Moments:
-        """The moments of q @ basis.query and k @ basis.key."""
+        """Return the moments of q @ basis.query and k @ basis.key."""
         return Moments(
             basis.query.mT @ self.query @ basis.query,
             basis.key.mT @ self.key @ basis.key,
@@ -62,31 +65,36 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class SkewBasis:
-    """query, key: B_q, B_k float64 `[..., d, d]` with B_q B_k^T = I, columns by falling importance."""
+    """B_q (`query`) and B_k (`key`), float64 `[..., d, d]`, with B_q B_k^T = I and columns by falling importance."""
 
     query: torch.Tensor
     key: torch.Tensor
 
 
 def plain_basis(moments: Moments) -> SkewBasis:
-    """No skewing: the model's own columns, reordered by importance. The rival of the other two."""
+    """Return the identity with its columns ordered by importance: the baseline without skewing."""
     identity = torch.eye(moments.query.shape[-1], dtype=torch.float64).expand_as(moments.query)
     return _ordered(moments, SkewBasis(identity, identity))
 
 
 def svd_basis(moments: Moments) -> SkewBasis:
-    """The paper's A, `query == key`: right singular vectors of Q = eigenvectors of Q^T Q (equation 3), signs chosen so
-    that each column's largest entry is positive, columns by falling (E q~^2)(Var k~)."""
+    """Return the paper's A, with `query == key` (equation 3).
+
+    The columns are the eigenvectors of Q^T Q, i.e. the right singular vectors of Q, by falling (E q~^2)(Var k~). The
+    largest entry of each column is positive.
+    """
     vectors = torch.linalg.eigh(_symmetric(moments.query)).eigenvectors.flip(-1)
     vectors = vectors * _signs(vectors)
     return _ordered(moments, SkewBasis(vectors, vectors))
 
 
 def balanced_basis(moments: Moments, ridge: float = RIDGE) -> SkewBasis:
-    """U S V^T = SVD(L_q^T L_k), B_q = L_k V S^-1/2, B_k = L_q U S^-1/2: keeping r columns gives the best rank-r scores
-    in the least-squares sense, and both skewed moments are diag(S). `ridge` times the mean eigenvalue is added to both
-    moments, so that rank-deficient ones (fewer tokens than d, dead columns, keys that are all alike) keep
-    B_q B_k^T = I."""
+    """Return B_q = L_k V S^-1/2 and B_k = L_q U S^-1/2 with U S V^T = SVD(L_q^T L_k).
+
+    Keeping r columns gives the best rank-r scores in the least-squares sense. Both skewed moments are diag(S). `ridge`
+    times the mean eigenvalue is added to both moments. This keeps B_q B_k^T = I for rank-deficient moments (fewer
+    tokens than d, dead columns, identical keys).
+    """
     left = _cholesky(moments.query, moments.query, ridge)
     right = _cholesky(moments.key_covariance, moments.key, ridge)
     u, s, vh = torch.linalg.svd(left.mT @ right)
@@ -97,13 +105,15 @@ def balanced_basis(moments: Moments, ridge: float = RIDGE) -> SkewBasis:
 
 
 BASES: Final[Mapping[SkewMethod, Callable[[Moments], SkewBasis]]] = {"svd": svd_basis, "balanced": balanced_basis}
-"""Method name -> basis from moments."""
+"""Maps the name of a method to its function."""
 
 
 def kept_energy(moments: Moments, basis: SkewBasis, columns: int) -> torch.Tensor:
-    """Share `[...]` of the scores' mean square (of centred keys) that the first `columns` columns of `basis` explain:
-    1 - error / total. Negative where dropping columns that cancel each other is worse than scoring everything 0.
-    1 where there is no energy at all."""
+    """Return the fraction `[...]` of the scores' mean square that the first `columns` columns keep: 1 - error / total.
+
+    The keys are centred. The result is negative if the dropped columns cancelled each other so that all-zero scores
+    would be better. It is 1 if the total is 0.
+    """
     skewed = moments.skewed(basis)
     products = skewed.query * skewed.key_covariance
     error = products[..., columns:, columns:].sum((-2, -1))
@@ -112,7 +122,7 @@ def kept_energy(moments: Moments, basis: SkewBasis, columns: int) -> torch.Tenso
 
 
 def importance(moments: Moments) -> torch.Tensor:
-    """(E q_j^2)(Var k_j) `[..., d]`: mean square of column j's share of the scores."""
+    """Return (E q_j^2)(Var k_j) `[..., d]`, the mean square of the contribution of column j to the scores."""
     query = moments.query.diagonal(dim1=-2, dim2=-1)
     return query.clamp_min(0) * moments.key_covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0)
 
@@ -128,9 +138,9 @@ def _symmetric(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _cholesky(moment: torch.Tensor, uncentred: torch.Tensor, ridge: float) -> torch.Tensor:
-    """Lower factor `[..., d, d]` of the moment plus the ridge; the unit matrix for a moment of zero. What centring
-    leaves of keys that are all alike is rounding, hence the floor by the uncentred moment."""
+    """Return the lower Cholesky factor `[..., d, d]` of the moment plus the ridge. A zero moment gives the identity."""
     scale, floor = (m.diagonal(dim1=-2, dim2=-1).mean(-1) for m in (moment, uncentred))
+    # Centring identical keys leaves only rounding errors, so the uncentred moment gives a lower bound.
     scale = torch.maximum(scale, 1e-6 * floor)
     scale = torch.where(scale > 0, ridge * scale, torch.ones_like(scale))
     identity = torch.eye(moment.shape[-1], dtype=moment.dtype)
@@ -139,7 +149,7 @@ def _cholesky(moment: torch.Tensor, uncentred: torch.Tensor, ridge: float) -> to
 
 
 def _signs(vectors: torch.Tensor) -> torch.Tensor:
-    """+1 or -1 per column `[..., 1, d]`, such that its entry of largest size becomes positive."""
+    """Return +1 or -1 per column `[..., 1, d]`, so that the entry of largest magnitude becomes positive."""
     largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
     signs: torch.Tensor = torch.ones_like(largest).copysign(largest)
     return signs

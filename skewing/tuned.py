@@ -1,5 +1,8 @@
-"""The policy that `offload-rt tune` chose for a model, beside its skew artifact: a folder with `skew.safetensors` and
-`policy.json`, whose options are the defaults of whoever loads the folder."""
+"""Load the policy that `offload-rt tune` chose for a model.
+
+The policy lies in a folder with `skew.safetensors` and `policy.json`. Its options are the defaults when this folder is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,14 @@ _FORMAT: Final = "offload-rt policy"
 
 @dataclass(frozen=True)
 class TunedPolicy:
-    """policy, options: as `LLM` takes them. fingerprint: of the model. measured: what they were chosen by, for people
-    (contract, objective, text, missed mass, bytes)."""
+    """Policy and options chosen for one model.
+
+    Attributes:
+        policy, options: Arguments of `LLM`.
+        fingerprint: Fingerprint of the model.
+        measured: Record of the tuning run, for information only (contract, objective, text, missed attention mass,
+            bytes).
+    """
 
     policy: str
     options: Mapping[str, Any]
@@ -33,13 +42,20 @@ class TunedPolicy:
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
-        """What `policy.json` holds."""
+        """Return the contents of `policy.json`."""
         return json.dumps({"format": _FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def load(cls, folder: Path, fingerprint: str | None) -> Self | None:
-        """The choice in `folder`; None where there is none. Raises ArtifactError where it is damaged, of another
-        version or of another model (`fingerprint` None: whatever the model)."""
+        """Load the policy in `folder`, or return None if there is none.
+
+        Args:
+            folder: Folder with `policy.json`.
+            fingerprint: Fingerprint of the model in use. None accepts the policy of any model.
+
+        Raises:
+            ArtifactError: The file is damaged, of another version, or made for another model.
+        """
         path = folder / POLICY
         if not path.exists():
             return None
@@ -64,9 +80,19 @@ class TunedPolicy:
 def default_options(
     skew: Path | None, policy: str, given: Mapping[str, Any], fingerprint: str | None
 ) -> Mapping[str, Any]:
-    """The options `given`, on top of those chosen for this policy in the folder `skew`, if it is one. A preset that is
-    given replaces the choice altogether. `fingerprint` None: the model is not loaded yet. Raises ArtifactError as
-    `TunedPolicy.load`."""
+    """Return the options `given`, completed by the options tuned for this policy.
+
+    The tuned options apply only if `skew` is a folder whose policy is `policy` and if no preset is given.
+
+    Args:
+        skew: Skew artifact or folder.
+        policy: Policy of the engine. "auto" reads the tuned options of "infinigen".
+        given: Options given by the user. They take precedence.
+        fingerprint: Fingerprint of the model, or None if it is not loaded yet.
+
+    Raises:
+        ArtifactError: The tuned policy cannot be used (`TunedPolicy.load`).
+    """
     if skew is None or not skew.is_dir() or "preset" in given:
         return given
     tuned = TunedPolicy.load(skew, fingerprint)
@@ -75,13 +101,22 @@ def default_options(
         return given
     without = (
         {"tail": "off"} if policy == "infinigen" else {}
-    )  # what a choice that says nothing of a tail was made with
+    )  # a tuned policy without a tail option was tuned with it off
     return {**without, **tuned.options, **given}
 
 
 def load_artifact(skew: Path, fingerprint: str, method: SkewMethod | None = None) -> SkewArtifact:
-    """The artifact in the file `skew`, or in the folder `skew`; of `method`, where that is given. Raises ArtifactError
-    as `SkewArtifact.load`, ConfigError where it is of another method."""
+    """Load the artifact from a file, or from `skew.safetensors` in a folder.
+
+    Args:
+        skew: File or folder.
+        fingerprint: Fingerprint of the model in use.
+        method: Required method, or None for any.
+
+    Raises:
+        ArtifactError: The artifact cannot be used (`SkewArtifact.load`).
+        ConfigError: The artifact has another method.
+    """
     artifact = SkewArtifact.load(skew / ARTIFACT if skew.is_dir() else skew, fingerprint)
     if method is not None:
         check_method(artifact, method, skew)
@@ -89,7 +124,7 @@ def load_artifact(skew: Path, fingerprint: str, method: SkewMethod | None = None
 
 
 def check_method(artifact: SkewArtifact, method: SkewMethod, skew: Path) -> None:
-    """Raises ConfigError where the artifact, from `skew`, is of another method than the one that options name."""
+    """Raise ConfigError if the artifact from `skew` was not made with `method`, the method in the options."""
     check(
         method == artifact.method,
         f"{str(skew)!r} was made with the method {artifact.method!r}, and the policy's options name {method!r} "
