@@ -1,5 +1,8 @@
-"""What every test file shares: `gpu` tests skip where there is no CUDA device, or run on a simulated one if they are
-`simulated` too; `device` runs a test on each device."""
+"""Fixtures shared by all tests.
+
+Without a CUDA device, `gpu` tests are skipped, or run on a simulated device if they are also marked `simulated`. The
+fixture `device` runs a test on each device.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,19 @@ from offload_rt.utils import native_code
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    """Before anything imports Triton: its kernels then run in Python on CPU tensors."""
+    """Must be set before Triton is imported. Kernels then run in Python on CPU tensors."""
 
 torch.set_num_threads(1)
-"""Tiny tensors gain nothing from threads, and threads that wait for each other on a busy machine cost minutes."""
+"""Threads do not speed up tiny tensors, and threads that compete on a busy machine cost minutes."""
 
 gc.disable()
-"""Until all is imported, which makes half a million objects that stay: looking for garbage among them takes seconds."""
+"""Collection is disabled until imports end: they create half a million objects, and scanning these takes seconds."""
 
 EVERY = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
-"""Whether every `gpu` test runs on a simulated device, not only those marked `simulated` (`make stress PART=gpu`)."""
+"""Whether all `gpu` tests run on a simulated device, not only those marked `simulated` (`make stress PART=gpu`)."""
 
 LEAN = os.environ.get("OFFLOAD_RT_LEAN") == "1"
-"""Whether packages of the extras may be missing, as on a GPU's image that is not ours: what needs them is skipped."""
+"""Whether tests of missing extras are skipped, as in a GPU image that was not built for this project."""
 
 EXTRAS = ("anthropic", "fastapi", "gguf", "httpx2", "openai", "starlette", "uvicorn")
 
@@ -65,15 +68,17 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def older_objects_apart() -> None:
-    """What a file's tests find there, a million objects of imports and caches, is looked at no more: not for garbage
-    (each look took most of a second), nor by those that count the tensors they have made."""
+    """Exclude objects of imports and caches from garbage collection and from counts of tensors.
+
+    Each scan of this million objects takes most of a second.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def simulated_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where there is no CUDA device, the simulated one of a test that is marked `gpu` and `simulated`."""
+    """Simulate a CUDA device for tests marked `gpu` and `simulated` if there is none."""
     markers = [request.node.get_closest_marker(name) for name in ("gpu", "simulated")]
     if torch.cuda.is_available() or not (all(markers) or (EVERY and markers[0])):
         yield
@@ -86,14 +91,13 @@ def simulated_device(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Every device a test runs on; with `-m gpu` CUDA alone."""
+    """Run a test on the CPU and on CUDA. With `-m gpu`, run it on CUDA only."""
     return torch.device(request.param)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernel_device(request: pytest.FixtureRequest) -> torch.device:
-    """Where Triton kernels run: on the CPU under the interpreter where there is no CUDA device, compiled where there
-    is one."""
+    """Device of Triton kernels: the CPU with the interpreter, or CUDA with compiled kernels if there is a device."""
     pytest.importorskip("triton", reason="triton is not installed")
     if request.param == "cuda":
         return torch.device("cuda")
@@ -104,7 +108,7 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Skew artifacts that tests calibrate go to a folder of the session's own."""
+    """Store the skew artifacts of tests in a folder of the test session."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_RT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -112,14 +116,14 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
-    """Of Triton's kernels, where they are interpreted."""
+    """Speed up Triton's interpreter if it is used."""
     with interpreted_quickly() if not torch.cuda.is_available() else nullcontext():
         yield
 
 
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first pages of the packaged book, some 4,000 tokens: the whole takes half a second to tokenise."""
+    """Write the first 4,000 tokens of the packaged book, because tokenizing the whole book takes half a second."""
     text = (Path(offload_rt.__file__).parent / "data" / "black_arrow.txt").read_text(encoding="utf-8")
     file = tmp_path_factory.mktemp("book") / "pages.txt"
     file.write_text(text[:12_000], encoding="utf-8")

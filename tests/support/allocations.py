@@ -1,11 +1,11 @@
-"""An allocator that counts: the bytes of device memory that a run holds at any moment, the CPU being the device.
+"""Count the bytes of device memory in use during a run on the CPU.
 
-Why the count is complete. Every tensor's memory comes from one of three places: torch's CPU allocator, `mmap`, or
-numpy. torch's allocator reports each block that it gives or takes back to the profiler, also those that kernels take
-for themselves and no Python object ever shows; what was alive before the profiler started is counted from the tensors
-that exist then. `mmap` is the host's: the pool's arena and the blocks of streamed weights, and nothing else in the
-package calls it. numpy is kept out: it only selects on a CPU, so `device_selection` puts in its place what every other
-device runs.
+The count is complete, because tensors get memory from only three sources:
+
+* torch's CPU allocator reports each allocation and release to the profiler, including temporary memory of kernels.
+  Memory in use before the profiler started is counted from the existing tensors.
+* `mmap` provides host memory only: the arena of the pool and the buffers of streamed weights.
+* numpy is used for selection on a CPU only. `device_selection` replaces it with the code for other devices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from offload_rt.policies.infinigen import scoring
 
 @contextmanager
 def device_selection() -> Iterator[None]:
-    """Selection in torch, as on a device that is no CPU."""
+    """Select tokens with torch, as on other devices than CPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "select_tokens", selection.select_tokens_reference)
         patch.setattr(scoring, "select_tokens", selection.select_tokens_reference)
@@ -52,9 +52,10 @@ def _select_from_scores(
 
 
 def live_storages() -> dict[int, int]:
-    """Address and bytes of the memory of every tensor there is, but for those that the test's file found
-    (`conftest.older_objects_apart`): a tensor made later on their memory would be counted too much, never too
-    little."""
+    """Return address and bytes of all tensor storages, except those that `conftest.older_objects_apart` excluded.
+
+    A new tensor in the memory of an excluded one can make the count too high, never too low.
+    """
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -62,21 +63,23 @@ def live_storages() -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Count:
-    """Bytes alive before a run and the most that were alive at any moment of it."""
+    """Bytes in use before a run and their peak during the run."""
 
     before: int
     peak: int
 
 
 def count(make: Callable[[], Any], host: Callable[[Any], set[int]], run: Callable[[Any], Any]) -> tuple[Any, Count]:
-    """Runs `run(make())` and returns its result. What `make` leaves alive counts, but for the addresses that `host` of
-    it names: host memory. (While it makes, a CPU's weights pass through the same allocator on their way, so that is not
-    counted.)"""
+    """Return the result of `run(make())` and the bytes in use.
+
+    Memory allocated by `make` counts, except at the host memory addresses that `host` returns. The peak during `make`
+    is not measured, because loading CPU weights uses the same allocator.
+    """
     earlier = live_storages()
     made = make()
     outside = host(made) | earlier.keys()
     before = sum(size for address, size in live_storages().items() if address not in outside)
-    # autograd's profiler, not torch.profiler's: that one makes a Python object of each of 100,000 operations.
+    # autograd's profiler, because torch.profiler creates a Python object for each of 100,000 operations.
     with profile(profile_memory=True) as recorded:
         result = run(made)
     results: Any = recorded.kineto_results

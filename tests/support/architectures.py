@@ -1,6 +1,6 @@
-"""Tiny random models of every architecture that runs, and of some that are refused: `architecture("gemma3")`.
+"""Tiny random models of all supported architectures, and of some that are refused: `architecture("gemma3")`.
 
-As `tiny_models`, but smaller and more of them: their windows of 12 tokens are passed by every test.
+The models are smaller than those of `tiny_models`. Every test exceeds their windows of 12 tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ WINDOW = 12
 
 @dataclass(frozen=True)
 class Architecture:
-    """A kind of model: the name of its configuration class without "Config", what sets the tiny model apart, and a word
-    for the table in the documentation."""
+    """Define a tiny model.
+
+    Attributes:
+        config: Name of the configuration class without "Config".
+        options: Options of the configuration that differ from the common ones.
+        traits: Description in the documentation's table.
+    """
 
     config: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +68,7 @@ _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
 
 def _multimodal(text: dict[str, Any], vision: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Options of a configuration with one of a text decoder in it."""
+    """Return options of a configuration that contains a text configuration."""
     return {"text_config": _COMMON | text, "vision_config": vision, **options}
 
 
@@ -226,7 +231,7 @@ RUNS: dict[str, Architecture] = {
     "opt": Architecture("OPT", _OPT, "learned positions"),
     "gpt2": Architecture("GPT2", {"n_inner": 48}, "learned positions, fused q, k, v"),
 }
-"""Short name -> what runs."""
+"""Supported architectures by short name."""
 
 
 _LATENT: dict[str, Any] = {
@@ -281,17 +286,17 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
         "scales values: nothing here knows of it, the proof finds it",
     ),
 }
-"""Short name -> what is refused, its `ModelError.reason`, and why."""
+"""Refused architectures by short name: model, `ModelError.reason`, and explanation."""
 
 
 def architecture(name: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
-    """The tiny random model `name` of `RUNS`, in eval mode, without gradients, on the CPU."""
+    """Return the tiny random model `name` of `RUNS` in eval mode, without gradients, on the CPU."""
     kind = RUNS[name]
     return build(kind.config, dtype, **(kind.options | overrides))
 
 
 def build(config_name: str, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
-    """A tiny random model of the configuration class `config_name`."""
+    """Return a tiny random model of the configuration class `config_name`."""
     common = {} if "text_config" in options else _COMMON
     config = getattr(transformers, f"{config_name}Config")(**(common | options))
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText

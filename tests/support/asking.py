@@ -1,4 +1,4 @@
-"""Sees whether the host asks the device for a value."""
+"""Detect operations that synchronize the host with the device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ ASKING = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select
 
 
 class AskedError(Exception):
-    """The host asked for a value."""
+    """Raised if the host reads a value of the device."""
 
 
 class NobodyAsks(TorchDispatchMode):
-    """Operations whose result depends on values, in shape or as a number of the host, raise."""
+    """Raise on operations that read device values, for a number on the host or for the shape of a result."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in ASKING:

@@ -1,4 +1,4 @@
-"""Runners of a tiny Llama whose layers select together, and sequences begun on them."""
+"""Create runners of a tiny Llama with batched selection, and sequences that are prefilled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tiny_models import tiny_model, tiny_prompt
 OPTIONS: dict[str, Any] = {
     "preset": "rows", "sinks": 2, "recent": 8, "dense_layers": (), "alpha": 2.0, "max_fraction": 0.3,
 }  # fmt: skip
-"""Without a tail, which the tests ask for where they want one."""
+"""Options without approximate KV, which tests enable where needed."""
 
 
 def make(counted: bool = True, **options: Any) -> Runner:
@@ -39,7 +39,7 @@ def begun(runner: Runner, length: int, seed: int = 0) -> Sequence:
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every operation is Triton's from now on, under the interpreter."""
+    """Use Triton kernels for all operations, in the interpreter."""
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the kernels are compiled on this machine")

@@ -1,7 +1,7 @@
-"""Calls of the public API in any order, checked against transformers' own forward of the whole text.
+"""Test random calls of the public API against transformers' forward pass over the whole text.
 
-A session that was cut has no such forward (what stays was computed when what is gone was there): it is played again,
-alone, in a runtime of its own, and must say the same.
+A truncated session has no such forward pass, because its KV was computed with tokens that are gone. Its calls are
+repeated in a runtime of its own and must give the same tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ def make_llm(model: PreTrainedModel, size: str) -> LLM:
 
 @dataclass
 class Answer:
-    """An answer that is being read. before: the session's tokens when it was asked for."""
+    """An answer that is being read.
+
+    Attributes:
+        before: Tokens of the session before the turn.
+        taken: Tokens read so far.
+    """
 
     events: Iterator[Any]
     before: list[int]
@@ -57,8 +62,12 @@ class Answer:
 
 @dataclass
 class Talk:
-    """What was done to a session: (prompt, tokens asked for, answer) and (tokens kept,) in order; cut: whether any of
-    its tokens are gone. options: of its store."""
+    """Record the calls on a session.
+
+    Attributes:
+        log: (prompt, max_tokens, answer) of turns and (kept tokens,) of truncations, in order.
+        cut: Whether tokens of the session were dropped.
+    """
 
     session: Session | None
     log: list[tuple[Any, ...]] = field(default_factory=list)
@@ -68,7 +77,7 @@ class Talk:
 
 
 class Calls(RuleBasedStateMachine):
-    """One runtime with room for 1,024 tokens, three sessions, streams that are half read."""
+    """Make random calls on a runtime with room for 1,024 tokens, three sessions, and partly read streams."""
 
     @initialize(overflow=st.sampled_from(["truncate", "error"]))
     def start(self, overflow: str) -> None:
@@ -88,7 +97,7 @@ class Calls(RuleBasedStateMachine):
             assert talk.session.tokens == talk.tokens
         return talk.session
 
-    # ----------------------------------------------------------------------------------------------------- no session
+    # ------------------------------------------------------------------------------------------------ without a session
 
     @rule(asked=st.lists(prompts, min_size=1, max_size=3), count=counts)
     def generate(self, asked: list[list[int]], count: int) -> None:
@@ -121,7 +130,7 @@ class Calls(RuleBasedStateMachine):
 
     @staticmethod
     def read(one: Answer, events: int) -> bool:
-        """Reads up to so many events; True where there are no more."""
+        """Read up to `events` tokens. Return whether the answer has ended."""
         try:
             for _ in range(events):
                 one.taken.append(next(one.events).token_id)
@@ -161,7 +170,7 @@ class Calls(RuleBasedStateMachine):
             self.end(name, answer)
 
     def end(self, name: str, answer: Answer) -> None:
-        """Takes note of what a turn that has ended has done, and checks it."""
+        """Record and check a turn that has ended."""
         talk = self.talks[name]
         assert talk.session is not None
         now, prompt = talk.session.tokens, answer.prompt
@@ -201,7 +210,7 @@ class Calls(RuleBasedStateMachine):
 
     @rule(name=names, other=names, prompt=prompts)
     def fork(self, name: str, other: str, prompt: list[int]) -> None:
-        """A fork is played on as the session `other`, if that was never begun."""
+        """Fork a session. The fork continues as session `other` if that does not exist."""
         session, talk, target = self.opened(name), self.talks[name], self.talks[other]
         try:
             twin = session.fork(other)
@@ -224,7 +233,7 @@ class Calls(RuleBasedStateMachine):
             self.talks[name] = Talk(None)
 
     def closed(self, name: str) -> None:
-        """The session's handle is of no more use: an answer that was being read has ended."""
+        """Record that the session is closed, which ends its current answer."""
         talk = self.talks[name]
         if talk.answer is not None and talk.session is not None:
             answer, talk.answer = talk.answer, None
@@ -233,7 +242,7 @@ class Calls(RuleBasedStateMachine):
 
     @rule(turns=st.lists(st.tuples(names, prompts, counts), min_size=1, max_size=4), steps=st.integers(0, 30))
     def queue(self, turns: list[tuple[str, list[int], int]], steps: int) -> None:
-        """Turns in a queue that is closed, with their sessions, after so many steps."""
+        """Queue turns and close the queue, which also closes the sessions, after `steps` steps."""
         for name in NAMES:
             self.read_answer(name, 0, end=True)
             self.opened(name)
@@ -255,7 +264,7 @@ class Calls(RuleBasedStateMachine):
             self.talks[name].session = None
 
     def end_queued(self, name: str, turns: list[tuple[Answer, Any]]) -> None:
-        """Several turns of one session have ended, one after another."""
+        """Record and check several turns of one session."""
         talk, text = self.talks[name], list(self.talks[name].tokens)
         assert talk.session is not None
         for answer, queued in turns:
@@ -271,12 +280,12 @@ class Calls(RuleBasedStateMachine):
             talk.cut = True
         else:
             assert now[: len(text)] == text
-            extra = now[len(text) :]  # of a turn that was ended before its first token: what was asked
+            extra = now[len(text) :]  # prompt of a turn that ended before its first token
             if extra:
                 talk.log.append((extra, 1, []))
         talk.tokens = now
 
-    # --------------------------------------------------------------------------------------------------- all together
+    # ---------------------------------------------------------------------------------------------------- whole runtime
 
     @rule(asked=st.lists(prompts, min_size=3, max_size=3), turn=st.tuples(names, prompts), count=counts)
     def from_several_threads(self, asked: list[list[int]], turn: tuple[str, list[int]], count: int) -> None:
@@ -312,7 +321,7 @@ class Calls(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """Everything ends where it stands, and another runtime goes on from the folder."""
+        """Close the runtime and continue from the store with another one."""
         self.finish()
         self.llm = make_llm(MODEL, "1MiB")
         for name, talk in self.talks.items():
@@ -354,7 +363,7 @@ class Calls(RuleBasedStateMachine):
         assert len(os.listdir("/proc/self/fd")) <= self.files
 
     def play_again(self, talk: Talk) -> None:
-        """The session alone, with room for everything."""
+        """Repeat the calls of one session in a runtime with enough memory."""
         with tempfile.TemporaryDirectory() as folder, make_llm(MODEL, "16MiB") as llm, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             session = llm.session("again", folder, overflow=self.overflow)

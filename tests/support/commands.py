@@ -1,4 +1,4 @@
-"""What a run of the command line returned and wrote."""
+"""Run the command line in this process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from offload_rt.cli import main
 
 @dataclass(frozen=True)
 class CommandRun:
-    """What a run of `main` returned and wrote."""
+    """Exit code and output of `main`."""
 
     code: int
     out: str
     err: str
 
     def fails_with(self, *words: str) -> None:
-        """Exit code 2, nothing on stdout, one line on stderr that holds all `words`."""
+        """Check for exit code 2, no output, and one line on stderr that contains all `words`."""
         assert self.code == 2, self
         assert self.out == ""
         assert self.err.startswith("offload-rt")
@@ -35,7 +35,7 @@ Cli = Callable[..., CommandRun]
 
 
 def command_line(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs `offload-rt` with these arguments in this process."""
+    """Return a function that runs `offload-rt` with its arguments in this process."""
 
     def run(*argv: str) -> CommandRun:
         capsys.readouterr()

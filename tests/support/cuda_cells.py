@@ -1,4 +1,4 @@
-"""What the CUDA path must hold: policies with what goes with them, run on a CPU and on the simulated device."""
+"""Test cases of the CUDA path: policies with options and scenes, run on a CPU and on the simulated device."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from .tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 
 Answers = list[list[int]]
 Scene = Callable[[Callable[..., LLM], Path], Answers]
-"""Runs what it is about on runtimes that it is given the maker of, and returns the tokens."""
+"""Run a scene on runtimes from the given factory and return its tokens."""
 
 WINDOW: dict[str, Any] = {"sinks": 2, "recent": 8}
 SPARSE: dict[str, Any] = WINDOW | {"preset": "rows", "alpha": 2.0, "max_fraction": 0.3}
 
 
 def single(make: Callable[..., LLM], folder: Path) -> Answers:
-    """One prompt."""
+    """Generate from one prompt."""
     return answers(make(), [tiny_prompt(75)], 4)
 
 
 def ragged(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Three prompts of different lengths."""
+    """Generate from three prompts of different lengths."""
     return answers(make(), [tiny_prompt(n, seed=n) for n in (40, 75, 66)], 4)
 
 
 def replayed(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Three sequences, past the end of a chunk: of the second step of each bucket on, graphs of four replay."""
+    """Decode three sequences past the end of a block. Graphs of batch size four replay after one step per bucket."""
     return together(make(), [59, 60, 31], 6, {(4, 64), (4, 128)})
 
 
 def drafted(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Two sequences that draft, past the end of a chunk: graphs replay in both buckets."""
+    """Decode two sequences with drafts past the end of a block. Graphs replay in both buckets."""
     llm = make()
     found = answers(llm, [tiny_prompt(59), tiny_prompt(60, seed=1)], 9)
     assert (there := captured(llm)) is None or there.total() >= 2
@@ -51,14 +51,19 @@ def drafted(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def growing(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Nine sequences join one after the other: all batch sizes up to nine, of which three graphs are captured (a first
-    step of one and of two is eager)."""
+    """Decode nine sequences that join one by one.
+
+    Three graphs are captured. Batch sizes one and two take a single, eager step each.
+    """
     return together(make(), range(30, 39), 2, {(4, 64), (8, 64), (16, 64)})
 
 
 def together(llm: LLM, lengths: Sequence[int], steps: int, sizes: set[tuple[int, int]]) -> Answers:
-    """Greedy answers to prompts of these lengths, of which each step adds one; when all are there, so many steps more,
-    and all end. `sizes`: batch sizes and buckets of which there are graphs then, where there are any."""
+    """Return greedy answers to prompts of these lengths.
+
+    Each step adds one prompt. After the last one, `steps` more steps follow. Captured graphs must have the batch sizes
+    and buckets `sizes`.
+    """
     prompts = [tiny_prompt(n, seed=i) for i, n in enumerate(lengths)]
     most = [len(prompts) - i + steps for i in range(len(prompts))]
     done = completed(llm.generate(prompts, [SamplingParams(n, temperature=0) for n in most]))
@@ -68,7 +73,7 @@ def together(llm: LLM, lengths: Sequence[int], steps: int, sizes: set[tuple[int,
 
 
 def captured(llm: LLM) -> Counter[tuple[int, int]] | None:
-    """How many graphs there are of each batch size and bucket; None without graphs."""
+    """Return the number of graphs by batch size and bucket, or None without graphs."""
     steps = llm.runner.steps
     if not isinstance(steps, GraphSteps):
         return None
@@ -76,33 +81,33 @@ def captured(llm: LLM) -> Counter[tuple[int, int]] | None:
 
 
 def shared(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Prompts that begin alike, twice, so that chunks change hands and are found again."""
+    """Generate twice from prompts with a shared prefix, so that blocks are reused."""
     stem, llm = tiny_prompt(66), make()
     prompts = [stem + tiny_prompt(6, seed=i) for i in (1, 2, 3)]
     return answers(llm, prompts, 3) + answers(llm, prompts[::-1], 2)
 
 
 def continued(make: Callable[..., LLM], folder: Path) -> Answers:
-    """An answer that fills a chunk with its last row, and a prompt that begins with both."""
+    """Generate an answer that fills a block, then continue from prompt and answer."""
     llm, prompt = make(), tiny_prompt(60)
     [first] = answers(llm, [prompt], 5)
     return [first, *answers(llm, [[*prompt, *first[:-1], 7, 8]], 2)]
 
 
 def slid(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Prompts and answers that leave a window behind, in turn, in chunks that others had."""
+    """Generate past a sliding window in blocks that other sequences have used."""
     llm = make()
     found = answers(llm, [tiny_prompt(n, seed=n) for n in (130, 62)], 5)
     return found + answers(llm, [tiny_prompt(n, seed=n) for n in (66, 125)], 5)
 
 
 def evicted(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Past the end of a pool of two chunks."""
+    """Generate past the end of a pool of two blocks."""
     return answers(make(host_memory=CHUNK_BYTES * 2), [tiny_prompt(122)], 12)
 
 
 def forked(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Samples and beams."""
+    """Generate samples and beams, which fork sequences."""
     llm, prompt = make(), tiny_prompt(70)
     samples = completed(llm.generate([prompt], SamplingParams(3, seed=1, n=3)))
     beams = completed(llm.generate([prompt], SamplingParams(3, temperature=0, num_beams=2)))
@@ -110,7 +115,7 @@ def forked(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def session(make: Callable[..., LLM], folder: Path) -> Answers:
-    """A conversation that is saved, loaded by another runtime, and forked."""
+    """Save a conversation, load it in another runtime, and fork it."""
     greedy = SamplingParams(max_tokens=3, temperature=0)
     first = make().session("s", folder)
     turns = [tiny_prompt(70, seed=1), tiny_prompt(9, seed=2), tiny_prompt(5, seed=3)]
@@ -126,7 +131,7 @@ def session(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> Answers:
-    """Greedy answers, each with the bytes that crossed the link for it; the runtime is whole afterwards."""
+    """Return greedy answers, each with its host-to-device bytes. Check the integrity of the runtime."""
     done = completed(llm.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0)))
     llm.runner.check_integrity()
     return [[*one.token_ids, one.stats.h2d_bytes] for one in done]
@@ -136,7 +141,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16},
 }
-"""Of all layers, and of the second one; too little room for rows that have left it."""
+"""Sliding windows in all layers, and in the second layer only."""
 
 LAYERS, STREAMED_LAYERS, CONTEXT = 2, 5, 128
 CHUNK_BYTES = 2 * LAYERS * 2 * 16 * 64 * 4
@@ -152,15 +157,19 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "seed 0": lambda: Seeded(0),
     "seed 1": lambda: Seeded(1),
 }
-"""Streams are numbered as they are made: 0 computes; where weights stream, theirs comes before the other two."""
+"""Streams are numbered in order of creation: 0 computes. A stream for weights, if used, precedes the other two."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A policy and its options, settings of the runtime, and what is run.
+    """Define a test case.
 
-    streamed: the model comes from a folder, and of its weights so many layers fit the device; with -1 not even the
-    scoring keys do. daily: the schedules of `SCHEDULES` that `make test` runs; `make stress` runs all of every cell.
+    Attributes:
+        scene: Function that runs requests on runtimes.
+        options: Options of the policy.
+        settings: Options of the runtime.
+        streamed: Number of layers on the device if weights are streamed. If -1, scoring keys are on the host as well.
+        daily: Schedules that `make test` runs. `make stress` runs all schedules of every case.
     """
 
     name: str
@@ -173,7 +182,7 @@ class Cell:
     daily: tuple[str, ...] = ()
 
     def run(self, device: str, folder: Path) -> Answers:
-        """The tokens on `device`."""
+        """Return the tokens on `device`."""
 
         def make(**more: Any) -> LLM:
             settings = {"host_memory": "4MiB", "missed_mass_every": 0} | self.settings | more
@@ -193,7 +202,7 @@ class Cell:
         return self.scene(make, folder / device)
 
     def _limit(self, model: Path, device: str) -> dict[str, Any]:
-        """What streams weights."""
+        """Return runtime options that cause weights to be streamed."""
         shape = load_shape(model, device=device, dtype="float32")
         costs = DeviceCosts(shape, memory_demand(self.policy, self.options, shape.geometry, shape.dtype), 512)
         resident, spare = (0, -1) if self.streamed == -1 else (self.streamed or 0, 0)
@@ -213,14 +222,14 @@ POLICIES: dict[str, dict[str, Any]] = {
     "oracle": WINDOW | {"budget": 0.4},
 }
 SHORT: dict[str, Any] = {"sinks": 1, "recent": 1, "dense_layers": ()}
-"""Rows are fetched the step after they were written back."""
+"""KV is fetched in the step after its write-back."""
 
 PAPER: dict[str, Any] = {"preset": "paper", "alpha": 2.0}
 TAIL: dict[str, Any] = WINDOW | {"tail": "int4", "budget": 0.4, "dense_layers": (0,)}
-"""Sequence by sequence, for the budget."""
+"""With a budget, approximate KV is computed per sequence."""
 
 LOW_BITS: dict[str, Any] = WINDOW | {"alpha": 2.0, "max_fraction": 0.1}
-"""The default, the tail in batches, where contexts are short."""
+"""The default preset for short contexts. Approximate KV is computed in batches."""
 
 DRAFTS: dict[str, Any] = {"tokens": 2, "adaptive": False}
 GRAPHS: dict[str, Any] = {"cuda_graphs": True, "enable_prefix_caching": False}

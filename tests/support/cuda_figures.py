@@ -1,6 +1,6 @@
-"""What a decode step costs on the simulated device: launches a layer, and what it stages while the host is ahead.
+"""Measure kernel launches per layer and staged bytes of a decode step on the simulated device.
 
-`python tests/support/cuda_figures.py` prints the tables of `docs/pages/without_a_gpu.md`; tests hold limits on them.
+`python tests/support/cuda_figures.py` prints the tables of `docs/pages/without_a_gpu.md`. Tests check limits on them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from support.cuda_simulator import Late, Lazy, simulated
 from support.tiny_models import tiny_model, tiny_prompt
 
 STAGED = 500
-"""Tokens of the sequence whose step stages them."""
+"""Tokens of the sequence in `staged_bytes`."""
 
 
 def launches_of_a_layer(name: str) -> Counter[str]:
-    """Kernels and copies that a decode step of the cell `name` launches from one layer's MLP to the next one's, so that
-    what is speculated for the layer after is counted, by name."""
+    """Count kernels and copies by name in a decode step of cell `name`, from the MLP of one layer to that of the next.
+
+    This includes the speculative fetch for the following layer.
+    """
     with simulated(Late()) as sim:
         model, cell = tiny_model("llama", num_hidden_layers=3).to("cuda"), BY_NAME[name]
         llm = LLM(
@@ -54,8 +56,10 @@ def launches_of_a_layer(name: str) -> Counter[str]:
 
 
 def staged_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
-    """The peak of a decode step beside what was on the device before, where nothing runs before the host waits at the
-    step's end: it is ahead by all layers."""
+    """Return the additional peak device memory of a decode step in bytes.
+
+    No operation runs before the host waits at the end of the step, so the host is ahead by all layers.
+    """
     with simulated(Lazy()) as sim:
         model = tiny_model("llama", num_hidden_layers=layers).to("cuda")
         runner = LLM(model, policy=policy, policy_options=options, device="cuda", host_memory="16MiB").runner
@@ -72,19 +76,19 @@ def staged_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
 
 
 def layer_bytes() -> int:
-    """K and V of one layer's rows of the sequence, float32, 2 heads of 16."""
+    """Return the bytes of the sequence's KV in one layer: float32, two KV heads of size 16."""
     return STAGED * 2 * 2 * 16 * 4
 
 
 def show(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints a table."""
+    """Print a table."""
     print(f"\n{title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for row in rows:
         print(f"| {' | '.join(map(str, row))} |")
 
 
 def main() -> None:
-    """Prints all tables."""
+    """Print all tables."""
     cells = [(c.name, f"`{c.policy}`", c.scene.__name__, ", ".join(c.daily) or "–") for c in CELLS]
     show(f"{len(CELLS)} cells, {len(SCHEDULES)} schedules", ("cell", "policy", "scene", "in `make test`"), cells)
     depths = (2, 4, 8, 16)

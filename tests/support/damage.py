@@ -1,4 +1,4 @@
-"""What happens to files: flips, truncations, other content, other kinds of files, JSON that says something else."""
+"""Damage files: flip bits, truncate, exchange contents or file types, and change JSON values."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ CONTENTS = [
 
 
 def change(path: Path, rng: random.Random, others: list[Path], spread: int) -> str:
-    """Does one thing to a file; `spread`: flips are within so many bytes of its beginning, or anywhere. Returns what it
-    was."""
+    """Damage a file in a random way and return the name of the damage.
+
+    Most flips are within the first `spread` bytes, the others anywhere.
+    """
     kinds = [flip, truncate, extend, zero, number, content, foreign, json_value, json_value, gone, folder, link, sparse]
     kind = rng.choice(kinds)
     if not path.is_file() or path.stat().st_size > 1 << 26:
@@ -72,7 +74,7 @@ def zero(path: Path, rng: random.Random, spread: int) -> None:
 
 
 def number(path: Path, rng: random.Random, spread: int) -> None:
-    """A length or an offset that no file can have."""
+    """Write a length or an offset that no file can have."""
 
     def overwritten(data: bytearray) -> None:
         start = rng.choice((0, 8, 16, _place(data, rng, spread)))
@@ -88,7 +90,7 @@ def content(path: Path, rng: random.Random, spread: int) -> None:
 
 
 def foreign(path: Path, rng: random.Random, others: Any) -> None:
-    """Another file's content."""
+    """Write the content of another file."""
     data = [
         other.read_bytes()
         for other in others
@@ -98,8 +100,7 @@ def foreign(path: Path, rng: random.Random, others: Any) -> None:
 
 
 def json_value(path: Path, rng: random.Random, spread: int) -> None:
-    """Another value somewhere in a JSON text; a checksum before it is made to agree, the length in front of a
-    safetensors header too."""
+    """Change a JSON value. A preceding checksum or length of a safetensors header is updated."""
     data = path.read_bytes()
     for start in (0, 8):
         try:
@@ -124,7 +125,7 @@ def sealed(data: bytes) -> bytes:
 
 
 def altered(found: Any, rng: random.Random) -> bytes:
-    """The JSON text of a value in which a node is another one."""
+    """Return the JSON text of `found` after a change of one node."""
     node, parents = found, []
     while isinstance(node, (dict, list)) and node and (rng.random() < 0.85 or not parents):
         key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
@@ -150,20 +151,20 @@ def folder(path: Path, rng: random.Random, spread: int) -> None:
 
 
 def link(path: Path, rng: random.Random, spread: int) -> None:
-    """To itself, to nowhere, to a device without end."""
+    """Replace the file with a link to itself, to a missing file, or to an endless device."""
     path.unlink()
     path.symlink_to(rng.choice((path, Path("/nowhere"), Path("/dev/zero"))))
 
 
 def sparse(path: Path, rng: random.Random, spread: int) -> None:
-    """A file that seems to have a terabyte."""
+    """Extend the file to an apparent size of a terabyte."""
     with path.open("r+b") as file:
         file.truncate(1 << 40)
 
 
 @contextmanager
 def memory_limit(more: int) -> Iterator[None]:
-    """The process may map `more` bytes beyond what it has: reading without bound is a MemoryError."""
+    """Limit the address space to `more` additional bytes, so that unbounded reads raise MemoryError."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + more, before[1]))

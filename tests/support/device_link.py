@@ -1,5 +1,4 @@
-"""Runtimes with another link than their own; such as the link of a machine with device memory, the CPU being that
-device, whose streams work at once."""
+"""Replace a runtime's transfers, for example with those of a machine with device memory, simulated on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from offload_rt.transfer.streams import InlineStream
 
 
 def linked(llm: LLM, link: Link) -> LLM:
-    """The same runtime, of which nothing has been asked, with another link in all its parts."""
+    """Return a runtime with the same parts but other transfers. `llm` must be unused."""
     old = llm.runner
     other = LLM.__new__(LLM)
     other._begin(Runner(old.model, old.policy, old.pool, link, old.config, old.plan, old.weights), llm._family)
@@ -21,6 +20,6 @@ def linked(llm: LLM, link: Link) -> LLM:
 
 
 def staged(llm: LLM) -> LLM:
-    """With the link of a machine with device memory."""
+    """Return the runtime with transfers to device memory. Their streams run inline on the CPU."""
     runner, inline = llm.runner, (InlineStream(), InlineStream())
     return linked(llm, CudaLink(runner.pool, runner.adapter.geometry, torch.device("cpu"), streams=inline))

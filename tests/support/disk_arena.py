@@ -1,4 +1,4 @@
-"""A small arena in a file, whose rows are no whole number of anything."""
+"""A small arena in a file with unaligned KV entries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from offload_rt.kv_cache.disk.file_arena import FileArena
 from offload_rt.kv_cache.layout import ArenaLayout
 
 LAYOUT = ArenaLayout(layers=2, kv_heads=2, head_dim=17, itemsize=4, slab_chunks=3, slabs=2)
-"""Rows that are no whole number of anything, and pieces that are padded to blocks."""
+"""The size of KV entries is no multiple of any block size, and extents are padded to disk blocks."""
 
 WIDTH = 2 * LAYOUT.head_dim
 
 
 def arena(folder: Path, limit: int = 100_800) -> FileArena:
-    """With all slabs ready; the limit is room for 16 rows that stay, and one chunk that is filled."""
+    """Return an arena with all slabs active. The limit is room for 16 cached KV entries and one block being written."""
     made = FileArena(LAYOUT, torch.float32, DirectFile(folder), limit)
     while made.active < LAYOUT.slabs:
         made.activate()

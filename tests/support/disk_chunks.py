@@ -1,4 +1,4 @@
-"""Numbered chunks in a disk store, and a process that saves them until it is killed."""
+"""Numbered blocks in a disk store, and a process that saves them until it is killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KILLS = int(os.environ.get("OFFLOAD_RT_STRESS", "20"))
 
 
 def named(kind: str) -> str:
-    """A document's name."""
+    """Return the name of a document."""
     return f"{kind}-{'0' * 32}"
 
 
@@ -55,7 +55,7 @@ def load(store: DiskStore, number: int, parent: bytes | None = None) -> list[byt
 
 
 def chunk_files(folder: Path) -> int:
-    """How many chunks a store in `folder` has, of all namespaces."""
+    """Return the number of blocks in a store's folder over all namespaces."""
     return sum(1 for _ in folder.rglob("*.kv"))
 
 
@@ -66,10 +66,11 @@ def open_store(
 
 
 def fork_saver(folder: Path, start: int) -> int:
-    """A process that has begun to save chunks from `start` on, and goes on for ever."""
+    """Fork a process that saves blocks from `start` on until it is killed. Return its id after the store is open."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child starts none
+        # A fork with running threads warns, but the child starts none.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         try:

@@ -1,4 +1,4 @@
-"""A file system that fails: the n-th call on a folder's files, or every one from it on, ends with an error."""
+"""Simulate a failing file system: one call on files in a folder raises, or all calls from it on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 CALLS = ("open", "pwrite", "preadv", "fsync", "replace", "link", "mkdir", "utime", "unlink", "fdopen", "ftruncate")
-"""Of `os`; writes of files that Python opened itself come on top."""
+"""Functions of `os` that are counted, in addition to writes to files opened by Python."""
 
 
 class FailingFiles:
-    """Counts calls on files below `folder`; the one with number `at` fails with `code`, and with `after` all that
-    follow. `calls`: what was called, in order."""
+    """Count calls on files below `folder`. Call number `at` raises `code`, and with `after` all later calls too.
+
+    `calls` lists the calls in order.
+    """
 
     def __init__(self, folder: Path, at: int, code: int, after: bool) -> None:
         self._folder, self._at, self._code, self._after = str(folder), at, code, after
@@ -27,7 +29,7 @@ class FailingFiles:
         self._mutex = threading.Lock()
 
     def count(self, name: str, target: Any) -> None:
-        """Raises OSError where it is this call's turn to fail."""
+        """Count a call and raise OSError if it must fail."""
         if not self._below(target):
             return
         with self._mutex:
@@ -45,7 +47,7 @@ class FailingFiles:
 
     @contextmanager
     def installed(self) -> Iterator[FailingFiles]:
-        """In the place of the real ones, inside the block."""
+        """Replace the real functions inside the block."""
         with pytest.MonkeyPatch.context() as patch:
             for name in CALLS:
                 patch.setattr(os, name, self._counted(name, getattr(os, name)))
@@ -69,7 +71,7 @@ class FailingFiles:
 
 
 class _Writing:
-    """A file whose writes may fail, half way."""
+    """A file whose writes may fail after half of the data."""
 
     def __init__(self, file: Any, files: FailingFiles, target: Any) -> None:
         self._file, self._files, self._target = file, files, target
@@ -84,7 +86,7 @@ class _Writing:
         return getattr(self._file, name)
 
     def write(self, data: bytes) -> int:
-        """Writes half of it, then all."""
+        """Write half of the data, then the rest."""
         half = len(data) // 2
         self._file.write(data[:half])
         self._files.count("write", self._target)

@@ -1,4 +1,4 @@
-"""Let a call inside the engine raise, as a defect of ours or a device without memory would."""
+"""Make a call inside the engine raise, as a defect or a lack of device memory would."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ PLACES: dict[str, Callable[[LLM], tuple[Any, str]]] = {
     "finish": lambda llm: (SampledRequest, "finish"),
     "persist": lambda llm: (SampledRequest, "persist"),
 }
-"""Where a call can fail: the object or class that has the method, and its name."""
+"""Calls that can fail, as object or class and method name."""
 
 
 @contextmanager
 def fault(llm: LLM, place: str, call: int, error: Exception) -> Iterator[list[int]]:
-    """Let call number `call`, from 0 on, of `place` raise `error`. Yield a list that holds the number of calls."""
+    """Let call number `call` of `place`, counted from 0, raise `error`. Yield a list with the number of calls."""
     owner, name = PLACES[place](llm)
     method, calls = getattr(owner, name), [0]
 
@@ -59,7 +59,7 @@ def fault(llm: LLM, place: str, call: int, error: Exception) -> Iterator[list[in
 
 
 def drain(engine: Engine, steps: int = 2000) -> None:
-    """Step the engine until it is idle, and check it after each step."""
+    """Step the engine until it is idle. Check its integrity after each step."""
     for _ in range(steps):
         if engine.idle:
             return

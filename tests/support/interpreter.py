@@ -1,4 +1,4 @@
-"""Triton's interpreter, sped up fourfold: what it finds out anew at every operation is remembered."""
+"""Speed up Triton's interpreter fourfold by caching what it recomputes in every operation."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from .interpreter_operators import operate_at_once
 
 
 def compiled(device: torch.device) -> bool:
-    """Whether kernels on `device` run as hardware runs them, and may be given its sizes: on a simulated device they are
-    interpreted too."""
+    """Return whether kernels on `device` are compiled, not interpreted, and may use hardware sizes."""
     return device.type == "cuda" and "TRITON_INTERPRET" not in os.environ
 
 
 @contextmanager
 def interpreted_quickly() -> Iterator[None]:
-    """Kernels under the interpreter until the block ends. Does nothing where Triton is not installed."""
+    """Speed up interpreted kernels until the block ends. Do nothing if Triton is not installed."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -38,8 +37,7 @@ def interpreted_quickly() -> Iterator[None]:
 
 @contextmanager
 def _language_patched_once(interpreter: Any, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter puts its own operations into a kernel's module at every launch and call, and takes them out
-    again."""
+    """Patch a kernel's module once. The interpreter would patch and restore it at every launch and call."""
     patch_language, done = interpreter._patch_lang, {}
 
     def patched(function: Any) -> Any:
@@ -54,9 +52,10 @@ def _language_patched_once(interpreter: Any, patch: pytest.MonkeyPatch) -> Itera
 
 
 def _remember_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """A block's type is made, checked and named again for each result, a tensor's shape wrapped element by element, a
-    number made a tensor twice, and a dictionary of all types built for each look-up: one of each kind here. Nothing
-    writes to them."""
+    """Cache block types, shapes, constant tensors and numpy types, which the interpreter recreates for each result.
+
+    Sharing them is safe because they are never written to.
+    """
     from triton import language as tl
     from triton.language.semantic import TritonSemantic
 
@@ -101,8 +100,7 @@ def _remember_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def _skip_what_changes_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Operands of one type are cast to it, blocks of one shape are broadcast to it, and an integer's overflow is
-    looked for by ten operations of the language instead of one of numpy's."""
+    """Skip casts and broadcasts without effect, and check integer overflow with one numpy operation."""
     from triton import language as tl
     from triton.language.semantic import TritonSemantic
 

@@ -1,8 +1,8 @@
-"""Operators, loads and stores of Triton's language as one operation of numpy each, under the interpreter.
+"""Run operators, loads and stores of Triton's interpreter as one numpy operation each.
 
-Between an operator and numpy the interpreter has some thirty calls, which find out what becomes of two types and
-shapes. Where both operands have one type, or are signed integers, there is nothing to find out: numpy broadcasts and
-promotes as the language does. Everything else goes the interpreter's own way, errors included.
+The interpreter makes some thirty calls per operator to determine the types and shapes of the result. If both operands
+have the same type or are signed integers, numpy broadcasts and promotes like Triton. All other cases, including errors,
+use the interpreter's own code.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 SIGNED = {"int8": 1, "int16": 2, "int32": 4, "int64": 8}
-"""Bytes of the signed integers: of two the wider one is the result's."""
+"""Bytes of signed integers. The result of two has the wider type."""
 
 FLOATS = ("fp16", "fp32", "fp64")
-"""What numpy computes itself; bfloat16 it does not know."""
+"""Types that numpy supports. It has no bfloat16."""
 
 
 class Operators:
-    """The operators of `interpreter`, and what they have in common."""
+    """Create fast versions of the operators of `interpreter`."""
 
     def __init__(self, interpreter: Any) -> None:
         from triton import language as tl
@@ -38,7 +38,7 @@ class Operators:
         self.limits = {name: (np.iinfo(name).min, np.iinfo(name).max) for name in SIGNED}
 
     def result(self, data: np.ndarray[Any, Any], dtype: Any, block: bool) -> Any:
-        """A tensor of the language: a block of the shape of `data`, or a number."""
+        """Return a Triton tensor: a block with the shape of `data`, or a scalar."""
         kind = dtype
         if block:
             kind = self.types.get((dtype.name, data.shape))
@@ -47,14 +47,16 @@ class Operators:
         return self.tensor(self.handle(data, dtype), kind)
 
     def handle(self, data: np.ndarray[Any, Any], dtype: Any) -> Any:
-        """What the interpreter computes with, without its check that numbers are no wider than `dtype`."""
+        """Return the interpreter's handle of `data` without its check of the value range."""
         made = object.__new__(self.interpreter.TensorHandle)
         made.data, made.dtype, made.attr = data, dtype, {}
         return made
 
     def operands(self, lhs: Any, rhs: Any) -> tuple[Any, Any, Any, bool] | None:
-        """The arrays of both in the result's type, that type, and whether it is a block; None where the language has to
-        be asked."""
+        """Return both arrays in the result's type, that type, and whether it is a block.
+
+        Return None if Triton must determine the type.
+        """
         name = lhs.dtype.name
         if type(rhs) is self.tensor:
             block, other = lhs.type.is_block() or rhs.type.is_block(), rhs.dtype.name
@@ -71,13 +73,13 @@ class Operators:
         return None
 
     def constant(self, value: float, name: str) -> np.ndarray[Any, Any]:
-        """`[1]`, which nobody writes to."""
+        """Return a shared array `[1]`, which must not be written to."""
         if (value, name) not in self.constants:
             self.constants[value, name] = np.array([value], dtype=self.numpy_types[name])
         return self.constants[value, name]
 
     def arithmetic(self, name: str, usual: Callable[..., Any], compute: np.ufunc) -> Callable[..., Any]:
-        """A sum, difference or product. Integers that overflow are an error."""
+        """Return a sum, difference or product operator. Integer overflow is an error."""
 
         def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
             found = self.operands(lhs, rhs)
@@ -88,7 +90,7 @@ class Operators:
                 if dtype.name not in SIGNED or dtype.name == "int64":
                     return self.result(compute(a, b), dtype, block)
                 wide = compute(a, b, dtype=np.int64)
-            except ValueError:  # shapes that do not go together, which the language says
+            except ValueError:  # shapes do not match, and Triton reports the error
                 return usual(lhs, rhs, _semantic=self.semantic)
             least, most = self.limits[dtype.name]
             assert least <= wide.min() and wide.max() <= most, f"overflow of {dtype.name} in {name}"
@@ -97,7 +99,7 @@ class Operators:
         return operator
 
     def sum(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        """Also of a pointer and a signed integer."""
+        """Return an addition operator that also supports a pointer and a signed integer."""
         of_numbers = self.arithmetic("__add__", usual, np.add)
 
         def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
@@ -119,7 +121,6 @@ class Operators:
         return operator
 
     def comparison(self, usual: Callable[..., Any], compute: np.ufunc) -> Callable[..., Any]:
-        """Of two numbers each."""
 
         def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
             found = self.operands(lhs, rhs)
@@ -133,7 +134,7 @@ class Operators:
         return operator
 
     def logic(self, usual: Callable[..., Any], compute: np.ufunc) -> Callable[..., Any]:
-        """Of masks."""
+        """Return an operator on masks."""
 
         def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
             if type(rhs) is self.tensor and lhs.dtype.name == rhs.dtype.name == "int1":
@@ -147,7 +148,7 @@ class Operators:
         return operator
 
     def index(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        """Further axes of one: `[:, None]`."""
+        """Return an indexing operator that supports new axes, such as `[:, None]`."""
 
         def operator(block: Any, at: Any, _semantic: Any = None) -> Any:
             plain = type(at) is tuple and all(one is None or one == slice(None) for one in at)
@@ -158,7 +159,7 @@ class Operators:
         return operator
 
     def cast(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        """Between signed integers, and to floats."""
+        """Return a cast operator between signed integers, between floats, and from integers to floats."""
 
         def operator(value: Any, dtype: Any, *rest: Any, **named: Any) -> Any:
             name, to = value.dtype.name, getattr(dtype, "name", None)
@@ -172,7 +173,7 @@ class Operators:
         return operator
 
     def load(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        """What pointers point to, where the mask says so, elsewhere `other`."""
+        """Return a load operator. Masked elements are set to `other`."""
 
         def operator(pointer: Any, mask: Any = None, other: Any = None, **named: Any) -> Any:
             element = getattr(pointer.dtype, "element_ty", None)
@@ -194,7 +195,7 @@ class Operators:
         return operator
 
     def store(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        """Numbers of the type that pointers point to, where the mask says so."""
+        """Return a store operator for blocks with the pointers' element type."""
 
         def operator(pointer: Any, value: Any, mask: Any = None, **named: Any) -> Any:
             element, block = getattr(pointer.dtype, "element_ty", None), pointer.type.is_block()
@@ -215,26 +216,26 @@ class Operators:
         return operator
 
     def _masks(self, mask: Any, block: bool) -> bool:
-        """Whether it is a mask, for pointers that are a block or one."""
+        """Return whether `mask` is None or a mask that fits scalar or block pointers."""
         return mask is None or (
             type(mask) is self.tensor and mask.dtype.name == "int1" and (block or not mask.type.is_block())
         )
 
     def _seen(self, mask: Any, shape: tuple[int, ...]) -> Any:
-        """The mask of pointers of this shape. Raises ValueError where it is of another."""
+        """Return a mask handle broadcast to `shape`. Raise ValueError if the shapes do not match."""
         if mask is None:
             return self._filled(True, self.tl.int1, shape)
         data = mask.handle.data
         return mask.handle if data.shape == shape else self.handle(np.broadcast_to(data, shape), self.tl.int1)
 
     def _instead(self, other: Any, element: Any, shape: tuple[int, ...]) -> Any:
-        """What is loaded where a mask does not show what is there; None where the language must convert it."""
+        """Return the values of masked elements, or None if Triton must convert them."""
         if other is None or (type(other) is int and other == 0) or (type(other) is float and element.name in FLOATS):
             return self._filled(other or 0, element, shape)
         return None
 
     def _filled(self, value: float, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """The same number everywhere, which nobody writes to."""
+        """Return a shared constant handle, which must not be written to."""
         key = value, dtype.name, shape
         if key not in self.filled:
             self.filled[key] = self.handle(np.full(shape, value, dtype=self.numpy_types[dtype.name]), dtype)
@@ -242,7 +243,7 @@ class Operators:
 
 
 def operate_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Puts the operators in, before the interpreter puts its own around the language's."""
+    """Install the operators. Must run before the interpreter wraps those of the language."""
     operators = Operators(interpreter)
     tensor, tl = operators.tensor, operators.tl
     patch.setattr(tensor, "__add__", operators.sum(tensor.__add__))

@@ -1,4 +1,4 @@
-"""Search the files of a folder, byte by byte, for tokens and text that should be gone."""
+"""Search files for tokens and text that should have been deleted."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def runs(tokens: Sequence[int]) -> set[tuple[int, ...]]:
 
 
 def spellings(run: tuple[int, ...]) -> list[bytes]:
-    """A run of token ids as little-endian int64 and int32, as hexadecimal text, as JSON."""
+    """Return a run of token ids as little-endian int64 and int32, as hexadecimal text, and as JSON."""
     packed = [np.asarray(run, dtype).tobytes() for dtype in ("<i8", "<i4")]
     texts = [json.dumps(run).strip("[]"), json.dumps(run, separators=(",", ":")).strip("[]")]
     return [*packed, *(data.hex().encode() for data in packed), *(text.encode() for text in texts)]
 
 
 def said(pattern: bytes, data: bytes) -> bool:
-    """Whether `data` holds `pattern`; a number of JSON only as a whole (7 is not in 78)."""
+    """Return whether `data` contains `pattern`. JSON numbers must match as a whole (7 is not in 78)."""
     whole = rb"(?<!\d)" + re.escape(pattern) + rb"(?!\d)" if b"," in pattern else re.escape(pattern)
     return pattern in data and re.search(whole, data) is not None
 
@@ -34,8 +34,10 @@ def said(pattern: bytes, data: bytes) -> bool:
 def leftovers(
     folder: Path, gone: Sequence[int], kept: Iterable[Sequence[int]], texts: Iterable[str] = ()
 ) -> dict[Path, bytes]:
-    """Files in `folder` whose content or name holds a run of the tokens `gone` that is in none of `kept`, or one of
-    `texts`, with what was found."""
+    """Return files that contain deleted data in their content or name, with the matching bytes.
+
+    Deleted data are runs of tokens in `gone` that occur in none of `kept`, and `texts`.
+    """
     wanted = runs(gone) - {run for tokens in kept for run in runs(tokens)}
     patterns = [spelling for run in wanted for spelling in spellings(run)]
     for text in texts:

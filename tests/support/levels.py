@@ -16,6 +16,6 @@ _CACHED = (
 
 
 def forget() -> None:
-    """Forget all loaded code, so that the next call loads it for the level that is then in force."""
+    """Clear all caches of loaded code, so that the next call loads it for the current level."""
     for function in _CACHED:
         function.cache_clear()

@@ -1,4 +1,4 @@
-"""Storage of random low-bit rows, and lists of a batch over it."""
+"""Create random low-bit KV and the lists of a batch that uses it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages, Pag
 
 
 def stored_rows(layout: Layout, heads: int, tokens: int, device: str | torch.device = "cpu") -> Pages:
-    """Pages of random rows in the second of two layers, everything behind them and beside them garbage."""
+    """Return pages of random low-bit KV in the second of two layers. All other data is garbage."""
     count = -(-tokens // PAGE_TOKENS)
     tensors = torch.randint(0, 256, (count, 2, heads, PAGE_BLOCKS, layout.block_bytes), dtype=torch.uint8)
     blocks, slots = tensors[:, 1].transpose(0, 1).flatten(1, 2).clone(), torch.arange(tokens)
@@ -24,18 +24,20 @@ def stored_rows(layout: Layout, heads: int, tokens: int, device: str | torch.dev
 
 
 def joined(pages: Pages) -> torch.Tensor:
-    """All blocks of the layer, uint8 `[Hkv, blocks, block_bytes]`, a copy."""
+    """Return a copy of all blocks of the layer, uint8 `[Hkv, blocks, block_bytes]`."""
     return torch.cat([tensor[pages.layer] for tensor in pages.tensors], 1)
 
 
 def copied(pages: Pages) -> Pages:
-    """The same rows in pages of their own."""
+    """Return a copy in new pages."""
     return Pages.of([tensor.clone() for tensor in pages.tensors], pages.layer)
 
 
 def ragged_lists(layout: Layout, group: int, device: torch.device) -> tuple[Any, ...]:
-    """What `low_bit_lists.join_tail` takes, of three sequences of two heads: one whose candidates end within a block,
-    one without candidates, and one all of whose candidates were selected."""
+    """Return arguments of `low_bit_lists.join_tail` for three sequences with two KV heads.
+
+    The candidates of the first end within a block, the second has none, and all those of the third were selected.
+    """
     d, spans = layout.head_dim, ((5, 600), (4, 4), (60, 70))
     table = PageTable.of([stored_rows(layout, 2, tokens, device) for tokens in (620, 6, 130)])
     starts, stops = (torch.tensor(each, dtype=torch.int32).repeat_interleave(2) for each in zip(*spans, strict=True))

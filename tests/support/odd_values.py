@@ -1,4 +1,4 @@
-"""Values of every type that somebody may hand to a function, most of them wrong for it."""
+"""Values of many types that users may pass to a function, most of them invalid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MADE: list[Callable[[], Any]] = [
     lambda: {"input_ids": [1]}, lambda: {"input_ids": None}, lambda: {"input_ids": [1], "attention_mask": [[[1]]]},
     lambda: {"input_ids": [1, 2], "attention_mask": [1]}, lambda: {"role": "user", "content": "hi"},
 ]  # fmt: skip
-"""Objects that change, made anew for each call."""
+"""Mutable objects, created for each call."""
 
 PLAIN: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, 198, 199, 2**31, 2**63, 2**64, -(2**63), 10**400, 0.0, -0.0, 1.0, 0.5, -1.5,

@@ -1,4 +1,4 @@
-"""Completions out of the outputs of requests."""
+"""Collect completions from request outputs."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from offload_rt.outputs import CompletionOutput, RequestOutput
 
 
 def completed(outputs: Iterable[RequestOutput]) -> list[CompletionOutput]:
-    """All completions of all prompts, in order."""
+    """Return all completions of all prompts in order."""
     return [completion for output in outputs for completion in output.outputs]

@@ -1,4 +1,4 @@
-"""A decode step over plain lists of rows, one list a layer: what a bounded pool and its windows are compared with."""
+"""Reference decode step over plain lists of KV, to check a bounded pool and its windows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import torch
 from offload_rt.models.adapter import ModelAdapter
 
 Kept = list[list[tuple[int, torch.Tensor, torch.Tensor]]]
-"""Of each layer the rows that are left: (position, k `[Hkv, d]`, v `[Hkv, d]`)."""
+"""KV left in each layer: (position, k `[Hkv, d]`, v `[Hkv, d]`)."""
 
 
 def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: Kept) -> torch.Tensor:
-    """Logits `[V]` of the last of the tokens from `position` on, each of which attends to the (position, k, v) lists of
-    each layer, of a sliding layer those in its window, to the tokens before it and to itself."""
+    """Append `tokens` at `position` to `kept` and return the logits `[V]` of the last one.
+
+    Each token attends to itself and to the earlier KV of `kept`, in sliding-window layers only inside the window.
+    """
     geometry, at = adapter.geometry, torch.arange(position, position + len(tokens))
     x = adapter.embed(torch.tensor(tokens), at)
     for layer in range(geometry.layers):

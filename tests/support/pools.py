@@ -1,4 +1,4 @@
-"""Small pools, and rows that say which sequence, layer, head, token and dimension they are."""
+"""Small pools, and KV whose values identify sequence, layer, head, token and dimension."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_pool(chunks: int, slab_chunks: int = 4) -> HostPool:
 
 
 def kv(tokens: range, layer: int, sequence: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distinct K and V `[Hkv, n, d]` for every (sequence, layer, head, token, dimension)."""
+    """Return K and V `[Hkv, n, d]` that are distinct for every (sequence, layer, head, token, dimension)."""
     k = torch.arange(8, dtype=torch.float32).view(2, 1, 4) / 8
     k = k + torch.arange(tokens.start, tokens.stop).view(1, -1, 1) + 10_000 * layer + 100_000 * sequence
     return k, -k - 0.5

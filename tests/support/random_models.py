@@ -1,4 +1,4 @@
-"""Random tiny models of every supported family, with legal shapes that real models do not have."""
+"""Random tiny models of all supported families, with valid shapes that real models do not have."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ HEAD_STEP = {
     "opt": 1,
     "gpt2": 1,
 }
-"""Multiple that a head size must be: 2 with RoPE, more if only a part of each head is rotated, any without RoPE."""
+"""Required divisor of the head size: 2 with RoPE, more if only a part of each head is rotated, 1 without RoPE."""
 FIXED_HEADS = ("qwen2_vl", "qwen2_5_vl", "mimo_v2_flash")
-"""Families whose other options depend on the head size."""
+"""Families with other options that depend on the head size."""
 OWN_ROPE = ("llama3", "olmo3", "ministral3", "llava", *FIXED_HEADS)
 PLAIN_ROPE = ("mistral", "qwen2", "qwen3", "granite", "olmo2", "starcoder2")
 ROPES: tuple[dict[str, Any], ...] = (
@@ -59,7 +59,7 @@ def random_model(rng: random.Random) -> tuple[str, PreTrainedModel]:
 
 
 def _heads(rng: random.Random, name: str, text: dict[str, Any]) -> dict[str, Any]:
-    """Head size, heads, and KV heads."""
+    """Choose head size, number of heads, and number of KV heads."""
     if name in FIXED_HEADS:
         return {}
     kv_heads, group = rng.choice((1, 2, 3)), rng.choice((1, 2, 3, 5))
@@ -77,7 +77,7 @@ def _heads(rng: random.Random, name: str, text: dict[str, Any]) -> dict[str, Any
 
 
 def _layers(rng: random.Random, text: dict[str, Any]) -> dict[str, Any]:
-    """The number of layers, which of them slide, and the window."""
+    """Choose the number of layers, the sliding-window layers, and the window."""
     count = rng.randint(1, 4)
     changes: dict[str, Any] = {"num_hidden_layers": count}
     if "sliding_window" in text and text["sliding_window"] is not None:

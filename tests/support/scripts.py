@@ -1,4 +1,4 @@
-"""Scripts of `scripts/` as modules: they are programs, in no package."""
+"""Load programs of `scripts/`, which are in no package, as modules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def load_example(name: str) -> ModuleType:
-    """`scripts/examples/NAME.py`, not run as a program."""
+    """Load `scripts/examples/NAME.py` as a module."""
     spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "scripts" / "examples" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[f"example_{name}"] = module  # dataclasses look their module up
+    sys.modules[f"example_{name}"] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module

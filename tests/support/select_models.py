@@ -1,4 +1,4 @@
-"""Geometries, artifacts and token streams for the tests of policies."""
+"""Model shapes, artifacts and random queries and keys for tests of policies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def geometry(*, layers: int = 2, kv_heads: int = 2, group: int = 1, head_dim: int = 16) -> ModelGeometry:
-    """A model's shape; every layer has its own scale, so that a forgotten or doubled one shows."""
+    """Return a model shape. Each layer has another scale, so that a missing or repeated scale is detected."""
     return ModelGeometry(
         layers=layers,
         hidden=kv_heads * group * head_dim,
@@ -29,7 +29,7 @@ def geometry(*, layers: int = 2, kv_heads: int = 2, group: int = 1, head_dim: in
 
 
 def artifact(shape: ModelGeometry, seed: int = 0) -> SkewArtifact:
-    """Random orthogonal bases (query == key), and scales for keys of unit variance."""
+    """Return random orthogonal bases (query == key) and unit scales."""
     generator = torch.Generator().manual_seed(seed)
     size = (shape.layers, shape.kv_heads, shape.head_dim, shape.head_dim)
     basis = torch.linalg.qr(torch.randn(size, generator=generator, dtype=torch.float64))[0].float()
@@ -40,7 +40,7 @@ def artifact(shape: ModelGeometry, seed: int = 0) -> SkewArtifact:
 
 
 def tokens(shape: ModelGeometry, count: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries `[L, H, count, d]` and keys `[L, Hkv, count, d]` (float64): wide enough for a threshold to divide."""
+    """Return queries `[L, H, count, d]` and keys `[L, Hkv, count, d]` (float64) with widely spread scores."""
     generator = torch.Generator().manual_seed(seed)
     d = shape.head_dim
     q = torch.randn(shape.layers, shape.heads, count, d, generator=generator, dtype=torch.float64) * 2
@@ -49,12 +49,12 @@ def tokens(shape: ModelGeometry, count: int, seed: int = 1) -> tuple[torch.Tenso
 
 
 def no_keys(layer: int, wanted: range) -> torch.Tensor:
-    """A KeyReader for policies that must not read full keys."""
+    """Fail in place of a KeyReader, for policies that must not read full keys."""
     raise AssertionError("this policy reads no full keys")
 
 
 def as_sets(selected: torch.Tensor) -> list[set[int]]:
-    """The token set of each KV head; fails where a row repeats a token."""
+    """Return the token set of each KV head. Fail if a head selects a token twice."""
     rows = [set(row) for row in selected.tolist()]
     assert all(len(row) == selected.shape[1] for row in rows), "a token was selected twice"
     return rows

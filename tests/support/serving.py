@@ -1,4 +1,4 @@
-"""A server on a free port, in a thread; and an engine that says what a script says, for tests of protocols."""
+"""Run a server on a free port in a thread, with an engine that returns scripted answers."""
 
 from __future__ import annotations
 
@@ -32,19 +32,21 @@ TEMPLATE = (
     "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}{# <think> </think> #}"
 )
-"""A chat template with tools and thinking."""
+"""A chat template with tools and reasoning."""
 
 
 def reference_tokenizer() -> PreTrainedTokenizerBase:
-    """The reference model's, with a chat template."""
+    """Return the reference model's tokenizer with a chat template."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(locate("reference").place)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
 class ScriptedEngine:
-    """What an `AsyncLLM` is for the server. `say(prompt)` is the text of every answer; each token is a step, after
-    `pause` seconds. `begun` and `aborted` count requests."""
+    """Replace `AsyncLLM` in server tests.
+
+    Every answer is the text `say(prompt)`, one token every `pause` seconds. `begun` and `aborted` count requests.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], str], pause: float = 0.0) -> None:
         self.say, self.pause = say, pause
@@ -123,7 +125,7 @@ class ScriptedEngine:
 
 @contextmanager
 def served(engine: Any, **options: Any) -> Iterator[str]:
-    """The address of a server over `engine`, which ends with the block."""
+    """Run a server with `engine` during the block. Yield its address."""
     chosen = ServerOptions(**({"port": 0, "grace": 5} | options))
     with answering(make_app(engine, chosen), chosen) as (url, _):
         yield url
@@ -131,7 +133,7 @@ def served(engine: Any, **options: Any) -> Iterator[str]:
 
 @contextmanager
 def answering(app: Any, options: ServerOptions | None = None) -> Iterator[tuple[str, uvicorn.Server]]:
-    """The address of a server of an application, which ends with the block."""
+    """Run a server of an application during the block. Yield its address and the server."""
     options = options or ServerOptions(port=0, grace=5)
     listener = bound(options)
     server = make_server(app, options)
@@ -148,7 +150,7 @@ def answering(app: Any, options: ServerOptions | None = None) -> Iterator[tuple[
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Returns when the condition holds; fails where it does not in time."""
+    """Wait until the condition holds. Fail after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"

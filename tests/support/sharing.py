@@ -1,4 +1,4 @@
-"""LLMs in float64 with pools of few chunks, in which every shared chunk is a segment."""
+"""Create float64 runtimes with small pools in which every shared block counts as a shared prefix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tiny_models import depth, tiny_model
 LAYERS = 2
 CHUNK_BYTES = 2 * LAYERS * 2 * 16 * CHUNK * 8
 ROW = 2 * 2 * 16 * 8
-"""Bytes of K and V of one token in one layer."""
+"""Bytes of K and V of one token in one layer, two KV heads of size 16, float64."""
 
 
 def greedy(count: int) -> SamplingParams:
@@ -24,7 +24,7 @@ def greedy(count: int) -> SamplingParams:
 
 
 def make(name: str = "llama", *, chunks: int = 200, staged: bool = False, **options: Any) -> LLM:
-    """float64, and every shared chunk is a segment of its own worth."""
+    """Create a float64 runtime in which every shared block counts as a shared prefix."""
     model = tiny_model(name, dtype=torch.float64, **depth(name, LAYERS))
     llm = LLM(model, **({"policy": "full", "dtype": "float64", "host_memory": chunks * CHUNK_BYTES} | options))
     runner = llm.runner

@@ -1,6 +1,6 @@
-"""Drive several engines step by step, each in a thread of its own, one step at a time, in an order that a seed decides.
+"""Drive several engines, each in its own thread, one step at a time in a seeded order.
 
-The interleaving is reproducible, and an engine that makes no progress shows by the number of its rounds.
+The interleaving is reproducible, and the number of rounds reveals an engine that makes no progress.
 """
 
 from __future__ import annotations

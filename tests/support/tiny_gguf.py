@@ -1,4 +1,4 @@
-"""A tiny GGUF file, written with the gguf package: the weights of a random Qwen2 model and a byte-level tokenizer."""
+"""Write a tiny GGUF file with a random Qwen2 model and a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARTS = {
 
 
 def write_tiny_gguf(path: Path) -> PreTrainedModel:
-    """Writes the file and returns the model that it holds, in float32."""
+    """Write the file and return the model in it, in float32."""
     tokens = [*sorted(ByteLevel.alphabet()), "he", "Ġt", END]
     model = tiny_model(
         "qwen2", vocab_size=len(tokens), eos_token_id=len(tokens) - 1, bos_token_id=None, rms_norm_eps=2.0**-20

@@ -1,7 +1,7 @@
-"""Tiny random models of every supported architecture, shared by all tests: `tiny_model("llama")`.
+"""Tiny random models shared by all tests: `tiny_model("llama")`.
 
-Nothing in them is trivial: norm gains are not 1, biases are not 0, Qwen3's QK-norm is not uniform, attention is peaked
-(scores spread by about two nats) and greedy continuations wander. No token ends a text (no EOS) unless asked for.
+They avoid trivial values: norm gains are not 1, biases are not 0, and Qwen3's QK-norm is not uniform. Attention is
+peaked (scores spread by about two nats) and greedy continuations vary. No token ends a text (no EOS) unless requested.
 """
 
 from __future__ import annotations
@@ -51,32 +51,34 @@ _OPT: dict[str, Any] = _IDS | {
 CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     # GQA, untied head
     "llama": (LlamaConfig, _ROPE),
-    # every layer slides
+    # all layers use a sliding window
     "mistral": (MistralConfig, _ROPE | {"sliding_window": 48}),
-    # biases on q, k, v; tied head; no sliding (use_sliding_window=True, max_window_layers=2: layers 2 and 3 slide)
+    # biases of q, k, v; tied head; no sliding window (use_sliding_window=True, max_window_layers=2: layers 2 and 3)
     "qwen2": (Qwen2Config, _ROPE | {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 48}),
     # QK-norm; head_dim 24, not hidden / heads = 16
     "qwen3": (Qwen3Config, _ROPE | {"head_dim": 24, "sliding_window": 48}),
-    # learned positions with offset 2; norm before
+    # learned positions with offset 2; pre-norm
     "opt": (OPTConfig, _OPT),
-    # as OPT-350m: norm after, no final norm, embeddings projected from 40 to 64 and back
+    # like OPT-350m: post-norm, no final norm, embeddings projected from 40 to 64 and back
     "opt_postnorm": (
         OPTConfig,
         _OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 40, "num_hidden_layers": 3},
     ),
-    # fused Conv1D; scale_attn_by_inverse_layer_idx=True is its other variant
+    # fused Conv1D; the other variant is scale_attn_by_inverse_layer_idx=True
     "gpt2": (GPT2Config, _IDS | {"n_embd": 64, "n_inner": 96, "n_layer": 4, "n_head": 4, "n_positions": 1024}),
 }
 NAMES = tuple(CONFIGS)
 
 
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random model in eval mode, without gradients, on the CPU; `overrides` go to its configuration. The same
-    arguments give the same weights (drawn in float32, then cast), on every version of transformers."""
+    """Return a random model in eval mode, without gradients, on the CPU. `overrides` change its configuration.
+
+    The same arguments give the same weights with every version of transformers. They are drawn in float32, then cast.
+    """
     config_class, defaults = CONFIGS[name]
     config = config_class(**(defaults | overrides))
-    with no_init_weights():  # `fill` overwrites them all
-        # Made in its dtype, as from_pretrained does: model.to(dtype) would round RoPE's frequencies too.
+    with no_init_weights():  # `fill` overwrites all weights
+        # Created in its dtype, as by from_pretrained: model.to(dtype) would also round RoPE frequencies.
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
     fill(model, seed)
@@ -84,7 +86,7 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
 
 
 def tiny_checkpoint(folder: Path, architecture: str, **config: Any) -> str:
-    """A tiny random model of `architecture` with the reference model's tokenizer, as a folder."""
+    """Save a tiny random model of `architecture` with the reference model's tokenizer."""
     tiny_model(architecture, vocab_size=2048, **config).save_pretrained(folder)
     for file in Path(locate("reference").place).glob("tokenizer*"):
         shutil.copy(file, folder)
@@ -93,8 +95,10 @@ def tiny_checkpoint(folder: Path, architecture: str, **config: Any) -> str:
 
 @torch.no_grad()
 def fill(model: nn.Module, seed: int) -> None:
-    """Overwrites every parameter of `model` with seeded random numbers: matrices so that unit-variance inputs give
-    outputs of variance `gain**2`, gains around 1, biases around 0."""
+    """Overwrite all parameters with seeded random numbers.
+
+    Matrices map inputs of unit variance to outputs of variance `gain**2`. Gains are around 1, biases around 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     done: set[int] = set()
     for path, module in model.named_modules():
@@ -111,13 +115,13 @@ def fill(model: nn.Module, seed: int) -> None:
                 noise *= 0.7
             else:
                 inputs = 0 if isinstance(module, Conv1D) else 1
-                noise -= noise.mean(inputs, keepdim=True)  # or the mean of ReLU and GELU swamps what tokens say
+                noise -= noise.mean(inputs, keepdim=True)  # otherwise the mean of ReLU and GELU dominates the input
                 noise *= _gain(path) / weight.shape[inputs] ** 0.5
             weight.copy_(noise)
 
 
 def _gain(path: str) -> float:
-    """Queries and keys peaked; outputs large against the embedding, or a tied head would only repeat its input."""
+    """Return a gain that peaks queries and keys. Large outputs keep a tied head from repeating its input."""
     leaf = path.rsplit(".", 1)[-1]
     if leaf in ("q_proj", "k_proj", "c_attn"):
         return 1.6
@@ -125,23 +129,22 @@ def _gain(path: str) -> float:
 
 
 def depth(name: str, layers: int) -> dict[str, int]:
-    """The override that gives the tiny model `name` so many layers."""
+    """Return the override that gives the tiny model `name` this many layers."""
     return {"n_layer" if name == "gpt2" else "num_hidden_layers": layers}
 
 
 def tiny_prompt(length: int, *, seed: int = 0) -> list[int]:
-    """`length` token ids, uniform, reproducible."""
+    """Return `length` random token ids in [1, VOCAB)."""
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def assert_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> None:
-    """transformers' own greedy continuation of the prompt is `tokens`: in one pass over both, each of them is the
-    likeliest after all that is before it."""
+    """Check that `tokens` are transformers' greedy continuation, with one forward pass over prompt and tokens."""
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     assert tokens == logits.argmax(-1).tolist()
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    """Changes entries of a saved model's configuration."""
+    """Change entries of a saved model's configuration."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

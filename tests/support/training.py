@@ -1,4 +1,4 @@
-"""A run of the reference training that takes seconds: made-up books, its configuration, and the scripts on the path."""
+"""A reference training run that takes seconds, with generated books and a small configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TINY = TrainConfig(
 
 
 def write_books(folder: Path) -> Path:
-    """Three made-up books and both held-out ones, each with words of its own."""
+    """Write three generated books with a word of their own, and both held-out books."""
     rng = np.random.default_rng(0)
     words = ("the", "a", "of", "and", "river", "house", "walked", "slowly", "spoke", "with", "door", "letter", "never")
     for name, own in (("one.txt", "heron"), ("two.txt", "lantern"), ("three.txt", "quarry")):

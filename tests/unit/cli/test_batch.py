@@ -1,4 +1,4 @@
-"""`offload-rt batch`: every request is answered once, whenever the process ends; what cannot be answered says why."""
+"""Test `offload-rt batch`: every request is answered once, even if the process is killed, or gets an error message."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def written(path: Path, requests: list[dict[str, Any]]) -> Path:
 
 
 def test_a_batch_that_was_killed_goes_on(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of a line; nothing is lost, nothing comes twice, and the answers are those of `generate`."""
+    """The first run ends in the middle of a line. The second completes the file with the answers of `generate`."""
     requests = read_requests(
         written(tmp_path / "in", [{"id": f"q{i}", "prompt": p} for i, p in enumerate(PROMPTS)]), {}
     )
@@ -78,8 +78,7 @@ def test_what_cannot_be_answered_says_why_and_the_others_are_answered(llm: LLM, 
 
 
 def test_any_text_of_json_is_a_request(llm: LLM, tmp_path: Path) -> None:
-    """Also one that has other ends of lines within (U+2028, U+0085), an id with half a character, and options that fit
-    those of the command line alone."""
+    """Texts may contain other line ends (U+2028, U+0085), ids half a character. Options may replace defaults."""
     asked = [{"id": "a", "prompt": "one\u2028two\u0085three"}, {"id": "\ud800", "prompt": PROMPTS[0], "num_beams": 2}]
     (tmp_path / "in").write_text(
         f"{json.dumps(asked[0], ensure_ascii=False)}\r\n{json.dumps(asked[1])}\n", encoding="utf-8", newline=""
@@ -91,7 +90,7 @@ def test_any_text_of_json_is_a_request(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_what_nobody_says_is_as_the_model_has_it(tmp_path: Path) -> None:
-    """Its `generation_config.json`, below the command line and the line."""
+    """`generation_config.json` gives the defaults. Options of the command line and of the request override it."""
     folder = Path(tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2))
     said = {"do_sample": True, "top_k": 1, "max_new_tokens": 3}
     (folder / "generation_config.json").write_text(json.dumps(said), encoding="utf-8")

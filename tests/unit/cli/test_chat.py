@@ -1,4 +1,4 @@
-"""The terminal chat and the commands about stored sessions, as a user meets them."""
+"""Test the terminal chat and the commands for stored sessions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_chat_comes_back_with_all_that_was_said(
 def test_what_is_not_used_for_its_time_to_live_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`sessions list` says beforehand what a time to live would give up; the words stay."""
+    """`sessions list` shows in advance which KV a time to live would delete. The text is kept."""
     text = "Once upon a time there was a king, and his name was Richard. " * 8
     talk(tmp_path, f"{text}\n", monkeypatch, "--store-policy", "lru", "--store-ttl", "2w")
     for path in tmp_path.rglob("*.*"):
@@ -139,8 +139,7 @@ def test_simulate_store_prints_a_line_for_each_run(tmp_path: Path, capsys: pytes
 def test_an_interrupt_that_python_drops_still_ends_the_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """KeyboardInterrupt in a destructor is printed and dropped; the chat stops with the next token all the same, and
-    gives Ctrl-C back to whoever had it."""
+    """Python drops a KeyboardInterrupt in a destructor. The chat must stop at the next token and reset the handler."""
 
     class Deaf:
         def __del__(self) -> None:
@@ -174,7 +173,7 @@ def test_an_interrupt_that_python_drops_still_ends_the_answer(
 
 
 class Terminal:
-    """A command on a pseudo-terminal. It is killed at the end of the block, whatever happens."""
+    """Run a command on a pseudo-terminal and kill it at the end of the block."""
 
     def __init__(self, command: list[str]) -> None:
         self._master, slave = pty.openpty()
@@ -194,7 +193,7 @@ class Terminal:
         os.write(self._master, text)
 
     def read_until(self, pattern: bytes, seconds: float = 120) -> None:
-        """Waits until what is shown (without control sequences) from here on matches."""
+        """Wait until new output, without control sequences, matches `pattern`."""
         end = time.monotonic() + seconds
         while (found := re.search(pattern, re.sub(rb"\x1b\[[?0-9;]*[A-Za-z]", b"", self._seen))) is None:
             assert time.monotonic() < end, self._seen
@@ -205,8 +204,7 @@ class Terminal:
 
 @pytest.mark.slow
 def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path) -> None:
-    """On a pseudo-terminal: a prompt, an answer that is interrupted after its first words, and a session that is saved.
-    What is waited for is always something shown, never a time."""
+    """The test waits for output, never for a time."""
     command = [str(Path(sys.executable).parent / "offload-rt"), "chat", "reference", "--session", "s", "--store"]
     command += [str(tmp_path), "--policy", "full", "--max-new-tokens", "2000", "--temperature", "0"]
     with Terminal(command) as terminal:
@@ -225,7 +223,7 @@ def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path)
 
 
 class Plain:
-    """As much of a tokenizer without a template as a chat needs: one token a character."""
+    """Imitate a tokenizer without a chat template, with one token per character."""
 
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(character) for character in ("^" if add_special_tokens else "") + text]}

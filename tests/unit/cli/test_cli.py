@@ -1,4 +1,4 @@
-"""The command line: what it writes where, its exit codes, and one clear line for every bad input of the issue."""
+"""Test the command line: its output, exit codes, and one-line messages for bad input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHORT = ("--prompt-tokens", "96", "--max-new-tokens", "6", "--temperature", "0")
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Calibrations of this file stay out of the user's cache."""
+    """Keep the calibrations of this file out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_RT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -41,21 +41,23 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
 @pytest.fixture
 def generate(cli: Cli, pages: Path) -> Cli:
-    """`offload-rt generate reference` on pages of the packaged book, exact, a few tokens; later flags win."""
+    """Run `offload-rt generate reference` on pages of the packaged book with `full`. Later flags override these."""
     given = ("generate", "reference", "--prompt-file", str(pages), *SHORT, "--policy", "full")
     return lambda *flags: cli(*given, *flags)
 
 
 def spawn(pages: Path, *flags: str) -> subprocess.Popen[bytes]:
-    """`offload-rt generate reference` as a process of its own, exact, with pipes. It takes Ctrl-C although this process
-    may ignore it, as what a shell runs in the background does."""
+    """Start `offload-rt generate reference` as a process with pipes and policy `full`.
+
+    The process handles Ctrl-C even if this one ignores it, like a background job of a shell.
+    """
     listens = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code = f"{listens}; from offload_rt.cli import main; sys.exit(main())"
     command = (sys.executable, "-P", "-c", code, "generate", "reference", "--prompt-file", str(pages), *SHORT, *flags)
     return subprocess.Popen((*command, "--policy", "full"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-# ------------------------------------------------------------------------------------------------------ what it does
+# ------------------------------------------------------------------------------------------------------------ behaviour
 
 
 def test_text_goes_to_stdout_and_the_table_to_stderr(generate: Cli, pages: Path) -> None:
@@ -162,7 +164,7 @@ def test_info(cli: Cli) -> None:
     assert (run.code, run.err) == (0, "")
     assert "It fits in memory." in run.out
     assert re.search(r"KV of one token +│ 4 KiB ", run.out)  # 2 (K, V) * 8 layers * 2 heads * 64 * 2 bytes
-    assert re.search(r"KV of the context +│ 8 MiB ", run.out)  # 32 chunks of 64 tokens
+    assert re.search(r"KV of the context +│ 8 MiB ", run.out)  # 32 blocks of 64 tokens
     run = cli("info", "reference", "--context", "100000", "--policy", "full", "--host-memory", "100MiB")
     assert "It does not fit in memory." in run.out
     assert "100 MiB" in run.out
@@ -183,7 +185,7 @@ def test_reader_that_leaves_early_is_no_error(pages: Path) -> None:
     process.stderr.close()
     assert process.wait(60) == 0, errors
     assert "continues 96 tokens" in errors
-    assert "Statistics" not in errors  # it stopped
+    assert "Statistics" not in errors  # generation stopped early
     assert "Traceback" not in errors
     assert "BrokenPipe" not in errors
 
@@ -255,7 +257,7 @@ def test_prompt_file_that_cannot_be_read(cli: Cli, tmp_path: Path, monkeypatch: 
     cli("generate", "reference", "--prompt-file", str(tmp_path / "none.txt")).fails_with("none.txt", "No such file")
     cli("generate", "reference", "--prompt-file", str(tmp_path)).fails_with(str(tmp_path), "directory")
 
-    def denied(path: Path) -> bytes:  # root, who runs our CI, may read everything
+    def denied(path: Path) -> bytes:  # CI runs as root, which may read every file
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("offload_rt.utils.texts.read_small", denied)
@@ -330,7 +332,7 @@ def test_models_that_cannot_be_loaded(cli: Cli, tmp_path: Path) -> None:
     bare = Path(tiny_checkpoint(tmp_path / "bare", "llama"))
     (bare / "model.safetensors").unlink()
     tries(bare).fails_with("bare", "no weights", "safetensors")
-    assert cli("info", str(bare), "--context", "100").code == 0  # the configuration is enough
+    assert cli("info", str(bare), "--context", "100").code == 0  # only the configuration is read
     strange = Path(tiny_checkpoint(tmp_path / "strange", "llama"))
     config = json.loads((strange / "config.json").read_text())
     (strange / "config.json").write_text(

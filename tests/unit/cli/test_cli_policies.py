@@ -1,4 +1,4 @@
-"""`offload-rt generate` with every policy, its options, the pool's settings; what a policy does not have is refused."""
+"""Test `offload-rt generate` with every policy, its options and pool settings. Unknown policy options are refused."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_info_counts_a_working_set(capsys: pytest.CaptureFixture[str]) -> None:
     assert "working set" not in capsys.readouterr().out
     assert main((*arguments, "--working-set", "64")) == 0
     assert "device: working set" in (text := capsys.readouterr().out)
-    assert "528 KiB" in text  # 8 layers * 2 heads * 65 rows * (2 * 64 * 4 + 8) bytes
+    assert "528 KiB" in text  # 8 layers * 2 heads * 65 tokens * (2 * 64 * 4 + 8) bytes
     assert main((*arguments, "--working-set", "100000", "--device-memory", "20MiB")) == 2
     assert "are missing" in capsys.readouterr().err
     assert main((*arguments, "--working-set", "-1")) == 2

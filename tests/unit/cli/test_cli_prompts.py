@@ -1,4 +1,4 @@
-"""Where the command line takes a prompt from, what it asks an instruct model, and how many texts it gives."""
+"""Test prompt sources of the command line, chat templates, and several completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUESTION = "Who is Dick Shelton?"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model with a chat template."""
+    """Create a tiny model with a chat template."""
     folder = tmp_path_factory.mktemp("instruct")
     tiny_checkpoint(folder, "llama", num_hidden_layers=2, max_position_embeddings=256)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -66,7 +66,7 @@ def test_an_instruct_model_is_asked_through_its_template(cli: Cli, model: str, l
 
 
 def test_a_question_behind_a_text_that_is_too_long(cli: Cli, model: str) -> None:
-    """What `--truncate` leaves is asked in the template, whole."""
+    """`--truncate head` removes the start of the text and keeps the template whole."""
     long = "It was a dark night. " * 90 + QUESTION
     cli("generate", model, long, "--chat", *FEW).fails_with("--truncate")
     asked = cli("generate", model, long, "--chat", "--truncate", "head", *FEW)
@@ -87,7 +87,7 @@ def test_several_texts(cli: Cli, model: str, llm: LLM) -> None:
 def test_a_chat_is_told_something_first(
     cli: Cli, model: str, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once: it is part of what is stored, and cannot change. A message goes on behind a backslash."""
+    """The stored system message cannot change. A backslash continues a message on the next line."""
 
     def talk(*flags: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO("Who is\\\nDick Shelton?\n"))

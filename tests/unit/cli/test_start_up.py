@@ -1,4 +1,4 @@
-"""What is imported before it is needed: nothing heavy. Modules are counted, for seconds depend on the machine."""
+"""Test that imports load no heavy module before it is needed. Modules are counted, as times depend on the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPORT = f"import sys; print(*[name for name in {HEAVY!r} if name in sys.modules
 
 
 def heavy_after(code: str) -> str:
-    """The heavy modules that a fresh interpreter has imported after `code`, whose output goes to stderr."""
+    """Return the heavy modules that a fresh interpreter has imported after `code`. Output of `code` goes to stderr."""
     whole = f"import sys; out, sys.stdout = sys.stdout, sys.stderr\n{code}\nsys.stdout = out\n{REPORT}"
     done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -80,7 +80,7 @@ def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) ->
 
 
 def environment_after(name: str, given: dict[str, str], before: str) -> str:
-    """What a process whose environment has `given` of it says of variable `name` behind `before` and the import."""
+    """Return environment variable `name` in a process that runs `before` and imports the package."""
     kept = {key: value for key, value in os.environ.items() if key != name}
     code = f"import os, sys; {before}\nimport offload_rt; print(os.environ.get({name!r}), end='')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=kept | given, timeout=120)
@@ -93,7 +93,7 @@ os.sched_getaffinity = lambda _: set(range(8))
 said = {"/proc/self/cgroup": "0::/job", "/sys/fs/cgroup/job/cpu.max": "150000 100000"}
 pathlib.Path.read_text = lambda path: said.get(str(path), "max 100000")
 """
-"""Of eight processors a container has the time of one and a half."""
+"""A container with 1.5 of eight processors."""
 
 
 @pytest.mark.parametrize(
@@ -108,5 +108,5 @@ pathlib.Path.read_text = lambda path: said.get(str(path), "max 100000")
 def test_there_are_as_many_threads_as_a_container_has_processors(
     given: dict[str, str], before: str, threads: str
 ) -> None:
-    """Where the user said nothing, and it is less than torch would count."""
+    """The limit applies only if the user set nothing and torch would use more threads."""
     assert environment_after("OMP_NUM_THREADS", given, before) == threads

@@ -1,4 +1,4 @@
-"""Memory that is used again: by nobody who still has it, and no more of it than was used at once."""
+"""Test that `RecycledMemory` reuses freed memory, never memory in use, and allocates no more than the peak use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DROP = st.tuples(st.just("drop"), st.integers(0, 9), st.booleans())
 @given(st.lists(st.one_of(TAKE, TAKE, DROP), max_size=40))
 @settings(max_examples=50, deadline=None)
 def test_no_two_tensors_have_the_same_memory(steps: list[tuple[str, int, int]]) -> None:
-    """A view keeps its tensor's."""
+    """A view keeps the memory of its tensor in use."""
     memory, held, most, largest = RecycledMemory(least=0), list[tuple[torch.Tensor, int]](), 0, 0
     for number, (kind, a, b) in enumerate(steps):
         if kind == "take":

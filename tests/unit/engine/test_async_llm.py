@@ -1,4 +1,4 @@
-"""Many callers over one engine: each gets what it would get alone, and whoever leaves takes its rows along."""
+"""Test `AsyncLLM` with concurrent requests: each gets the tokens it gets alone, and aborted requests free their KV."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from offload_rt.core import CHUNK
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 LONG = SamplingParams(max_tokens=400, temperature=0)
 CHUNK_BYTES = 2 * 2 * 2 * 16 * CHUNK * 4
-"""Of K and V in two layers of two heads, float32."""
+"""Bytes of a block: K and V, two layers, two KV heads, head size 16, float32."""
 
 
 def make_llm(chunks: int = 40, **options: Any) -> LLM:
@@ -35,7 +35,7 @@ def make_llm(chunks: int = 40, **options: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Callable[[list[int], SamplingParams], list[list[int]]]]:
-    """What a prompt gets where there is nobody else."""
+    """Return the tokens of a request that runs alone."""
     with make_llm() as llm:
         known: dict[str, list[list[int]]] = {}
 
@@ -48,7 +48,7 @@ def alone() -> Iterator[Callable[[list[int], SamplingParams], list[list[int]]]]:
 
 
 def serve(asks: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM | None = None, **options: Any) -> Any:
-    """What `asks` finds out of an engine, which is whole and empty afterwards."""
+    """Run `asks` with an engine and return its result. Check that the engine is idle and its pool empty afterwards."""
 
     async def run() -> Any:
         async with AsyncLLM(llm or make_llm(), **options) as engine:
@@ -64,7 +64,7 @@ def serve(asks: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM | None 
 
 
 async def aenumerate(items: Any) -> AsyncIterator[tuple[int, Any]]:
-    """`enumerate` from 1, closed where its reader leaves."""
+    """Enumerate from 1. Close `items` when the caller stops iterating."""
     count = 0
     async with aclosing(items):
         async for item in items:
@@ -73,7 +73,7 @@ async def aenumerate(items: Any) -> AsyncIterator[tuple[int, Any]]:
 
 
 async def answer(engine: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **more: Any) -> list[list[int]]:
-    """The tokens of all completions; every item goes on from the one before."""
+    """Return the tokens of all completions. Check that each output extends the one before."""
     before: list[list[int]] = []
     async for output in engine.generate(prompt, params, **more):
         found = [one.token_ids for one in output.outputs]
@@ -152,7 +152,7 @@ CALLERS = st.lists(
     min_size=1,
     max_size=9,
 )
-"""Of each: which prompt, which parameters, turns of the loop before it comes, how it ends, after how many outputs."""
+"""For each request: prompt, parameters, event loop turns before it starts, how it ends, and after how many outputs."""
 
 
 @settings(
@@ -246,7 +246,7 @@ def test_a_step_that_fails_fails_those_who_run_and_the_next_is_answered(alone: A
 
 def test_one_too_many_is_told_to_come_again() -> None:
     async def asks(engine: AsyncLLM) -> None:
-        with engine.llm.runner.pool.lock:  # nothing begins meanwhile
+        with engine.llm.runner.pool.lock:  # keeps the engine from starting requests
             tasks = [asyncio.create_task(answer(engine, tiny_prompt(70, seed=i), LONG)) for i in range(3)]
             await asyncio.sleep(0)
             with pytest.raises(QueueFullError, match=r"the queue is full \(3 requests, max_waiting=3\)"):
@@ -283,7 +283,7 @@ def test_callers_may_be_on_several_event_loops(alone: Any) -> None:
 
 
 def go_away(engine: AsyncLLM) -> None:
-    """Closes an event loop that has not taken all."""
+    """Close an event loop before the stream on it has ended."""
     loop = asyncio.new_event_loop()
     outputs = engine.generate(tiny_prompt(20), LONG)
     loop.run_until_complete(anext(outputs))

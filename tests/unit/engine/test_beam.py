@@ -1,4 +1,4 @@
-"""Beam search is transformers', step by step; n completions fork from one prefill; bad combinations are refused."""
+"""Test beam search against transformers, `n` completions from one prefill, and refused combinations of parameters."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def make(name: str = "llama", *, eos: list[int] | None = None, **options: Any) -
 
 
 RULES = [(early, penalty) for early in (True, False, "never") for penalty in (-1.0, 0.0, 1.0, 2.5)]
-"""early_stopping and length_penalty."""
+"""(early_stopping, length_penalty)"""
 
 
 WIDTHS = [(0, 2), (1, 4), (2, 5)]
-"""Seeds of the prompt, and widths."""
+"""(seed of the prompt, number of beams)"""
 
 CASES = [*(("llama", *rule) for rule in RULES), ("gpt2", True, -1.0), ("gpt2", False, 1.0), ("gpt2", "never", 2.5)]
 
@@ -45,7 +45,7 @@ CASES = [*(("llama", *rule) for rule in RULES), ("gpt2", True, -1.0), ("gpt2", F
 def test_beams_are_those_of_transformers(
     name: str, early_stopping: Any, length_penalty: float, widths: list[tuple[int, int]]
 ) -> None:
-    """Several end-of-text tokens, so that beams end at every length, and some searches stop early."""
+    """Several end-of-text tokens make beams end at different lengths and stop some searches early."""
     model, llm = make(name, eos=EOS)
     rule = {"early_stopping": early_stopping, "length_penalty": length_penalty}
     for seed, width in widths:
@@ -80,7 +80,7 @@ def test_beams_with_a_repetition_penalty() -> None:
 
 
 def test_beams_share_the_prompt_and_copy_no_full_chunk() -> None:
-    """Four beams on a prompt of ten chunks hold those once, and a last chunk or two each."""
+    """Four beams store the ten full blocks of the prompt once, plus one last block each."""
     _, llm = make(eos=[])
     pool = llm.runner.pool
     engine = Engine(llm.runner, max_num_seqs=8)
@@ -94,7 +94,7 @@ def test_beams_share_the_prompt_and_copy_no_full_chunk() -> None:
 
 
 def test_a_policy_state_forks_with_its_beam() -> None:
-    """A selecting policy with a budget of everything gives what full gives, whatever its states went through."""
+    """A budget of all tokens must give the output of `full`, however often beams fork and drop policy states."""
     _, full = make(eos=EOS)
     options = {"alpha": float("inf"), "max_fraction": 1.0, "dense_layers": (), "recent": 8, "sinks": 2}
     _, sparse = make(eos=EOS, policy="infinigen", policy_options=options)
@@ -106,8 +106,7 @@ def test_a_policy_state_forks_with_its_beam() -> None:
 
 
 def test_n_completions_come_in_order_and_each_from_its_own_seed() -> None:
-    """Two prompts, four completions each: the first equals n=1, all differ, the same seed gives the same again, and
-    only one prefill was paid for."""
+    """The first of four completions equals n=1. All differ, the seed reproduces them, and prefill runs once."""
     _, llm = make()
     prompts = [tiny_prompt(130, seed=1), tiny_prompt(70, seed=2)]
     params = SamplingParams(max_tokens=12, seed=5, n=4)
@@ -150,7 +149,6 @@ def test_a_stream_is_of_one_completion() -> None:
 
 
 def test_stop_strings_end_beams() -> None:
-    """With a tokenizer: text ends before the stop string, here one that every beam meets soon."""
     llm = LLM("reference", policy="full", host_memory="64MiB")
     [plain] = completed(llm.generate("The traveller", beams(3, max_tokens=24)))
     assert "e" in plain.text

@@ -1,4 +1,4 @@
-"""KV computed under one cache salt is never found under another: prompts, forks, beams, swap, sessions on disk."""
+"""Test that KV computed under one cache salt is never reused under another: prompts, forks, beams, swap, sessions."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_preempted_sequences_share_no_file_across_salts(tmp_path: Path, monkeypa
 
 def test_sessions_share_no_chunk_on_disk_across_salts(tmp_path: Path) -> None:
     def run(*turns: tuple[str, str]) -> list[int]:
-        """Tokens of each turn (session, salt) that were there; "" is a prompt without a session."""
+        """Return the cached tokens of each turn (session, salt). An empty session name means no session."""
 
         async def answered() -> list[int]:
             llm = LLM(tiny_model("llama"), policy="full", host_memory="16MiB")
@@ -94,7 +94,7 @@ def test_sessions_share_no_chunk_on_disk_across_salts(tmp_path: Path) -> None:
         return asyncio.run(answered())
 
     assert run(("one", "a"), ("two", "b"), ("three", "a")) == [0, 0, 3 * CHUNK]
-    # Another process: the session comes back whatever salt the request has, as its own.
+    # In another process, a session reuses its own KV whatever the request's salt.
     turns = (("one", "other"), ("four", "b"), ("", "c"), ("five", ""), ("", "a"))
     assert run(*turns) == [3 * CHUNK, 3 * CHUNK, 0, 0, 3 * CHUNK]
 

@@ -1,5 +1,8 @@
-"""Chats under the templates of the families: every turn is what the template puts behind the answer, the answer is what
-the model wrote, and nothing that was computed is computed again, wherever an answer ended."""
+"""Test chats with the templates of model families.
+
+Each turn adds the text that the template puts after an answer, answers stay as the model wrote them, and no KV is
+computed twice, wherever an answer ended.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,14 @@ TEMPLATES = Path(__file__).parents[2] / "data" / "chat_templates"
 
 @dataclass(frozen=True)
 class Family:
-    """special: its tokens; ends: those that may end an answer; written: an answer as the model writes it; behind: what
-    follows an answer, up to the next one, where the user says U."""
+    """Define the chat format of a model family.
+
+    Attributes:
+        special: Special tokens of the tokenizer.
+        ends: Tokens that may end an answer.
+        written: An answer as the model writes it.
+        behind: Text between an answer and the next one if the user message is "U".
+    """
 
     special: tuple[str, ...]
     ends: tuple[str, ...]
@@ -77,7 +86,7 @@ FAMILIES = {
 
 @cache
 def tokenizer_of(name: str) -> Any:
-    """One token for every byte, and those of the family."""
+    """Return a tokenizer with one token per byte and the special tokens of the family."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     plain = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -97,7 +106,7 @@ def ends(name: str) -> frozenset[int]:
 
 
 def conversation(name: str, answers: list[list[int]]) -> History:
-    """A session whose model wrote `answers`, by what `turn_tokens` adds alone."""
+    """Return a session whose model wrote `answers`, built with `turn_tokens` alone."""
     history = History("s", "m")
     for answer in answers:
         turn = turn_tokens(tokenizer_of(name), history, "U", ends(name))
@@ -110,8 +119,7 @@ def conversation(name: str, answers: list[list[int]]) -> History:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_answer_that_ends_anywhere_stays_as_it_was_written(name: str) -> None:
-    """Cut at every token, as by Ctrl-C or a limit, or ended by any of the tokens that end an answer: what was computed
-    stays, what the template puts behind an answer follows once, and the next answers' turns look the same."""
+    """An answer may be cut at any token (Ctrl-C, length limit) or end with any of the end tokens. Its KV must stay."""
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
     written = ids(name, family.written)
     answers = [written[:size] for size in range(1, len(written) + 1)]
@@ -169,7 +177,7 @@ def test_a_template_that_refuses_says_why() -> None:
             turn_tokens(tokenizer, History("s", "m", tokens=tokens), "b")
 
 
-# ------------------------------------------------------------------------------------------------- in a whole session
+# ------------------------------------------------------------------------------------------------------- whole sessions
 
 
 def make_llm(name: str, tokenizer: Any = None) -> LLM:
@@ -179,8 +187,7 @@ def make_llm(name: str, tokenizer: Any = None) -> LLM:
 
 @pytest.mark.parametrize("how", ["length", "closed"])
 def test_a_session_goes_on_from_every_length_of_an_answer(how: str, tmp_path: Path) -> None:
-    """With the template that trims: turns follow an answer of 1, 2, ... tokens, and every answer is that to the tokens
-    which the session says it has."""
+    """The template strips answers. Each answer must equal that of `generate` for `session.tokens`."""
     llm = make_llm("llama3")
     session = llm.session("s", tmp_path)
     for size in range(1, 6):
@@ -200,7 +207,7 @@ def test_a_session_goes_on_from_every_length_of_an_answer(how: str, tmp_path: Pa
 
 
 def test_a_token_that_ended_an_answer_gives_way_to_the_templates_own(tmp_path: Path) -> None:
-    """It has no row yet, so that nothing is computed again; a turn that is given up brings it back."""
+    """The end token has no KV yet, so nothing is recomputed. Closing the turn early restores the token."""
     llm, params = make_llm("llama3"), SamplingParams(max_tokens=5, temperature=0)
     session = llm.session("s", tmp_path)
     end = [event.token_id for event in llm.session("other", tmp_path).send("U", params)][3]
@@ -218,7 +225,7 @@ def test_a_token_that_ended_an_answer_gives_way_to_the_templates_own(tmp_path: P
 
 
 def test_a_session_computes_again_what_a_template_rewrites(tmp_path: Path) -> None:
-    """Also when the turn is given up before its first token: nothing of the session is lost by that."""
+    """A turn that is closed before its first token must lose no tokens of the session."""
     llm = make_llm("qwen25", hiding("qwen25", SHOUTING))
     params = SamplingParams(max_tokens=5, temperature=0)
     session = llm.session("s", tmp_path)
@@ -269,7 +276,7 @@ WEATHER = {
 
 
 def test_chat_sends_what_the_template_says_once() -> None:
-    """Of one conversation or several; special tokens are those of the template alone."""
+    """Only the template may add special tokens. Test one conversation and several."""
     llm, params, tokenizer = make_llm("llama3"), SamplingParams(max_tokens=4, temperature=0), tokenizer_of("llama3")
     talks = [
         [{"role": "user", "content": "U"}],

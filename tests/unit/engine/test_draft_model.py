@@ -1,5 +1,4 @@
-"""A small model that drafts (`exact={"model": ...}`): the text is that of full attention, whatever it drafts, and its
-own rows follow the text."""
+"""Test speculative decoding with a draft model (`exact={"model": ...}`): the text equals that of full attention."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ PROMPTS = [tiny_prompt(150), tiny_prompt(70, seed=1), tiny_prompt(90, seed=2)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny models without tokenizers, by architecture; "other" and "small" are llamas of other weights."""
+    """Save tiny models without tokenizers. "other" and "small" are llamas with other weights and another vocabulary."""
     place = tmp_path_factory.mktemp("drafts")
     for name in ("llama", "mistral"):
         tiny_model(name).save_pretrained(place / name)
@@ -34,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runtime(model: str, draft: str | None, folder: Path, **fields: Any) -> LLM:
-    """A runtime that drafts with the model `draft`, 4 tokens each time; `fields` of `DraftOptions`."""
+    """Create a runtime with the draft model `draft` and 4 draft tokens. `fields` override `DraftOptions`."""
     exact = None if draft is None else {"model": str(folder / draft), "adaptive": False, "tokens": 4} | fields
     return LLM(tiny_model(model), policy="full", host_memory="16MiB", exact=exact)
 
@@ -57,8 +56,7 @@ def texts(llm: LLM, params: Any) -> list[list[int]]:
     ],
 )
 def test_the_text_is_that_of_full_attention(model: str, draft: str, fields: dict[str, Any], folder: Path) -> None:
-    """Greedy and sampled with the same seeds, three sequences at once that end at different times; windows of 48 tokens
-    slide in both models, with drafts that are wrong. Whole texts: tiny float32 models come to no near tie."""
+    """Three sequences end at different times. Whole texts can be compared: tiny float32 models have no near ties."""
     llm, plain = runtime(model, draft, folder, **fields), runtime(model, None, folder)
     sampled = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True) for n in (16, 9, 1)]
     for params in (GREEDY, sampled):
@@ -66,7 +64,7 @@ def test_the_text_is_that_of_full_attention(model: str, draft: str, fields: dict
 
 
 def test_the_same_model_is_always_right_and_another_one_hardly_ever(folder: Path) -> None:
-    """And each pass of the right one gives five tokens. The bytes of a draft model's rows are counted."""
+    """A correct draft of four tokens gives five tokens per pass. The KV bytes of the draft model are counted."""
     same, other, plain = (
         completed(runtime("llama", draft, folder).generate(PROMPTS[0], GREEDY))[0].stats
         for draft in ("llama", "other", None)
@@ -79,8 +77,7 @@ def test_the_same_model_is_always_right_and_another_one_hardly_ever(folder: Path
 
 
 def test_it_is_asked_where_nothing_is_found(folder: Path) -> None:
-    """Of three tokens whatever comes has come before: what is found is wrong at times, the same model never is, and it
-    is asked at first, and again behind tokens that were found."""
+    """With three allowed tokens, n-grams recur. Lookup drafts are sometimes wrong, those of the same model never."""
     few = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, allowed_token_ids=[3, 50, 101])
     both, alone, plain = (
         completed(llm.generate(PROMPTS[0], few))[0]
@@ -96,7 +93,6 @@ def test_it_is_asked_where_nothing_is_found(folder: Path) -> None:
 
 
 def test_sessions_and_forks_go_on_exactly(folder: Path, tmp_path: Path) -> None:
-    """Turns, reopened from disk, then a fork: the tokens of full attention."""
     said = []
     for draft in ("other", None):
         answers, llm = [], runtime("llama", draft, folder)
@@ -114,7 +110,7 @@ def test_sessions_and_forks_go_on_exactly(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_pool_of_the_draft_model_drafts_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for two of three: the other goes on without drafts, and nobody waits or fails."""
+    """The pool has room for two of three sequences. The third is decoded without drafts."""
     llm = runtime("llama", "llama", folder)
     assert llm.runner.draft is not None
     pool = llm.runner.draft.pool
@@ -134,7 +130,7 @@ def test_a_full_pool_of_the_draft_model_drafts_nothing(folder: Path, monkeypatch
 @given(st.data())
 @settings(max_examples=6, deadline=None)
 def test_its_rows_follow_the_text(data: st.DataObject) -> None:
-    """Whatever was drafted, cut off and written before: logits are transformers' for the tokens as they are."""
+    """Logits must equal transformers' for the current tokens, whatever was drafted and truncated before."""
     llm = _MADE.setdefault("llm", LLM(_OTHER, policy="full", host_memory="16MiB", enable_prefix_caching=False))
     target = _MADE.setdefault("target", LLM(tiny_model("llama"), policy="full", host_memory="16MiB"))
     drafter, tokens = DraftModel(llm.runner, 199), st.integers(0, 198)
@@ -158,13 +154,13 @@ def test_its_rows_follow_the_text(data: st.DataObject) -> None:
 
 
 _OTHER = tiny_model("mistral", num_hidden_layers=2)
-"""Its windows slide: rows that a draft pushed out must still be there when it is cut off."""
+"""Sliding windows: KV that a draft pushed out of the window must still exist after the draft is truncated."""
 
 _MADE: dict[str, LLM] = {}
 
 
 def test_one_that_is_behind_keeps_its_windows() -> None:
-    """Drafts were looked up for a while: rows that have left the text's windows are needed to read it up to date."""
+    """After several lookup drafts, the draft model needs KV that has left the current window to catch up."""
     llm, target = (LLM(_OTHER, policy="full", host_memory="16MiB", enable_prefix_caching=False) for _ in range(2))
     drafter, sequence = DraftModel(llm.runner, 199), target.runner.new_sequence(tiny_prompt(100), 400)
     for more in ([], tiny_prompt(CATCH_UP - 1)):
@@ -177,7 +173,7 @@ def test_one_that_is_behind_keeps_its_windows() -> None:
 
 
 def test_vocabularies_may_be_padded_but_tokens_must_be_the_same(tmp_path: Path) -> None:
-    """Models of one family have more logits than tokens, each as many as suits it."""
+    """Models of one family may pad their logits to different sizes."""
     wide, narrow, other = (tiny_checkpoint(tmp_path / name, "llama") for name in ("wide", "narrow", "other"))
     tiny_model("llama", vocab_size=2112).save_pretrained(wide)
     text, asked = "It was a dark and stormy night", SamplingParams(max_tokens=8, temperature=0.7, seed=3)

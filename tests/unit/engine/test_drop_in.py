@@ -1,5 +1,8 @@
-"""transformers' own `generate` on the host pool: the tokens of transformers under `full`, those of `LLM` under any
-policy, whatever the mode, and a model that is afterwards what it was."""
+"""Test transformers' `generate` on the host pool.
+
+In every mode, tokens equal transformers' with `full` and those of `LLM` with any policy. The model is unchanged
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ MODES: dict[str, dict[str, Any]] = {
     "assisted": {"do_sample": False, "num_assistant_tokens": 3},
 }
 ALONE = ("by lookup", "by lookup, sampled", "assisted")
-"""Modes that transformers has for single rows."""
+"""Modes that transformers supports only for a batch size of one."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,7 @@ def ours(model: PreTrainedModel) -> Iterator[LLM]:
 
 
 def batch(rows: int = 2) -> dict[str, torch.Tensor]:
-    """Prompts of 90 and 60 tokens, the second padded on the left."""
+    """Return prompts of 90 and 60 tokens, the second padded on the left."""
     ids = torch.tensor([tiny_prompt(90), [0] * 30 + tiny_prompt(60, seed=3)])[:rows]
     mask = torch.ones_like(ids)
     mask[1:, :30] = 0
@@ -130,7 +133,7 @@ def test_a_pipeline_says_what_it_would(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_conversation_keeps_its_cache(model: PreTrainedModel, ours: LLM) -> None:
-    """The second turn computes what is new, and says what a single prompt with all of it would."""
+    """The second turn computes only new tokens. Its output equals that of one prompt with the whole conversation."""
     given, cache = batch(1), OffloadedCache(ours)
     first = generated(model, given, do_sample=False, past_key_values=cache)
     longer = torch.cat([first, torch.tensor([tiny_prompt(25, seed=5)])], dim=1)

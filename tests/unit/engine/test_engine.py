@@ -1,4 +1,4 @@
-"""Requests join and leave between steps, wait for room, are cancelled or refused, and nothing leaks."""
+"""Test that requests join and leave between steps, wait for memory, and are cancelled or refused without leaks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_llm(chunks: int = 64, **options: object) -> LLM:
 
 
 def test_requests_join_and_leave_mid_decode() -> None:
-    """Twelve requests of random lengths, one added every other step: each gets what it gets alone."""
+    """Twelve requests of random lengths join, one every other step. Each gets the tokens that it gets alone."""
     llm, rng = make_llm(), random.Random(0)
     asked = [(tiny_prompt(rng.randint(1, 90), seed=i), greedy(rng.randint(1, 25))) for i in range(12)]
     alone = [completed(llm.generate([prompt], params))[0].token_ids for prompt, params in asked]
@@ -54,8 +54,8 @@ def test_requests_join_and_leave_mid_decode() -> None:
 
 
 def test_a_prefill_does_not_starve_running_decodes() -> None:
-    """While a second prompt is prefilled, the first request gets a token every step, one layer at a time."""
-    llm = make_llm(max_num_batched_tokens=50)  # of 200, in four layers: one layer a step
+    """The first request gets a token every step while the second prompt is prefilled layer by layer."""
+    llm = make_llm(max_num_batched_tokens=50)  # the prompt has 200 tokens and the model four layers: one layer per step
     engine = Engine(llm.runner, max_num_seqs=2)
     engine.add(tiny_prompt(5), greedy(30))
     engine.step()
@@ -117,7 +117,7 @@ def test_closing_a_stream_keeps_its_statistics() -> None:
 
 
 def test_statistics_count_what_full_moves() -> None:
-    """Every candidate row once a step and layer: with N tokens in context, N - 1 of them (the newest is resident)."""
+    """With N tokens in context, each layer transfers N - 1 KV entries per step: the newest is on the device."""
     llm = make_llm()
     [completion] = completed(llm.generate([tiny_prompt(50)], greedy(11)))
     stats = completion.stats
@@ -131,7 +131,7 @@ def test_statistics_count_what_full_moves() -> None:
 
 
 def test_generation_runs_for_as_long_as_the_pool_holds() -> None:
-    """No buffer of a fixed size anywhere: 700 tokens across many chunks, equal to transformers."""
+    """Compare 700 tokens across many blocks with transformers: no buffer may have a fixed size."""
     model = tiny_model("llama")
     llm = LLM(model, policy="full", host_memory="4MiB")
     ids = torch.tensor([tiny_prompt(3)])
@@ -166,8 +166,10 @@ def test_bad_prompts_are_refused_before_anything_is_taken() -> None:
 def test_memory_is_made_ready_at_admission_and_never_in_a_decode_step(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slabs of two chunks: pinning one takes a good part of a second of a large model. Samples that fork, beams, and
-    requests that join take all they may need when they are admitted; some end early, others fill their last chunk."""
+    """Memory must be allocated at admission, as pinning a slab stalls a decode step. Slabs have two blocks here.
+
+    Forked samples, beams and requests that join later are admitted. Some end early, others fill their last block.
+    """
     fit, activate, admit = ArenaLayout.fit, Arena.activate, Scheduler.admit
     monkeypatch.setattr(
         ArenaLayout, "fit", lambda geometry, dtype, limit, _: fit(geometry, dtype, limit, slab_tokens=2 * CHUNK)

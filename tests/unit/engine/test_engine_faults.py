@@ -1,4 +1,4 @@
-"""An unexpected exception ends the request that it belongs to; the others get the tokens that they get alone."""
+"""Test that an unexpected exception ends only the request that caused it. Other requests get their usual tokens."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tokens(llm: LLM, i: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, alone: list[list[list[int]]]) -> None:
-    """At a random call, three times: the exception has one cause, so no second request may fail."""
+    """A random call raises, with each kind of error. One exception must fail at most one request."""
     rng, called = random.Random(place), 0
     for make_error in ERRORS:
         failed: dict[Request, Exception] = {}
@@ -77,7 +77,7 @@ def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, alone: list
 def test_only_the_request_that_fails_again_and_again_ends(
     method: str, llm: LLM, alone: list[list[list[int]]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whenever its sequence has reached a length; in a batched decode step the engine finds out which it is."""
+    """One request raises from a given length on. In a batched decode step, the engine must find out which one."""
     if method == "on_keys" and llm.config.policy == "full":
         pytest.skip("policy 'full' keeps no state")
     failed: dict[Request, Exception] = {}
@@ -143,7 +143,7 @@ def test_generate_raises_the_error_of_its_request(llm: LLM, alone: list[list[lis
 
 @pytest.mark.parametrize("place", PLACES)
 def test_other_clients_and_sessions_go_on(place: str, tmp_path: Path) -> None:
-    """Turns of sessions among them: a session whose turn has failed is as before, and answers again."""
+    """A session whose turn failed must be unchanged and answer again."""
     asked = [(tiny_prompt(80 + 9 * i, seed=i), f"s{i}" if i < 2 else None) for i in range(4)]
     params = SamplingParams(max_tokens=7, temperature=0)
 
@@ -171,7 +171,7 @@ def test_other_clients_and_sessions_go_on(place: str, tmp_path: Path) -> None:
 
 
 def test_an_error_of_an_idle_session_fails_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Idle sessions beyond their time to live leave host memory between the steps of other requests."""
+    """Sessions past their time to live leave host memory between steps. An error there must fail no request."""
 
     async def run() -> list[int]:
         llm = LLM(MODEL, policy="full", host_memory="8MiB", verify="off")

@@ -1,5 +1,7 @@
-"""Every public argument is checked where it enters: what is wrong, what it was, what is wanted; and what people have at
-hand (tensors, arrays, a tokenizer's output, numpy's numbers) is taken."""
+"""Test the checks of public arguments.
+
+Errors name the value and what is expected. Tensors, arrays, numpy numbers and a tokenizer's output are accepted.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,7 @@ _PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | s
 
 @given(st.recursive(_PLAIN, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3)))
 def test_anything_is_a_prompt_or_an_input_error(value: Any) -> None:
-    """Texts and lists of whole numbers, nothing else: never another exception."""
+    """Texts and lists of integers are prompts. Any other value is an `InputError`, never another exception."""
     try:
         found = each_prompt(value)
     except InputError:
@@ -148,7 +150,7 @@ def test_anything_is_a_prompt_or_an_input_error(value: Any) -> None:
     | st.lists(st.integers() | st.text(max_size=2), max_size=2),
 )  # fmt: skip
 def test_any_value_of_a_sampling_param_is_taken_or_refused(name: str, value: Any) -> None:
-    """Any other exception than ours fails this; what is taken is of the types that the field has from then on."""
+    """Any exception other than `ConfigError` fails. Accepted values are converted to the type of the field."""
     wanted = {"stop": tuple, "seed": int | None, "top_k": int, "n": int, "num_beams": int, "max_tokens": int}
     try:
         params = SamplingParams(**{name: value})
@@ -173,7 +175,7 @@ def test_the_runtime_says_what_it_cannot_read() -> None:
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 9), st.sampled_from(["head", "tail", "middle"]))
 def test_what_is_too_long_is_shortened_as_was_said(ids: list[int], room: int, truncate: str) -> None:
-    """What stays is the end, the beginning, or some of both; a text that fits stays whole, whatever was said."""
+    """`head`, `tail` and `middle` name the part that is removed. A text that fits is not changed."""
     kept = shortened(ids, room, truncate, "it")
     if len(ids) <= room:
         assert kept == ids == shortened(ids, room, None, "it")
@@ -221,7 +223,7 @@ def test_what_is_too_long_is_shortened_as_was_said(ids: list[int], room: int, tr
 def test_arguments_of_calls_of_a_wrong_type(
     call: Any, said: str, some: tuple[LLM, Session], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # the store "s" is made there
+    monkeypatch.chdir(tmp_path)  # the test creates the store "s" in the current folder
     with pytest.raises((InputError, ConfigError), match=said):
         call(*some)
 
@@ -238,14 +240,14 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Sessio
 
 
 def test_half_of_a_character_is_no_text() -> None:
-    """As programs that cut texts leave it: the tokenizer raised a TypeError of its own."""
+    """Programs that cut texts leave lone surrogates. The tokenizer raised its own TypeError for them."""
     with pytest.raises(InputError, match=r"half of a character at 2 \('.ud83d'\)"):
         encode_rendered(AutoTokenizer.from_pretrained(locate("reference").place), "hi\ud83d")
 
 
 @pytest.mark.parametrize("token", [-1, 97, 2**40, 2**70])
 def test_token_ids_outside_the_vocabulary_are_refused(token: int) -> None:
-    """Also by a tokenizer's `decode`, which overflows on some of them."""
+    """A tokenizer's `decode` overflows on some of these."""
     llm = LLM("reference", host_memory="16MiB", policy="full")
     beyond = token if token != 97 else llm.geometry.vocab
     for call in (llm.generate, llm.stream, llm.encode):

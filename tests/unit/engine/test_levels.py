@@ -1,4 +1,4 @@
-"""Generation at each instruction set level of this processor equals transformers' greedy tokens."""
+"""Test that greedy tokens equal transformers' at each instruction set level of this processor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def reference(folder: str) -> PreTrainedModel:
 
 
 def generated(folder: str | Path, level: str, dtype: str, threads: int) -> list[int]:
-    """Return greedy tokens after PROMPT. Everything that C code can compute is computed by it."""
+    """Return greedy tokens after PROMPT. C code computes everything that it supports."""
     own = getattr(torch, dtype)
     for takes in (causal_cpu.takes, decode_attention.takes, row_products.takes):
         if takes(torch.empty(1, 32, dtype=own)) is None:
@@ -50,7 +50,7 @@ def test_float32_gives_greedy_tokens(threads: int, level: str, checkpoint: str) 
 
 
 def test_bfloat16_gives_likely_tokens(level: str, checkpoint: str) -> None:
-    """Rounding decides among tokens whose logits are nearly equal: of 24 tokens, all are within 2 % of the range."""
+    """Rounding decides between nearly equal logits, so each chosen logit may be 2 % of the range below the largest."""
     tokens = generated(checkpoint, level, "bfloat16", 2)
     model = reference(checkpoint)
     logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]

@@ -1,4 +1,4 @@
-"""What `LLM.generate` returns: one output a prompt, with its completions."""
+"""Test the outputs of `LLM.generate`: one output per prompt, with its completions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Preempted requests come back from disk with the rows and the state they had, or are computed again where that is
-cheaper or the disk fails: the tokens are the same."""
+"""Test that preempted requests give the same tokens, restored from disk with their KV and state or recomputed.
+
+A request is recomputed if that is cheaper or if the disk fails.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ PARAMS = [greedy(50), SamplingParams(max_tokens=40, seed=3), greedy(35)]
 
 
 def tight(folder: Path, *, worth: bool = True, limit: int | None = None, **options: Any) -> tuple[LLM, Swap]:
-    """A pool in which all prompts fit, their common chunk stored once, but not all answers; the disk counts as
-    infinitely fast, or slow."""
+    """Create a pool that holds all prompts with their shared block, but not all answers.
+
+    `worth` makes the disk count as infinitely fast, otherwise as very slow.
+    """
     llm = make(**({"chunks": 6} | options))
     swap = Swap(llm.runner, folder, StoreOptions(limit=limit))
     swap._write_rate = swap._read_rate = 0.0 if worth else 1e9
@@ -136,7 +140,7 @@ def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
         runner.decode(sequences[-1:])
     swapped = []
     for sequence in sequences:
-        swap._write_rate = 0.0  # the first one's writing is measured, and a busy disk would decide about the second
+        swap._write_rate = 0.0  # The first write is measured; a busy disk must not change the second decision.
         swapped.append(swap.swap_out(sequence, 1))
     assert None not in swapped and len(swap._disk._chunks) == 1 + 2
     for one, files in zip(swapped, (2, 0), strict=True):
@@ -148,7 +152,7 @@ def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
 
 
 def test_a_swap_file_has_no_name_at_any_moment(tmp_path: Path) -> None:
-    """So that nothing of it outlives the process. Files that earlier versions left are removed, the user's own stay."""
+    """An unnamed file cannot outlive the process. Files of earlier versions are removed, files of the user are kept."""
     left = tmp_path / FOLDER / ("0" * 32) / "ab" / f"{'ab' * 16}.kv"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"of a process that was killed")
@@ -176,7 +180,7 @@ def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pyte
 
 
 def test_policies_over_one_model_swap_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each to a folder of its own, as long as it lives."""
+    """Each policy uses its own folder until it is closed."""
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
     first = make(chunks=6, swap=tmp_path)
     for _ in range(2):
@@ -203,7 +207,7 @@ def test_the_youngest_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_decoded_rows_are_named_after_their_sequence(tmp_path: Path) -> None:
-    """What a policy decoded depends on more than its tokens: no other sequence may find it by them."""
+    """KV of decoded tokens depends on the policy's selection, so no other sequence may find it by its tokens."""
     llm, swap = tight(tmp_path, chunks=12, policy="infinigen", policy_options={"recent": 8, "sinks": 2})
     sequence = llm.runner.new_sequence(PROMPTS[0], len(PROMPTS[0]) + CHUNK)
     llm.runner.prefill(sequence, len(PROMPTS[0]))
@@ -218,7 +222,7 @@ def test_decoded_rows_are_named_after_their_sequence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("position", [CHUNK + 10, CHUNK + 11, CHUNK + 12])
 def test_blocks_that_have_left_the_window_stay_on_disk(tmp_path: Path, position: int) -> None:
-    """The block table keeps a block of sliding layers until the next step; a table that is restored has none for it."""
+    """The block table keeps a block of sliding layers until the next step. A restored table has no such block."""
     model = architecture("gemma3", dtype=torch.float64)
     with LLM(
         model, policy="full", dtype="float64", host_memory="4MiB", verify="off", enable_prefix_caching=False

@@ -1,4 +1,4 @@
-"""Sampling through transformers' processors, seeds, stop strings, and text that never shows half a character."""
+"""Test sampling with transformers' processors, seeds, stop strings, and text without incomplete characters."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def tokenizer() -> PreTrainedTokenizerBase:
     ids=str,
 )
 def test_sampled_tokens_follow_the_filtered_distribution(options: dict[str, float]) -> None:
-    """Every token drawn in 2,000 is one that transformers' `generate` leaves possible, and frequencies agree within
-    five standard errors."""
+    """Tokens outside transformers' filtered distribution are never drawn.
+
+    Frequencies in 2,000 draws agree with it within five standard errors.
+    """
     model = tiny_model("llama")
     prompt = tiny_prompt(5)
     out = model.generate(
@@ -104,8 +106,10 @@ def test_streamed_pieces_add_up_to_the_decoded_text(tokenizer: PreTrainedTokeniz
 
 @pytest.fixture(scope="session")
 def llama_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of Llama 2's kind: spaces are part of tokens, bytes as a fallback, and the space at the start of a
-    decoded text is stripped."""
+    """Create a tokenizer like Llama 2's.
+
+    Spaces are part of tokens, bytes are the fallback, and the leading space of a decoded text is stripped.
+    """
     tokenizer = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -114,14 +118,15 @@ def llama_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(words, BpeTrainer(vocab_size=100, special_tokens=["<unk>", "<s>", "</s>"]))
     saved = json.loads(tokenizer.to_str())
     vocab = saved["model"]["vocab"]
-    vocab.update({f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)})  # not special: they have a text
+    # Not special tokens, because they have a text.
+    vocab.update({f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)})
     tokenizer = Tokenizer.from_str(json.dumps(saved))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture(scope="session")
 def metaspace_tokenizer(llama_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """The same tokens with the decoder of tokenizers that are not legacy: it strips the space of the first token."""
+    """Create the same tokenizer with the non-legacy decoder, which strips the space of the first token."""
     tokenizer = Tokenizer.from_str(llama_tokenizer.backend_tokenizer.to_str())
     steps = [decoders.Metaspace(prepend_scheme="first"), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(steps)
@@ -136,7 +141,7 @@ def test_prompt_and_streamed_text_are_the_decoded_whole(
     tokenizer: PreTrainedTokenizerBase,
     data: st.DataObject,
 ) -> None:
-    """Wherever the prompt ends: before a space, behind special tokens, or within a character."""
+    """The prompt may end before a space, after special tokens, or inside a character."""
     used = data.draw(st.sampled_from([llama_tokenizer, metaspace_tokenizer, tokenizer]))
     words = st.sampled_from(["the", "arrow", " ", "é", "\N{SNOWMAN}\N{GRINNING FACE}", "<s>", "</s>", "\n"])
     text = data.draw(st.sampled_from(["", " "])).join(data.draw(st.lists(words, min_size=1, max_size=12)))
@@ -145,12 +150,12 @@ def test_prompt_and_streamed_text_are_the_decoded_whole(
     stream = TextStream(used, (), prompt=ids[:cut])
     shown = "".join([stream.push(token) for token in ids[cut:]] + [stream.flush()])
     whole, *befores = (used.decode(ids[:end], skip_special_tokens=True) for end in (len(ids), *range(cut, -1, -1)))
-    before = next(before for before in befores if whole.startswith(before))  # without an incomplete character
+    before = next(before for before in befores if whole.startswith(before))  # skips an incomplete character at the end
     assert before + shown == whole
 
 
 class CountingTokenizer:
-    """Counts the tokens of each call of `decode`."""
+    """Record the number of tokens in each call of `decode`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -166,7 +171,7 @@ class CountingTokenizer:
 def test_a_token_is_decoded_with_few_others(
     llama_tokenizer: PreTrainedTokenizerFast, before: list[str], token: str
 ) -> None:
-    """Also behind special tokens, which have no text, and bytes that never become a character."""
+    """Test also after special tokens, which have no text, and bytes that never complete a character."""
     counting: Any = CountingTokenizer(llama_tokenizer)
     prompt = llama_tokenizer.convert_tokens_to_ids(before)
     stream = TextStream(counting, (), prompt=prompt)
@@ -218,7 +223,7 @@ def test_nothing_of_a_stop_string_is_ever_shown(tokenizer: PreTrainedTokenizerBa
 
 
 def test_each_of_n_completions_has_a_seed_of_its_own() -> None:
-    """The first one that of the request; with 500 equal logits, eight tokens are never the same twice by chance."""
+    """The first completion uses the request's seed. Eight draws from 500 equal logits never agree by chance."""
     params, even = SamplingParams(seed=3, n=3), torch.zeros(500)
     drawn = []
     for sampler in (Sampler(params), *(Sampler(params, sample) for sample in range(3))):

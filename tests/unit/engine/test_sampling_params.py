@@ -1,4 +1,4 @@
-"""What `SamplingParams` says of tokens, against transformers' own `generate` and against definitions written out."""
+"""Test `SamplingParams` against transformers' `generate` and against explicit formulas."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEVER_ENDS = {"eos_token_id": None}
 
 @cache
 def runtime(exact: str | None = None) -> LLM:
-    """Two layers in float64; with `exact` under a policy that drafts poorly, which must not matter."""
+    """Return a two-layer float64 runtime. With `exact`, its policy drafts poorly, which must not change the tokens."""
     model = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, **NEVER_ENDS)
     options: dict[str, Any] = {"policy": "full"}
     if exact is not None:
@@ -45,7 +45,7 @@ def ask(exact: str | None = None, **params: Any) -> CompletionOutput:
 
 
 def theirs(tokens: int = 16, **options: Any) -> list[int]:
-    """transformers' own greedy continuation."""
+    """Return transformers' greedy continuation."""
     model, ids = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, **NEVER_ENDS), torch.tensor([PROMPT])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, **options)
     return [int(token) for token in out[0, len(PROMPT) :]]
@@ -67,7 +67,7 @@ def test_constraints_are_transformers_own_also_of_drafts(exact: str | None) -> N
 
 @pytest.mark.parametrize("exact", [None, "sparse"])
 def test_penalties_are_of_what_was_written(exact: str | None) -> None:
-    """Token by token, from logits of transformers: presence once, frequency for each time, the prompt not counted."""
+    """Recompute tokens from transformers' logits. The presence penalty counts once, and prompt tokens do not count."""
     model = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, **NEVER_ENDS)
     few = sorted({*PROMPT[:4], 3, 4})
 
@@ -108,7 +108,7 @@ def test_logprobs_are_the_models_before_any_filter(exact: str | None) -> None:
 
 
 def test_prompt_logprobs_are_of_every_token_also_of_those_known() -> None:
-    """Twice, the second time with everything in the prefix tree; beside them the prompt's answer is what it was."""
+    """The second request finds the prompt in the prefix tree. The answer equals that without `prompt_logprobs`."""
     llm, prompt = runtime(), tiny_prompt(200, seed=4)
     params = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=2)
     model = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, **NEVER_ENDS)
@@ -166,7 +166,7 @@ def test_stop_strings_are_kept_or_late_where_that_is_asked_for(tokenizer: PreTra
 
 
 def test_bad_words_are_never_written(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Neither behind a space nor without one, however likely their tokens are."""
+    """The likeliest token would complete the word, with or without a leading space."""
     vocab, word = len(tokenizer), "night"
     for spelled in (word, f" {word}"):
         ids = [int(token) for token in tokenizer(spelled, add_special_tokens=False)["input_ids"]]
@@ -178,7 +178,7 @@ def test_bad_words_are_never_written(tokenizer: PreTrainedTokenizerBase) -> None
 
 
 class Remembers(LogitsProcessor):
-    """Wants the next number after the last one that it was asked for; raises at its end."""
+    """Force consecutive token ids, one per call, starting at 10. Raise an error after `most`."""
 
     def __init__(self, most: int = 99) -> None:
         self.next, self.most = 10, most
@@ -219,7 +219,7 @@ def test_a_processor_that_raises_ends_its_own_request() -> None:
     "options", [{"policy": "full"}, {}, {"policy_options": {"preset": "rows"}}, {"exact": "sparse"}]
 )
 def test_a_text_in_which_the_model_overflows_ends_alone(options: dict[str, Any]) -> None:
-    """In its prompt, or in what is decoded: here by a token whose embedding is no number."""
+    """A token with a NaN embedding is in the prompt of one request and in the answer of another."""
     model, failed = tiny_model("llama", **NEVER_ENDS), list[Exception]()
     llm = LLM(model, host_memory="8MiB", **options)
     model.model.embed_tokens.weight.data[5] = torch.nan
@@ -337,13 +337,13 @@ def test_offload_takes_models_only(model: Any) -> None:
 @pytest.mark.parametrize("length_penalty", [-2.0, 0.0, 1.0, 8.0])
 @pytest.mark.parametrize("allowed", [[5], [5, 6]])
 def test_beams_return_no_token_that_is_forbidden(allowed: list[int], length_penalty: float) -> None:
-    """There are fewer answers than beams, so that some beams can only go on with forbidden tokens."""
+    """There are fewer allowed sequences than beams, so some beams can only continue with forbidden tokens."""
     llm = LLM(tiny_model("llama"), host_memory="8MiB", policy="full")
     for n, most in product((1, 3), (1, 3)):
         params = SamplingParams(
             max_tokens=most, temperature=0, num_beams=3, n=n, length_penalty=length_penalty, allowed_token_ids=allowed
         )
-        with suppress(InputError) if n > 1 else nullcontext():  # fewer than n answers
+        with suppress(InputError) if n > 1 else nullcontext():  # there may be fewer than n answers
             [output] = llm.generate(tiny_prompt(20), params)
             assert all(one.token_ids and set(one.token_ids) <= set(allowed) for one in output.outputs)
 
@@ -383,7 +383,7 @@ def test_scores_of_logits_that_are_not_finite_are_an_error(exact: str | None) ->
 
 
 def test_log_probabilities_of_a_prompt_that_overflows_are_an_error() -> None:
-    """Only the logits behind one of its tokens are not finite."""
+    """Only the logits after one prompt token are not finite."""
     model = tiny_model("llama")
     llm = LLM(model, host_memory="8MiB", policy="full")
     prompt = tiny_prompt(20)

@@ -1,4 +1,4 @@
-"""Answers of a given structure, whatever the model would rather say: it is random here, and draws at a temperature."""
+"""Test structured outputs with a random model that samples at a temperature."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_answer_has_the_structure_and_ends(structure: dict[str, Any]) -> N
 
 
 def test_many_answers_at_once_keep_to_themselves() -> None:
-    """Forked completions, others without structure beside them, and a structure nobody understands."""
+    """Forked completions run beside requests without a structure and one with an invalid structure."""
 
     async def run() -> list[Any]:
         async with AsyncLLM(runtime().under("full")) as engine:
@@ -109,7 +109,7 @@ def test_what_is_no_structure_is_refused(wrong: dict[str, Any]) -> None:
 
 
 def chain(length: int, **base: str) -> dict[str, Any]:
-    """A schema of references that refer to each other."""
+    """Return a schema whose definitions form a chain of `length` references."""
     ref = "x/" if base else ""
     links = {
         f"d{i}": {"type": "object", "properties": {"a": {"$ref": ref or f"#/$defs/d{i + 1}"}}} | base
@@ -129,7 +129,7 @@ def chain(length: int, **base: str) -> dict[str, Any]:
     ],
 )
 def test_what_could_overflow_the_stack_is_refused(structure: dict[str, Any], says: str) -> None:
-    """Without the limits some of these end the process."""
+    """Without the limits, some of these structures crash the process."""
     with pytest.raises(InputError, match=says):
         ask(**structure)
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("exact", [None, "sparse"])
 def test_an_answer_that_cannot_go_on_is_an_error_of_its_own(exact: str | None) -> None:
-    """Also where drafts see it first."""
+    """With `exact`, the draft meets the error first."""
     llm = runtime(exact)
     [a] = llm.encode("a", special_tokens=False)
     asked = SamplingParams(temperature=0, allowed_token_ids=[a], structured_outputs=StructuredOutputs(regex="aaaab"))
@@ -172,7 +172,7 @@ def test_a_schema_may_be_text() -> None:
 
 
 def test_a_structure_is_understood_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever looks at it, and however often; each answer goes on by itself."""
+    """Repeated requests and their completions share one token table."""
     understood: list[str] = []
     table = structure._table
 

@@ -1,4 +1,4 @@
-"""Texts by name: plain files, tables and data sets through `datasets`, and what is said where one cannot be read."""
+"""Test reading texts by name: plain files, tables and data sets from `datasets`, and errors for unreadable ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = [{"text": "One.", "id": 1}, {"text": "Two.\n", "id": 2}, {"text": " ", "i
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The same rows as JSON lines, CSV and Parquet."""
+    """Write the same rows as JSON lines, CSV and Parquet. Return the paths by format."""
     pyarrow, csv, parquet = (pytest.importorskip(f"pyarrow{name}") for name in ("", ".csv", ".parquet"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = pyarrow.Table.from_pylist(ROWS)

@@ -1,4 +1,4 @@
-"""Decode steps use several threads only while that is faster."""
+"""Test that decode steps use several threads only while that is faster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload_rt.engine.thread_choice import ThreadChoice
 
 
 def run(choice: ThreadChoice, steps: int, several: float, one: float, noise: float = 0.1) -> list[bool]:
-    """Run steps on a machine where they take `several` or `one` seconds. Return which ones used several threads."""
+    """Run steps that take `several` or `one` seconds. Return for each whether it used several threads."""
     rng, modes = random.Random(1), []
     for _ in range(steps):
         mode = choice._several ^ (choice._trying > 0)

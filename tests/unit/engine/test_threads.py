@@ -1,4 +1,4 @@
-"""Threads that share a runtime take turns on it, step by step: every one of them gets the tokens it would get alone."""
+"""Test threads that share a runtime and take turns on it step by step. Each gets the tokens that it gets alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_llm(**options: Any) -> LLM:
 
 
 def work(llm: LLM, folder: Path, number: int) -> list[Any]:
-    """Every kind of call: what it gives belongs to `number` alone."""
+    """Make every kind of call. The results depend on `number` alone."""
     prompts = [tiny_prompt(90 + 7 * number + i, seed=10 * number + i) for i in range(2)]
     found: list[Any] = [completion.token_ids for completion in completed(llm.generate(prompts, SHORT))]
     found.append([event.token_id for event in llm.stream(prompts[1], SHORT)])
@@ -62,7 +62,7 @@ def test_threads_get_the_tokens_that_they_would_get_alone(
 
 
 def test_threads_wait_for_the_room_that_others_free() -> None:
-    """Four chunks, of which each needs three in the end: whoever finds no room gives way, and is answered later."""
+    """The pool has four blocks, each request needs three. Requests without memory are preempted and finish later."""
     params, prompts = SamplingParams(max_tokens=40, temperature=0), [tiny_prompt(100, seed=i) for i in range(3)]
     expected = [output.outputs[0].token_ids for output in tight(40).generate(prompts, params)]
     llm = tight(4)
@@ -74,7 +74,7 @@ def test_threads_wait_for_the_room_that_others_free() -> None:
 
 
 def test_nobody_waits_for_what_nobody_drives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that is not read on holds its rows: that is said at once in its own thread, and soon in another one."""
+    """A paused stream keeps its KV. For lack of memory, its own thread fails at once, another one after `PATIENCE`."""
     llm = tight(3)
     stream = llm.stream(tiny_prompt(100), SHORT)
     next(stream)
@@ -88,13 +88,13 @@ def test_nobody_waits_for_what_nobody_drives(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def tight(chunks: int) -> LLM:
-    """With a pool of so many chunks."""
+    """Create a runtime with a pool of `chunks` blocks."""
     model = tiny_model("llama", num_hidden_layers=2)
     return LLM(model, policy="full", host_memory=chunks * 2 * 2 * 2 * 16 * CHUNK * 4, verify="off")
 
 
 def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:
-    """Everything that computes or writes says so in the child, and nothing of the parent's is touched."""
+    """In the child, every call that computes or writes raises. The parent's state does not change."""
     llm, prompt = make_llm(policy="full"), tiny_prompt(70)
     session = llm.session("s", tmp_path)
     first = [event.token_id for event in session.send(prompt, SHORT)]
@@ -106,11 +106,12 @@ def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:
     ]  # fmt: skip
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child is to find out
+        # A fork with running threads warns. The test is about the child's own check.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)  # a saver that is no more is waited for without end
+        signal.alarm(20)  # otherwise the child could wait forever for a saver thread that does not exist
         try:
             for call in calls:
                 try:
@@ -131,7 +132,7 @@ def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:
 
 
 class _Pool:
-    """Random requests for several engines of one pool, which is little larger than the largest request needs."""
+    """Create random requests for several engines. Their pool is little larger than the largest request needs."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pool_order, "RECHECK_SECONDS", 0.0)
@@ -165,7 +166,7 @@ class _Pool:
         return [one.token_ids for one in completed(self._llm(200).generate([prompt], params))]
 
     def _least(self, prompt: list[int], params: SamplingParams) -> int:
-        """Return the blocks that the request needs if it is alone."""
+        """Return the number of blocks that the request needs if it runs alone."""
         for chunks in itertools.count(3):
             with suppress(PoolFullError):
                 self._llm(chunks).generate([prompt], params)
@@ -175,10 +176,10 @@ class _Pool:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_engines_that_share_a_tight_pool_make_progress(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request ends, and within a bound: while the oldest waits the others only drain, and then it runs alone.
+    """Every request must end within a bound. While the oldest waits, the others only drain. Then it runs alone.
 
-    With T new tokens and L layers at most, draining takes L + T rounds, and so does the oldest request. A completion of
-    its own may be preempted by older ones of its engine and drain again: 3 (L + T) rounds for each completion.
+    With at most T new tokens and L layers, draining takes L + T rounds, and so does the oldest request. A completion
+    may be preempted by older ones of its engine and drain again, so each completion takes at most 3 (L + T) rounds.
     """
     case = _Pool(seed, monkeypatch)
     engines = [Engine(case.llm.runner, max_num_seqs=4) for _ in case.asked]
@@ -198,11 +199,11 @@ def test_engines_that_share_a_tight_pool_make_progress(seed: int, monkeypatch: p
 
 
 def test_the_oldest_request_of_a_pool_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four blocks, of which each of two requests needs three in the end: the younger one gives way."""
+    """The pool has four blocks and each of two requests needs three. The younger one is preempted."""
     monkeypatch.setattr(pool_order, "RECHECK_SECONDS", 0.0)
     llm, params = tight(4), SamplingParams(max_tokens=40, temperature=0)
     older, younger = engines = [Engine(llm.runner, max_num_seqs=2) for _ in range(2)]
-    prompts = [tiny_prompt(110), tiny_prompt(100, seed=1)]  # the older one needs its third block first
+    prompts = [tiny_prompt(110), tiny_prompt(100, seed=1)]  # the older request needs its third block first
     requests = [engine.add(prompt, params) for engine, prompt in zip(engines, prompts, strict=True)]
     run_in_rounds(engines, 0, 200)
     assert older.scheduler.preemptions == 0 and younger.scheduler.preemptions == 1
@@ -212,7 +213,7 @@ def test_the_oldest_request_of_a_pool_keeps_its_memory(monkeypatch: pytest.Monke
 
 
 def test_beam_searches_of_two_threads_end_in_a_tight_pool() -> None:
-    """Each fits alone. Both preempted themselves and started again, for ever."""
+    """Each search fits alone. Both used to preempt themselves and restart forever."""
     model, params = architecture("gemma3"), SamplingParams(max_tokens=12, temperature=0, num_beams=3)
     prompts = [[token % 90 + 1 for token in tiny_prompt(count, seed=count)] for count in (63, 64)]
     llm = LLM(model, policy="full", host_memory=27 * 12_288, verify="off")

@@ -1,5 +1,7 @@
-"""A batch on two engines of Ray Data: each request is answered once, though an engine and then the whole command are
-killed in the middle. Behind OFFLOAD_RT_STRESS, in an environment with ray."""
+"""Test that a batch on two Ray Data engines answers each request once.
+
+An engine and then the whole command are killed during the run. Needs OFFLOAD_RT_STRESS and ray.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def begin(model: str, folder: Path) -> subprocess.Popen[bytes]:
-    """The command, two engines of which answer four requests at a time, and slowly."""
+    """Start a slow batch command with two engines, each with four concurrent requests."""
     flags = ["--policy", "full", "--device", "cpu", "--max-new-tokens", "300", "--temperature", "0", "--at-once", "4"]
     arguments = ["batch", model, str(folder / "in"), str(folder / "out"), "--ray", "2", *flags]
     return subprocess.Popen([sys.executable, "-m", "offload_rt", *arguments])
@@ -44,7 +46,7 @@ def wait_for(process: subprocess.Popen[bytes], path: Path, count: int) -> None:
 
 
 def engines(parent: int) -> list[psutil.Process]:
-    """The actors of a command's cluster."""
+    """Return the actor processes of the command's cluster."""
     below = psutil.Process(parent).children(recursive=True)
     return [one for one in below if " ".join(one.cmdline()).startswith("ray::MapWorker")]
 

@@ -1,4 +1,4 @@
-"""What the container files name exists: nobody can build them here."""
+"""Test that the container files name only files and options that exist, as images cannot be built here."""
 
 from __future__ import annotations
 

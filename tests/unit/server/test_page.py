@@ -1,5 +1,8 @@
-"""The server's page in a browser: type, stream, stop, reload, come back after a restart, a long document; keyboard,
-screen reader, phone, dark mode. `make stress PART=page`, where Chromium is installed (Debian's `chromium`)."""
+"""Test the server's page in a browser.
+
+Covers streaming, stop, reload, restart, a long document, keyboard, screen reader, phone and dark mode. Run with
+`make stress PART=page` if Chromium is installed (Debian's `chromium`).
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: 
 
 BOOK = Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt"
 NAME = "e => e.labels?.[0]?.textContent || e.ariaLabel || e.textContent || ''"
-"""What a screen reader calls an element."""
+"""Accessible name of an element."""
 
 PATIENCE = 240_000
-"""Milliseconds: the machine may be busy."""
+"""Milliseconds. High, because the machine may be busy."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two layers, with room for 200 KB of text."""
+    """Create a two-layer model with room for 200 KB of text."""
     where = tmp_path_factory.mktemp("model") / "tiny"
     folder: Path = tiny_checkpoint(where, "llama", num_hidden_layers=2, max_position_embeddings=131072)
     return folder
@@ -61,7 +64,7 @@ def serving(model: Path, store: Path | None, port: int = 0) -> Iterator[str]:
 
 @contextmanager
 def page_of(browser: Browser, url: str, **context: Any) -> Iterator[Page]:
-    """The page, of which nothing may complain."""
+    """Open the page. Fail if it logs an error to the console."""
     said: list[str] = []
     with browser.new_context(**context) as opened:
         page = opened.new_page()
@@ -103,7 +106,7 @@ def test_type_stream_stop_reload_and_come_back(browser: Browser, model: Path, tm
         page.reload()
         expect(page.locator("article")).to_have_count(4)
         assert page.locator("article.assistant").nth(0).inner_text() == said
-        # What the server had sent is there; the page may have read less of it.
+        # The server has sent more than the page may have read.
         assert page.locator("article.assistant").nth(1).inner_text().startswith(stopped[: len(stopped) // 2])
         state, port = page.context.storage_state(), int(url.rsplit(":", 1)[1])
     with serving(model, tmp_path, port) as url, page_of(browser, url, storage_state=state) as page:
@@ -170,10 +173,10 @@ def test_a_phone_the_keyboard_and_a_screen_reader(browser: Browser, model: Path,
         assert dark == (scheme == "dark")
         page.reload()
         names = []
-        for _ in range(40):  # everything that can be used can be reached, and has a name
+        for _ in range(40):  # every control must be reachable with Tab and have a name
             page.keyboard.press("Tab")
             if page.locator(":focus").count() == 0:
-                break  # behind the last one
+                break  # after the last control
             names.append(
                 page.locator(":focus").evaluate("e => e.labels?.[0]?.textContent || e.ariaLabel || e.textContent || ''")
             )
@@ -185,7 +188,7 @@ def test_a_phone_the_keyboard_and_a_screen_reader(browser: Browser, model: Path,
 
 
 def contrast(page: Page, selector: str) -> float:
-    """Of an element's text against what lies behind it, as WCAG defines it."""
+    """Return the WCAG contrast ratio of an element's text and its background."""
     return float(
         page.locator(selector).first.evaluate(
             """e => {

@@ -1,6 +1,7 @@
-"""Two replicas on a local Ray cluster: sessions and beginnings stay with theirs and give way to load; replicas come and
-go with the load; one that is killed under it loses nothing silently. Behind OFFLOAD_RT_STRESS, in an environment with
-ray."""
+"""Test two replicas on a local Ray cluster: routing by session and prefix, autoscaling, and a killed replica.
+
+Needs OFFLOAD_RT_STRESS and ray.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ from offload_rt.server.options import ServerOptions
 if not os.environ.get("OFFLOAD_RT_STRESS"):
     pytest.skip("a cluster, for minutes: make stress PART=ray", allow_module_level=True)
 pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
-pytestmark = pytest.mark.filterwarnings("default")  # ray's own
+pytestmark = pytest.mark.filterwarnings("default")  # for warnings of ray
 
 LONG = "It was a dark night, and the river was high. " * 12
 
 
 SCALED = "scaled"
-"""The second application's name and where it stands."""
+"""Name and route of the second application."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def replicas(application: str = "offload-rt") -> list[psutil.Process]:
-    """Processes of an application's engines that live."""
+    """Return the running engine processes of an application."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or ())
@@ -83,7 +84,7 @@ def at_once(ask: Callable[[], httpx2.Response], count: int) -> list[httpx2.Respo
 
 
 def test_beginnings_stay_and_give_way_to_load(url: str) -> None:
-    """What was computed of a beginning is where the next request with it goes, and not only there when many come."""
+    """Requests with a cached prefix go to the replica that has it, and to the other one under load."""
     beginnings = [f"{i}. {LONG}" for i in range(6)]
     for beginning in beginnings:
         reused(complete(url, beginning))
@@ -137,7 +138,7 @@ def test_sessions_stay_and_a_killed_replica_loses_nothing(url: str) -> None:
     ended = threading.Event()
 
     def load(name: str) -> None:
-        """Asks until it is told to stop; each request has an outcome."""
+        """Send requests until `ended` is set and record each outcome."""
         while not ended.is_set():
             try:
                 said.append((name, respond(url, name, "And?", second[name].json()["id"]).status_code))
@@ -171,7 +172,7 @@ def test_sessions_stay_and_a_killed_replica_loses_nothing(url: str) -> None:
         "RemoteProtocolError",
         "ConnectError",
     }
-    # Every conversation goes on where it was, wherever it was, with the answer that it always had.
+    # Every conversation must continue with its earlier answers on any replica.
     for name in texts:
         again = respond(url, name, "And?", second[name].json()["id"])
         assert again.status_code == 200

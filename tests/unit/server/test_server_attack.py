@@ -1,6 +1,6 @@
-"""Latency of normal requests while other clients misbehave, each kind alone and all at once.
+"""Test the latency of normal requests while other clients misbehave, in each way alone and in all ways at once.
 
-`make stress PART=attack` prints a table. The server runs in a process of its own with 256 descriptors.
+`make stress PART=attack` prints a table. The server runs in its own process with 256 descriptors.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def server(folder: Path, log: Path) -> Iterator[tuple[int, psutil.Process]]:
 
 
 def connect(port: int, data: bytes) -> socket.socket:
-    """Return a connection that has sent `data`, or as much of it as was taken."""
+    """Return a connection that has sent `data`, or as much of it as the server accepted."""
     found = socket.socket()
     found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     found.settimeout(5)
@@ -79,7 +79,7 @@ def connect(port: int, data: bytes) -> socket.socket:
 
 
 def ask(port: int, path: str) -> tuple[float, str]:
-    """Return how long one request took over a new connection, and its text. The connection is not reused."""
+    """Return the duration of one request on a new connection, and its text."""
     begun = time.monotonic()
     try:
         if path == "/health":
@@ -94,7 +94,7 @@ def ask(port: int, path: str) -> tuple[float, str]:
 
 
 def measure(port: int, path: str) -> tuple[list[float], set[str]]:
-    """Return latencies and all texts."""
+    """Return latencies and the set of texts."""
     taken, texts = [], set()
     end = time.monotonic() + 60
     while len(taken) < REQUESTS and time.monotonic() < end:
@@ -105,7 +105,7 @@ def measure(port: int, path: str) -> tuple[list[float], set[str]]:
 
 
 def half_open(port: int, attack: ExitStack) -> None:
-    """Open connections that never complete a head."""
+    """Open connections that never complete a request head."""
     for _ in range(HALF_OPEN):
         attack.callback(connect(port, HEAD).close)
 
@@ -117,7 +117,7 @@ def silent_reader(port: int, attack: ExitStack) -> None:
 
 
 def large_prompt(port: int, attack: ExitStack) -> None:
-    """Send a prompt of 16 MB, again and again."""
+    """Send a prompt of 16 MB repeatedly."""
     body = b'{"prompt": "' + b"a " * ((16 << 19) - 100) + b'"}'
     ended = threading.Event()
 

@@ -1,5 +1,7 @@
-"""Clients of others against the server: LangChain, litellm (OpenAI's and Anthropic's protocols) and `llm`. Behind
-OFFLOAD_RT_STRESS, in an environment with them: importing them takes longer than asking."""
+"""Test the server with LangChain, litellm (OpenAI's and Anthropic's protocols) and `llm`.
+
+Needs OFFLOAD_RT_STRESS and these packages, as their imports take longer than the requests.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from support.serving import ScriptedEngine, reference_tokenizer, served
 if not os.environ.get("OFFLOAD_RT_STRESS"):
     pytest.skip("clients that import for seconds: make stress PART=server", allow_module_level=True)
 WHY = "not installed: pip install '.[serve,clients]'"
-pytestmark = pytest.mark.filterwarnings("default")  # theirs
+pytestmark = pytest.mark.filterwarnings("default")  # for warnings of these packages
 
 HELLO = "Good morning, “friend” and café."
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Dick"}}\n</tool_call>'
@@ -54,7 +56,7 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """One for all: LangChain's models share their connections."""
+    """Share one event loop, because LangChain's models share their connections."""
     made = asyncio.new_event_loop()
     yield made
     made.close()
@@ -78,7 +80,7 @@ def chat_model(url: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize("responses", [False, True])
 def test_langchain(url: str, loop: asyncio.AbstractEventLoop, responses: bool) -> None:
-    """Whole, streamed, asynchronous, several at once, by either of OpenAI's protocols; usage and calls of tools."""
+    """Test calls, streams, async calls, batches, usage and tool calls with both of OpenAI's protocols."""
     model = chat_model(url, use_responses_api=responses)
     whole = model.invoke([("system", "Be brief."), ("human", "hello")])
     assert whole.text == HELLO and whole.usage_metadata["input_token_details"]["cache_read"] > 0
@@ -129,12 +131,12 @@ def test_langchains_errors(url: str) -> None:
 
 @pytest.fixture
 def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its table of prices comes over the network otherwise
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise it downloads its price table
     return pytest.importorskip("litellm", reason=WHY)
 
 
 def ways(url: str) -> dict[str, dict[str, Any]]:
-    """How litellm reaches the server: by OpenAI's and by Anthropic's protocol."""
+    """Return litellm's options for OpenAI's and Anthropic's protocols."""
     common = {"api_key": "secret", "num_retries": 0, "max_tokens": 100}
     return {
         "openai": {"model": "openai/scripted", "api_base": f"{url}/v1"} | common,
@@ -148,7 +150,7 @@ def user(text: str) -> list[Any]:
 
 @pytest.mark.parametrize("way", ["openai", "anthropic"])
 def test_litellm(litellm: Any, url: str, way: str) -> None:
-    """Whole, streamed, asynchronous; thinking and calls of tools; usage."""
+    """Test calls, streams, async calls, reasoning, tool calls and usage."""
     options = ways(url)[way]
 
     def ask(word: str, **more: Any) -> Any:
@@ -190,7 +192,7 @@ def test_litellms_other_doors(litellm: Any, url: str) -> None:
 
 
 def test_llm(url: str, tmp_path: Path) -> None:
-    """Simon Willison's command: streamed, not streamed, a conversation that goes on, a schema."""
+    """Test Simon Willison's `llm` command with streaming, without it, in a conversation, and with a schema."""
     pytest.importorskip("llm", reason=WHY)
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: ours\n  model_name: scripted\n  api_base: {url}/v1\n  api_key_name: ours\n"

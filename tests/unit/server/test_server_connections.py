@@ -1,4 +1,4 @@
-"""Clients that are slow, silent, or send what is not HTTP: they end in time, and others are answered meanwhile."""
+"""Test clients that are slow, silent, or send invalid HTTP. They are disconnected in time, and others are served."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def connect(url: str, data: bytes = b"", receive_buffer: int | None = None) -> socket.socket:
-    """Return a connection on which `data` has been sent."""
+    """Return a connection that has sent `data`."""
     where = urlsplit(url)
     found = socket.socket()
     if receive_buffer is not None:
@@ -50,7 +50,7 @@ def connect(url: str, data: bytes = b"", receive_buffer: int | None = None) -> s
 
 
 def read_to_end(connection: socket.socket) -> bytes:
-    """Return what comes until the server closes the connection."""
+    """Return the received bytes until the server closes the connection."""
     parts = []
     try:
         while part := connection.recv(1 << 16):
@@ -62,7 +62,7 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 
 def error_of(answer: bytes) -> str:
-    """Return the type of the error in a response."""
+    """Return the error type of a response."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"
     return str(json.loads(body)["error"]["type"])
@@ -80,11 +80,11 @@ def test_a_client_that_does_not_read_is_disconnected(
 ) -> None:
     def small_buffers(options: ServerOptions) -> socket.socket:
         listener = bound(options)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by its connections
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # accepted connections inherit it
         return listener
 
     monkeypatch.setattr("support.serving.bound", small_buffers)
-    # The engine waits until its output is taken; it would never end by itself.
+    # The engine waits for the client to read and would never finish by itself.
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 200)
     ask = post(ASK | {"stream": True, "n": 4})
     with (
@@ -97,7 +97,7 @@ def test_a_client_that_does_not_read_is_disconnected(
 
 @pytest.mark.parametrize("slowly", [False, True])
 def test_a_whole_response_that_is_not_read_ends_its_connection(slowly: bool) -> None:
-    """The application is done, the response lies in the transport's buffer; close() would wait for ever."""
+    """The application has finished and the response is in the transport's buffer, so close() would wait forever."""
 
     async def large(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -134,7 +134,7 @@ def test_bytes_do_not_extend_the_deadline_of_a_head(tokenizer: PreTrainedTokeniz
     with served(ScriptedEngine(tokenizer, str), head_timeout=0.4) as url:
         connection = connect(url, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"200 OK" in connection.recv(1 << 16)
-        connection.sendall(HALF)  # the head of the next request on this connection
+        connection.sendall(HALF)  # head of the next request on this connection
         begun = time.monotonic()
         try:
             while time.monotonic() < begun + 5:
@@ -157,7 +157,7 @@ def test_health_answers_among_half_open_connections(
             if _ % 30 == 0:
                 assert http.get("/health", timeout=5).status_code == 200
                 assert httpx2.get(f"{url}/health", timeout=5).status_code == 200
-        # 300 client sockets are in this process too.
+        # This process also has the 300 client sockets.
         assert psutil.Process().num_fds() - descriptors < 300 + 32 + 32
     assert {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING} == {
         "connection aborted: replaced by a new connection"
@@ -178,7 +178,7 @@ def test_a_connection_too_many_is_refused_while_all_wait_for_answers(tokenizer: 
 
 
 def test_a_response_that_is_being_read_is_not_cut(tokenizer: PreTrainedTokenizerBase) -> None:
-    """The application is done with it, and a new connection looks for a place."""
+    """The application has finished the response, and a new connection needs its slot."""
 
     async def large(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -194,7 +194,7 @@ def test_a_response_that_is_being_read_is_not_cut(tokenizer: PreTrainedTokenizer
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_end_of_the_server_is_said(tokenizer: PreTrainedTokenizerBase, stream: bool) -> None:
-    """Its grace is over before the answer is."""
+    """The grace period ends before the answer."""
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was. " * 1000, pause=0.1)
     options = ServerOptions(port=0, grace=1)
     with answering(make_app(engine, options), options) as (url, server):  # type: ignore[arg-type]
@@ -210,7 +210,7 @@ def test_the_end_of_the_server_is_said(tokenizer: PreTrainedTokenizerBase, strea
 
 
 def test_a_refused_client_can_read_why(tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture) -> None:
-    """It sends its request late: a closed socket would reset the connection, and the response with it."""
+    """The client sends its request late. A closed socket would reset the connection and lose the response."""
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was. " * 50, pause=0.1)
     with served(engine, max_connections=4) as url, ExitStack() as stack:
         for _ in range(4):
@@ -226,7 +226,7 @@ def test_a_refused_client_can_read_why(tokenizer: PreTrainedTokenizerBase, caplo
 
 
 def test_a_refused_client_may_have_reset_its_connection() -> None:
-    """Half-closing the socket fails then."""
+    """Half-closing the socket then fails."""
     transport = MagicMock()
     transport.write_eof.side_effect = OSError("not connected")
 
@@ -246,7 +246,7 @@ def test_a_refused_client_may_have_reset_its_connection() -> None:
 
 @pytest.mark.parametrize("most", [4, 16, 64])
 def test_a_request_is_read_before_its_connection_is_replaced(most: int) -> None:
-    """It arrived while the server was busy, with many connections that send nothing behind it."""
+    """The request arrives while the server is busy, followed by many connections that send nothing."""
     begun, go = threading.Event(), threading.Event()
 
     async def busy(scope: Scope, receive: Receive, send: Send) -> None:
@@ -254,7 +254,7 @@ def test_a_request_is_read_before_its_connection_is_replaced(most: int) -> None:
             return
         if scope["path"] == "/busy":
             begun.set()
-            go.wait(20)  # the event loop waits too
+            go.wait(20)  # blocks the event loop
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 

@@ -1,4 +1,4 @@
-"""The examples of the page on serving run as they stand, and the page at `/` is whole."""
+"""Test that the examples of the serving page run unchanged and that the page at `/` is complete."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_flag_of_the_page_exists() -> None:
 
 
 class Links(HTMLParser):
-    """What a page refers to, and which ids and labels it has."""
+    """Collect the links, ids and labels of a page."""
 
     def __init__(self) -> None:
         super().__init__()

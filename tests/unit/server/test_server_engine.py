@@ -1,4 +1,4 @@
-"""The server over a real engine: everybody gets the text that they would get alone, and nothing stays behind."""
+"""Test the server with a real engine: each client gets the text of a request that runs alone, and memory is freed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def url(engine: AsyncLLM) -> Iterator[str]:
 
 
 def alone(engine: AsyncLLM, i: int) -> str:
-    """The text of the `i`-th request, asked of nobody but the model."""
+    """Return the text of request `i` from the model alone."""
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=i)
     prompt = f"user: {WORDS[i % 8]} {i}\nassistant: "
     ids = engine.llm.tokenizer(prompt, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
@@ -71,19 +71,19 @@ def test_what_was_computed_is_counted_as_cached(url: str) -> None:
 
 
 def test_a_client_that_leaves_gives_back_its_room(url: str, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take as long as those of a real model, or the answer could be whole before anybody looks."""
+    """Steps are slowed down. Otherwise the answer could be complete before the test reads the load."""
     decode = Runner.decode
     monkeypatch.setattr(Runner, "decode", lambda runner, batch: (time.sleep(0.005), decode(runner, batch))[1])
     asked = {"prompt": "Dick", "max_tokens": 3000, "stream": True, "ignore_eos": True}
     with httpx2.stream("POST", f"{url}/v1/completions", json=asked) as answer:
         assert next(answer.iter_lines()).startswith("data: ")
-        wait_until(lambda: engine.load().running == 1)  # what it says is of the last step that ended
-    # The load is read while the engine's thread ends the request: the queue is left before the blocks are released.
+        wait_until(lambda: engine.load().running == 1)  # the load is that of the last completed step
+    # The engine thread dequeues the request before it releases the blocks, so the load must be polled.
     wait_until(lambda: (engine.load().running, engine.load().pool_used_bytes) == (0, 0))
 
 
 def test_an_unexpected_error_is_one_clients_500(url: str, engine: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
-    """Another client that is answered at the same time gets its text, and so does the next one."""
+    """A concurrent client and the next one get their text."""
 
     async def ask(client: httpx2.AsyncClient, i: int) -> httpx2.Response:
         asked = {"messages": [{"role": "user", "content": f"{WORDS[i]} {i}"}], "max_tokens": 12, "seed": i}
@@ -107,7 +107,7 @@ def test_an_unexpected_error_is_one_clients_500(url: str, engine: AsyncLLM, capl
 
 
 def test_errors_of_the_engine_are_the_clients(url: str, engine: AsyncLLM) -> None:
-    """And say nothing of the server's folders."""
+    """Errors must not reveal the server's folders."""
     for wrong in ({"prompt": [5000]}, {"prompt": []}, {"prompt": ""}, {"prompt": "x", "max_tokens": 5000}):
         answer = httpx2.post(f"{url}/v1/completions", json=wrong)
         said = answer.json()["error"]["message"]
@@ -115,7 +115,7 @@ def test_errors_of_the_engine_are_the_clients(url: str, engine: AsyncLLM) -> Non
 
 
 def test_an_answer_without_a_limit_ends_where_memory_does(engine: AsyncLLM) -> None:
-    """Of the model's 4,096 positions host memory has room for 128; what asks for more is refused as before."""
+    """Host memory has room for 128 of the model's 4,096 positions. Requests for more are refused."""
     small = LLM(engine.llm.name, policy="full", verify="off", host_memory="64KiB")
     small.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     with served(AsyncLLM(small)) as url:
@@ -139,7 +139,7 @@ SCHEMA = {
 def test_an_answer_follows_a_schema(url: str, path: str) -> None:
     schema = {"name": "person", "schema": SCHEMA}
     if path.endswith("responses"):
-        # Nothing seeds a response, and between its words a model without training likes blanks.
+        # Responses have no seed, and an untrained model writes much white space between JSON tokens.
         asked: Any = {"input": "Who?", "text": {"format": {"type": "json_schema", **schema}}, "max_output_tokens": 600}
         answer = httpx2.post(url + path, json=asked).json()["output"][0]["content"][0]["text"]
     else:
@@ -155,7 +155,7 @@ def test_an_answer_follows_a_schema(url: str, path: str) -> None:
 
 
 def test_a_call_that_must_be_made(url: str) -> None:
-    """Of tools whose parameters refer to definitions of their own, as pydantic writes them."""
+    """The tools' parameters refer to local definitions, as pydantic writes them."""
     whole = {"type": "object", "properties": {"who": {"$ref": "#/$defs/Name"}}, "$defs": {"Name": {"enum": ["Dick"]}}}
     tools: Any = [
         {"type": "function", "function": {"name": "find", "parameters": whole | {"required": ["who"]}}},

@@ -1,4 +1,4 @@
-"""Engines of several policies behind one server: who leaves while one is made or closed leaves nothing behind."""
+"""Test engines of several policies in one server when a client leaves while an engine is created or closed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def ask(engines: Engines, policy: str) -> None:
 
 
 def test_who_leaves_leaves_no_engine_half_made_or_half_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is made once, and is there for who comes next; what one had counted when it was closed is counted."""
+    """An engine is created once and serves the next client. The counts of closed engines are included in the load."""
     llm = LLM(tiny_model("llama", num_hidden_layers=2), policy="full", verify="off", host_memory="8MiB")
     go, made = threading.Event(), list[LLM]()
     under, end = LLM.under, AsyncLLM._end

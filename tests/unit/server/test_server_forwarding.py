@@ -1,4 +1,4 @@
-"""Requests that one process takes and another answers, and which of several should: how Ray's replicas are asked."""
+"""Test requests that a proxy forwards to an upstream process, and the choice of Ray replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = ServerOptions(port=0, grace=5, max_body=10_000)
 
 
 class Passage:
-    """What is between the two ends: it may break, at once or after some messages."""
+    """Forward messages between proxy and upstream, and fail after `breaks_after` messages."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.behind = Upstream(make_app(engine, OPTIONS))  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def test_a_client_that_leaves_ends_its_request(http: httpx2.Client, engine: Scri
 
 
 def test_a_replica_that_dies(http: httpx2.Client, passage: Passage) -> None:
-    """Before anything was answered it is said, afterwards the connection breaks off."""
+    """Before the first message the client gets a 503 error. Later, the connection is closed."""
     passage.breaks_after = 0
     answer = http.post("/v1/chat/completions", json=ASK)
     assert answer.status_code == 503 and answer.headers["retry-after"]

@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer is 2xx or 4xx with a message: bodies that are right but for one value, anywhere in them.
+"""Test that valid bodies with one random value get status 2xx, or 4xx with a message.
 
 `make stress PART=api` tries thousands.
 """
@@ -77,7 +77,7 @@ VALUES = st.sampled_from(EDGES) | st.recursive(
 
 
 def places(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where values stand in a body."""
+    """Return the paths of all values in a body."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [here, *(place for key, inner in items for place in places(inner, (*here, key)))]
 

@@ -1,4 +1,4 @@
-"""Who is let in, how much of what, and what happens when a client leaves, time runs out or the server ends."""
+"""Test authentication, limits, disconnected clients, timeouts and shutdown of the server."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def test_foreign_names_and_foreign_pages(url: str, tokenizer: PreTrainedTokenize
         asks["origin"] = "https://c.example"
         assert "access-control-allow-origin" not in httpx2.options(f"{address}/v1/models", headers=asks).headers
         assert httpx2.get(f"{address}/health", headers={"host": "b.example"}).status_code == 200
-    assert scripted.closed  # with the server
+    assert scripted.closed  # closed with the server
 
 
 def send(url: str, body: dict[str, Any]) -> socket.socket:
-    """A connection on which a request has been sent."""
+    """Return a connection that has sent a request."""
     host, port = url.removeprefix("http://").split(":")
     found, content = socket.create_connection((host, int(port))), json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer right\r\n"
@@ -95,7 +95,7 @@ def send(url: str, body: dict[str, Any]) -> socket.socket:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request(tokenizer: PreTrainedTokenizerBase, stream: bool) -> None:
     slow = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 20, pause=0.05)
-    with served(slow) as address:  # nothing else would end it: it would be finished after some seconds
+    with served(slow) as address:  # without an abort, the answer would take several seconds
         connection = send(address, ASK | {"stream": stream})
         wait_until(lambda: slow.begun == 1)
         if stream:

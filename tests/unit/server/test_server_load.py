@@ -1,5 +1,7 @@
-"""Ten thousand requests over 32 connections: everybody gets their own text, nothing is lost, memory stays bounded.
-`make stress PART=server`; OFFLOAD_RT_STRESS=4 is 200 of them."""
+"""Test ten thousand requests on 32 connections: every text is correct, none is lost, and memory stays bounded.
+
+Run with `make stress PART=server`. OFFLOAD_RT_STRESS=4 sends 200 requests.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from offload_rt import LLM, AsyncLLM, SamplingParams
 STRESS = int(os.environ.get("OFFLOAD_RT_STRESS", "0"))
 REQUESTS, CONNECTIONS, TEXTS = 50 * STRESS, 32, 16
 MOST_GROWTH = 64 << 20
-"""Bytes that the process may grow by after its first tenth."""
+"""Allowed growth of the process in bytes after the first tenth of the requests."""
 
 pytestmark = pytest.mark.skipif(not STRESS, reason="10,000 requests: make stress PART=server")
 

@@ -1,4 +1,4 @@
-"""OpenAI's own client against the server: sync, async, streaming; a streamed answer is the unstreamed one."""
+"""Test the server with OpenAI's client: sync, async and streaming. Streamed answers equal complete ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def user(text: str) -> list[Any]:
 
 
 def collected(chunks: Any) -> tuple[dict[str, Any], Any]:
-    """A streamed chat message's fields, and the last chunk's usage."""
+    """Return the fields of a streamed chat message and the usage of the last chunk."""
     found: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
     usage = None
     for chunk in chunks:
@@ -91,7 +91,7 @@ def test_what_the_parsers_find(client: openai.OpenAI) -> None:
     call = ask("call", tools=TOOLS)
     assert (call.message.content, call.finish_reason) == ("Look:", "tool_calls")
     assert json.loads(call.message.tool_calls[0].function.arguments) == {"q": "Dick"}
-    assert ask("call").message.content == SAID["call"]  # no tools: nothing is a call
+    assert ask("call").message.content == SAID["call"]  # without tools, the text is no tool call
     assert ask("call", tools=TOOLS, tool_choice="none").message.content == SAID["call"]
 
 
@@ -122,8 +122,8 @@ def test_parameters_reach_the_engine(client: openai.OpenAI, engine: ScriptedEngi
     assert (got.temperature, got.top_p, got.seed, got.n, tuple(got.stop), got.max_tokens) == (0.5, 0.9, 3, 2, ("Z",), 9)
     assert (got.top_k, got.min_p, got.repetition_penalty) == (7, 0.1, 1.1)
     client.chat.completions.create(model="scripted", messages=user("x"))
-    assert engine.params.max_tokens == 1000  # the server's limit
-    assert engine.params.top_k == 11  # the model's
+    assert engine.params.max_tokens == 1000  # limit of the server
+    assert engine.params.top_k == 11  # default of the model
 
 
 def test_several_choices(client: openai.OpenAI) -> None:
@@ -255,7 +255,7 @@ def test_what_is_no_json_and_what_is_not_there(client: openai.OpenAI, url: str) 
             for path in ("/v1/chat/completions", "/v1/completions", "/tokenize"):
                 answer = http.post(path, content=body, headers=json_type)
                 assert answer.status_code == 400 and answer.json()["error"]["message"], (path, body[:20])
-        assert http.post("/v1/chat/completions", content=b"{}").status_code == 400  # not said to be JSON
+        assert http.post("/v1/chat/completions", content=b"{}").status_code == 400  # no JSON content type
         assert http.get("/v1/nothing").status_code == 404 and http.get("/v1/nothing").json()["error"]["message"]
         assert http.get("/v1/chat/completions").status_code == 405
         assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400

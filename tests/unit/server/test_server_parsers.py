@@ -1,4 +1,4 @@
-"""Answers taken apart: however the stream is cut, the pieces are those of the whole; thinking is never content."""
+"""Test answer parsers: results do not depend on how the stream is split, and reasoning never appears in the content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server promises: no prefill, what it deleted stays deleted, and one key learns nothing of another."""
+"""Test guarantees of the server: no prefilled answers, deleted data stays deleted, API keys share no information."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_is_being_answered_is_not_deleted(tokenizer: PreTrainedTokenizerBas
     ask = {"messages": [USER], "session": "novel", "stream": True}
     with served(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
         with http.stream("POST", "/v1/chat/completions", json=ask) as answer:
-            lines = answer.iter_lines()  # a generator that is collected closes the connection
+            lines = answer.iter_lines()  # must stay referenced, as collecting the generator closes the connection
             next(lines)
             for method, path, body in (
                 ("DELETE", "/v1/sessions/novel", None),
@@ -123,7 +123,7 @@ def keys(model: Path, **options: Any) -> Iterator[httpx2.Client]:
 
 
 def cached(http: httpx2.Client, headers: dict[str, str], **more: Any) -> int:
-    """Cached tokens of a long prompt, the same in all protocols."""
+    """Return the number of cached tokens of a long prompt."""
     long = "It was a dark night, and the river was high. " * 12
     body = {"prompt": long, "max_tokens": 2, "temperature": 0} | more
     answer = http.post("/v1/completions", json=body, headers=headers)
@@ -158,7 +158,7 @@ def test_keys_share_no_kv_unless_told_to(tmp_path: Path) -> None:
 
 def test_no_salt_tells_of_its_key(tokenizer: PreTrainedTokenizerBase) -> None:
     salts = []
-    for _ in range(2):  # another process has another secret
+    for _ in range(2):  # each process has its own secret
         engine = ScriptedEngine(tokenizer, lambda prompt: "Yes.")
         with served(engine, api_keys=("one", "two")) as url, httpx2.Client(base_url=url) as http:
             for headers, more in ((ONE, {}), (TWO, {}), (ONE, {"cache_salt": "a"}), (ONE, {"cache_salt": "b"})):

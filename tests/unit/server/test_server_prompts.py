@@ -1,5 +1,8 @@
-"""Long prompts: refused before they are tokenized, in pieces with the ids of the whole, beside short ones, until the
-client leaves."""
+"""Test long prompts.
+
+Too long prompts are refused before tokenization. Others are tokenized in pieces, beside short ones, until the client
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ LLAMA, QWEN = tokenizing.LOCAL_PATTERNS[1:]
 def trained(
     normalizer: Any = None, pre_tokenizer: Any = None, model: Any = None, *added: AddedToken
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer trained on a few words."""
+    """Train a tokenizer on a few words."""
     made = Tokenizer(model or models.BPE(byte_fallback=False))
     if normalizer is not None:
         made.normalizer = normalizer
@@ -58,7 +61,7 @@ def byte_level(pattern: str) -> Any:
 
 
 def gemma() -> PreTrainedTokenizerBase:
-    """Spaces are replaced, and nothing splits the text; but no token that was learned goes on behind a space."""
+    """Create a tokenizer like Gemma's. It does not split the text, but no learned token continues after a space."""
     made = trained(None, pre_tokenizers.Metaspace(prepend_scheme="never"), models.BPE(byte_fallback=True))
     backend = made.backend_tokenizer  # type: ignore[attr-defined]
     backend.normalizer = normalizers.Replace(" ", "▁")
@@ -73,7 +76,7 @@ SPLIT: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     "qwen": lambda: trained(normalizers.NFC(), byte_level(QWEN)),
     "gemma": gemma,
 }
-"""Tokenizers whose texts are cut, by the family that is made so."""
+"""Tokenizers whose texts may be cut into pieces, by model family."""
 
 WHOLE: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     "prefix": lambda: trained(None, pre_tokenizers.ByteLevel(add_prefix_space=True)),
@@ -86,7 +89,7 @@ WHOLE: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
         normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), models.WordPiece(unk_token="[UNK]")
     ),
 }
-"""Tokenizers whose texts stay whole."""
+"""Tokenizers whose texts must stay whole."""
 
 
 def text_of(seed: int, size: int) -> str:
@@ -130,7 +133,7 @@ def test_pieces_give_the_ids_of_the_whole(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_is_cut_where_a_token_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A BPE that was trained without splitting has tokens such as "dark night"."""
+    """A BPE tokenizer trained without pre-tokenization has tokens such as "dark night"."""
     monkeypatch.setattr(tokenizing, "PIECE", 2)
     tokenizer = trained(None, None)
     texts = TextTokenizer(tokenizer)
@@ -153,7 +156,7 @@ def test_a_text_has_at_least_as_many_tokens(name: str) -> None:
 
 
 def test_nfc_shrinks_no_further() -> None:
-    """Of canonical equivalents of a character the longest: each character of its decomposition as its longest twin."""
+    """The longest canonical equivalent of a character has the longest equivalent of each part of its decomposition."""
     longest: dict[str, int] = {}
     characters = [
         chr(i)
@@ -185,7 +188,7 @@ def test_a_cancelled_text_is_given_up() -> None:
 
 
 class Recorded:
-    """What a tokenizer is asked; it waits for `go` before long texts."""
+    """Record the lengths of encoded texts. Long texts wait for `go`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.asked, self.given_back = threading.Event(), list[int](), 0
@@ -215,7 +218,7 @@ PATHS: dict[str, Callable[[str], Any]] = {
 
 
 def test_a_prompt_that_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection must not be aborted without an answer."""
+    """The client must get an answer before the connection closes."""
     recorded = Recorded(monkeypatch)
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
     with served(engine, timeout=0.1) as url, httpx2.Client(base_url=url, timeout=30) as http:
@@ -243,7 +246,7 @@ def test_what_can_never_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_too_long_is_tokenized_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(monkeypatch)
     recorded.go.set()
-    monkeypatch.setattr(TextTokenizer, "most_bytes", None)  # as of a tokenizer without a bound
+    monkeypatch.setattr(TextTokenizer, "most_bytes", None)  # as for a tokenizer without a bound
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
     with served(engine) as url, httpx2.Client(base_url=url, timeout=30) as http:
         answer = http.post("/v1/completions", json={"prompt": "It was a dark night. " * 40_000})

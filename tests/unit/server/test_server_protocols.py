@@ -1,4 +1,4 @@
-"""Anthropic's client, and OpenAI's Responses API: streamed and not, conversations that go on, calls and thinking."""
+"""Test Anthropic's client and OpenAI's Responses API: streaming, continued conversations, tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 
 def plain(block: Any) -> Any:
-    """A block without what is drawn anew for each answer."""
+    """Return a block without the ids that are random in each answer."""
     return {name: value for name, value in block.model_dump().items() if name not in ("id", "call_id", "parsed_output")}
 
 

@@ -1,5 +1,4 @@
-"""Sessions of the server: they come back from disk after a restart, each for its own key; what a request does is traced
-as it does it; policies by request."""
+"""Test server sessions after a restart and with several API keys, request traces, and a policy per request."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(model: Path, store: Path, policy: str = "full", **options: Any) -> Iterator[tuple[httpx2.Client, AsyncLLM]]:
-    """A server over sessions in `store`, as a process of its own would be after a start."""
+    """Serve sessions in `store` with a new model, as a restarted process would."""
     llm = LLM(model, policy=policy, verify="off", host_memory="32MiB")
     llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     engine = AsyncLLM(llm, store=store)
@@ -54,7 +53,7 @@ def test_a_session_comes_back_from_disk_and_is_its_keys(model: Path, tmp_path: P
         said = first["choices"][0]["message"]["content"]
         [listed] = http.get("/v1/sessions").json()["data"]
         assert listed["id"] == "novel" and listed["title"].startswith("It was a dark") and listed["turns"] == 1
-    with serving(model, tmp_path) as (http, engine):  # another process: nothing is in memory
+    with serving(model, tmp_path) as (http, engine):  # a restarted server has nothing in memory
         kept = http.get("/v1/sessions/novel").json()["messages"]
         assert [message["role"] for message in kept] == ["user", "assistant"] and kept[1]["content"] == said
         more = ask(http, session="novel", messages=[*kept, {"role": "user", "content": "Go on."}])
@@ -64,7 +63,7 @@ def test_a_session_comes_back_from_disk_and_is_its_keys(model: Path, tmp_path: P
         assert 'tier="disk"' in http.get("/metrics").text
         alone = ask(http, messages=[*kept, {"role": "user", "content": "Go on."}])
         assert alone["choices"] == more["choices"], "what came from disk is what would be computed"
-        # Of another key nothing is there, under the same name neither.
+        # Another key finds no session, even under the same name.
         assert http.get("/v1/sessions", headers=TWO).json()["data"] == []
         for method in ("GET", "DELETE"):
             refused = http.request(method, "/v1/sessions/novel", headers=TWO)
@@ -74,7 +73,7 @@ def test_a_session_comes_back_from_disk_and_is_its_keys(model: Path, tmp_path: P
         assert len(http.get("/v1/sessions/novel").json()["messages"]) == 4
         assert http.delete("/v1/sessions/novel").status_code == 200
         assert http.get("/v1/sessions/novel").status_code == 404
-        wait_until(lambda: len([*tmp_path.glob("*/*.doc")]) == 1)  # the other key's
+        wait_until(lambda: len([*tmp_path.glob("*/*.doc")]) == 1)  # the file of the other key
         assert len([*tmp_path.glob("server/conversations/*")]) == 1
 
 
@@ -89,7 +88,7 @@ def test_a_response_is_gone_on_with_after_a_restart(model: Path, tmp_path: Path)
             assert engine.load().session_disk_tokens > 100
             branch = client.responses.create(input="Go back.", previous_response_id=first.id, **asked)
             assert branch.usage is not None and branch.usage.input_tokens_details.cached_tokens > 100
-            with ThreadPoolExecutor(8) as threads:  # none of them finds the session busy
+            with ThreadPoolExecutor(8) as threads:  # no request may find the session busy
                 on = asked | {"input": "Go on.", "previous_response_id": first.id}
                 at_once = [threads.submit(client.responses.create, **on) for _ in range(16)]
                 assert {answer.result().output_text for answer in at_once} == {second.output_text}
@@ -106,7 +105,7 @@ def test_a_response_is_gone_on_with_after_a_restart(model: Path, tmp_path: Path)
 
 
 def test_a_session_without_a_conversation_is_deleted(model: Path, tmp_path: Path) -> None:
-    """Text completions keep no messages; the engine keeps the tokens."""
+    """Text completions store no messages, but the engine stores the tokens."""
     with serving(model, tmp_path) as (http, engine):
         asked = {"prompt": LONG, "max_tokens": 4, "session": "novel"}
         assert http.post("/v1/completions", json=asked).status_code == 200
@@ -150,7 +149,7 @@ def test_what_a_request_does_is_traced(model: Path, tmp_path: Path) -> None:
 def test_a_request_names_its_policy(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path, max_policies=2) as (http, engine):
         expected = ask(http)
-        for policy in ("streaming", "full"):  # the second takes the place of the first
+        for policy in ("streaming", "full"):  # the second engine replaces the first
             found = ask(http, policy=policy)
             assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 100, "its prefill was there"
             traced = http.post("/v1/chat/completions", json=ASK | {"policy": policy, "trace": True, "stream": True})

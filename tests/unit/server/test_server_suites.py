@@ -1,5 +1,7 @@
-"""Conformance by suites that are not ours: schemathesis on the server's own schema, llm-comply on three protocols.
-Behind OFFLOAD_RT_STRESS, where they are installed; seconds of the first are OFFLOAD_RT_STRESS."""
+"""Run external conformance suites: schemathesis on the server's schema, llm-comply on three protocols.
+
+Needs OFFLOAD_RT_STRESS, which is the duration of schemathesis in seconds, and the installed suites.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ if not SECONDS:
 WHY = "not installed: pip install '.[serve,clients]'"
 
 OTHERWISE = {"Image Input", "Error Handling"}
-"""What llm-comply wants and this server does otherwise: images are refused, and `model` may be left out, as in vLLM."""
+"""Known failures of llm-comply: images are refused, and `model` is optional, as in vLLM."""
 
 
 class Obeying(ScriptedEngine):
-    """Calls the first tool that its prompt names until a result is there, as a structure asks or with the marks."""
+    """Call the first tool in the prompt until a result exists, as structured output or with tool call marks."""
 
     def __init__(self) -> None:
         super().__init__(reference_tokenizer(), self.obey)
