@@ -6,7 +6,8 @@ training name contains. Names that serve as answers (`LINKED`) are held-out name
 reference models cannot generate unseen syllables.
 
 Each kind tests one failure mode of token selection: a single fact, one of many similar facts, several values of one
-key, several questions in sequence, and a chain of facts in random order (variable tracking in RULER, Hsieh et al. 2024).
+key, several questions in sequence, and a chain of facts in random order (variable tracking in RULER,
+Hsieh et al. 2024).
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ class _Pass:
     def _select(
         self, layer: int, q: torch.Tensor, guess: torch.Tensor, visible: Visible, slots: LayerSlots
     ) -> torch.Tensor:
-        """Select slots `[Hkv, n]` for one position with `guess` `[H, d]`, then repair with the true query q `[H, d]`."""
+        """Select slots `[Hkv, n]` for one position with `guess` `[H, d]`; repair with the true query q `[H, d]`."""
         selection = self.state.select(layer, guess, visible).known()
         slots.selected(selection.tokens)
         extra = self.state.repair(layer, q, visible, selection)

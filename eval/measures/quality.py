@@ -38,9 +38,9 @@ def _perplexity_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("perplexity", "perplexity of a text under each policy, window by window against full", _perplexity_flags)
 def perplexity(args: argparse.Namespace) -> int:
-    """Measure the perplexity of a text under each policy. The windows are spread over the text. The last quarter of each
-    is decoded under the policy and scored, and compared with full window by window. Example: offload-rt eval perplexity reference --text BOOK
-    --policies infinigen,h2o --budgets 0.05,0.1 --set recent=16 --out DIR"""
+    """Measure the perplexity of a text under each policy. The windows are spread over the text. The last quarter of
+    each is decoded under the policy and scored, and compared with full window by window. Example: offload-rt eval
+    perplexity reference --text BOOK --policies infinigen,h2o --budgets 0.05,0.1 --set recent=16 --out DIR"""
     from ..quality.perplexity import PerplexityConfig, run_perplexity
 
     config = PerplexityConfig(**given(args, WINDOW_FLAGS))
@@ -112,15 +112,13 @@ def _windows_only(parser: argparse.ArgumentParser) -> None:
 
 @measure("attention", "pictures of attention on a text, as the paper's figures", _windows_only)
 def attention(args: argparse.Namespace) -> int:
-    """Analyse the attention of a model on a text: similarity of layer inputs, number of tokens that a query needs, recall
-    of partial scoring keys. Writes analysis.{json,csv,md} and plots."""
+    """Analyse the attention of a model on a text: similarity of layer inputs, number of tokens that a query needs,
+    recall of partial scoring keys. Writes analysis.{json,csv,md} and plots."""
     from ..quality.attention_analysis import run_analysis
     from ..quality.perplexity import PerplexityConfig
 
     found = given(args, WINDOW_FLAGS)
-    start = (
-        found.get("context", PerplexityConfig().context) // 8
-    )  # early, so that the effect of a budget becomes visible
+    start = found.get("context", PerplexityConfig().context) // 8  # early, so that a budget takes effect
     config = PerplexityConfig(**{"windows": 2, "decode_from": start} | found)
     text, say = read_text(args.text), say_on_stderr(args.quiet)
     show(run_analysis(model_under_test(args), text, text_name(args.text), config, Path(args.out), say), args.out, say)

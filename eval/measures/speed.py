@@ -41,8 +41,8 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
 @measure("bench", "a decode step against transformers' caches, on random weights", _bench_flags)
 def bench(args: argparse.Namespace) -> int:
     """Compare the time of a decode step with the caches of transformers. All baselines run in one process, one after
-    another. Times are CPU time, or synchronized wall time on CUDA, as medians and quartiles. Counterparts of InfiniGen's
-    figures: Figure 14 with --batches 1,2,4,8, Figure 15 with --contexts 8k,16k, Figure 16 with --shape A,B. Every run
+    another. Times are CPU time, or synchronized wall time on CUDA, as medians and quartiles. Counterparts of
+    InfiniGen's figures: Figure 14 with --batches 1,2,4,8, Figure 15 with --contexts 8k,16k, Figure 16 with --shape A,B. Every run
     contains the breakdown of Figure 18."""
     from rich.console import Console
 
@@ -267,8 +267,8 @@ def _disk_prefill_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("disk-prefill", "a trained model's prompt whose rows go to a disk, beside one in memory", _disk_prefill_flags)
 def disk_prefill(args: argparse.Namespace) -> int:
-    """Compare the CPU time of a prompt with the KV cache in memory, and with the KV cache on disk and a fraction of it in
-    memory, alternately. The first tokens must be equal."""
+    """Compare the CPU time of a prompt with the KV cache in memory, and with the KV cache on disk and a fraction of it
+    in memory, alternately. The first tokens must be equal."""
     from ...utils.texts import read_text
     from ..speed.disk_prefill import PrefillConfig, run_disk_prefill
 

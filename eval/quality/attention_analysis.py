@@ -208,7 +208,7 @@ def _smooth(at: dict[int, list[float]]) -> list[tuple[float, float]]:
 
 
 def _recalled(tested: ModelUnderTest, windows: Sequence[Window], rows: list[Row], title: str, out: Path) -> None:
-    """Measure the recall of the heaviest 10 % of tokens by partial scoring keys, by ratio and skew (Figures 13, 17b)."""
+    """Measure the recall of the heaviest 10 % of tokens by partial scoring keys (Figures 13, 17b)."""
     bases = {name: _basis(tested, name) for name in ("svd", "balanced", "none")}
     hits: dict[str, dict[float, list[float]]] = {}
     by_layer: dict[int, list[float]] = {}
