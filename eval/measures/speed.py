@@ -42,8 +42,8 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
 def bench(args: argparse.Namespace) -> int:
     """Compare the time of a decode step with the caches of transformers. All baselines run in one process, one after
     another. Times are CPU time, or synchronized wall time on CUDA, as medians and quartiles. Counterparts of
-    InfiniGen's figures: Figure 14 with --batches 1,2,4,8, Figure 15 with --contexts 8k,16k, Figure 16 with --shape A,B. Every run
-    contains the breakdown of Figure 18."""
+    InfiniGen's figures: Figure 14 with --batches 1,2,4,8, Figure 15 with --contexts 8k,16k, Figure 16 with --shape A,B.
+    Every run contains the breakdown of Figure 18."""
     from rich.console import Console
 
     from ...utils.config_fields import check_choice

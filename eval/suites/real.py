@@ -1,9 +1,9 @@
 """Quality evaluation on widely used trained models: `make real`, `offload-rt eval real`.
 
-Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS). The evaluation consists of parts. A part starts no
-new rows after `--minutes`; its tables contain the rows measured so far, and a further run continues. Perplexity and
-ablation are computed layer by layer in bfloat16 with few windows. RULER and question tasks run through the LM Evaluation
-Harness and the decode path. Tables are written to eval/results/MODEL.
+Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS). The evaluation consists of parts. A part starts
+no new rows after `--minutes`; its tables contain the rows measured so far, and a further run continues. Perplexity and
+ablation are computed layer by layer in bfloat16 with few windows. RULER and question tasks run through the LM
+Evaluation Harness and the decode path. Tables are written to eval/results/MODEL.
 """
 
 from __future__ import annotations
