@@ -1,6 +1,6 @@
-"""Link of the baseline "ideal": all KV is on the device, so there are no transfers ("Ideal" in Figure 18 of the paper).
+"""Link of the baseline "ideal": all KV is on the device, so there are no transfers.
 
-The difference to this baseline is the transfer cost of a policy.
+The baseline corresponds to "Ideal" in Figure 18 of the paper. The difference to this baseline is the transfer cost of a policy.
 """
 
 from __future__ import annotations
