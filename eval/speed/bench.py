@@ -139,7 +139,10 @@ def run_bench(config: BenchConfig, out: Path, console: Console, *others: str) ->
 
 
 def measure(config: BenchConfig, model: Any, point: Point, console: Console, skipped: dict[str, None]) -> list[Timing]:
-    """Measure all baselines at one point, alternately. Baselines that cannot run are added to `skipped` with the reason."""
+    """Measure all baselines at one point, alternately.
+
+    Baselines that cannot run are added to `skipped` with the reason.
+    """
     # On CUDA the baselines run one after another, because device memory does not hold all of them at once.
     repeats = WARM_UP + config.repeats
     stage_steps = 2 * config.repeats
@@ -181,7 +184,7 @@ def _interleaved(
 
 
 def make_field(model: Any, length: int, room: int, fraction: float, spread: float = 0.0, batch: int = 1) -> Field:
-    """Create synthetic contexts of `length` tokens for `model`, in pools with room for the new tokens of all policies."""
+    """Create synthetic contexts of `length` tokens, in pools with room for the new tokens of all policies."""
     geometry = adapter_for(model).geometry
     synthetic = SyntheticKV.draw(geometry, length, fraction, spread)
     made = {"auto": _context(model, synthetic, room, batch, "auto", len(MAKERS))}

@@ -1,6 +1,7 @@
 """Link of the baseline "ideal": all KV is on the device, so there are no transfers.
 
-The baseline corresponds to "Ideal" in Figure 18 of the paper. The difference to this baseline is the transfer cost of a policy.
+The baseline corresponds to "Ideal" in Figure 18 of the paper. The difference to this baseline is the transfer cost of
+a policy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ...transfer.link import PrefilledLayer, Savings, Ticket
 
 @dataclass(frozen=True)
 class _Ticket:
-    """Pending fetch from the KV `[2, Hkv, room, d]` of a layer: resident tokens and `selection` (None: all of `all`)."""
+    """Pending fetch from KV `[2, Hkv, room, d]` of a layer: resident tokens and `selection`, or all of `all`."""
 
     rows: torch.Tensor
     all: range

@@ -124,7 +124,7 @@ class SyntheticKV:
 
 
 def _counts(n: int, heads: int, spread: float) -> list[int]:
-    """Return counts of at least 1 for `heads`, evenly from `(1 - spread) n` to `(1 + spread) n`, `heads * n` in total."""
+    """Return counts for `heads`, evenly from `(1 - spread) n` to `(1 + spread) n`, `heads * n` in total, each >= 1."""
     steps = [2 * i / (heads - 1) - 1 if heads > 1 else 0.0 for i in range(heads)]
     counts = [max(1, round(n * (1 + spread * step))) for step in steps]
     counts[-1] += heads * n - sum(counts)
