@@ -4,7 +4,7 @@
     python scripts/examples/answer_many.py --document book.txt --questions - --model Qwen/Qwen3-8B --policy full
 
 Questions are lines of a text file; blank lines are skipped. Instruct models are prompted with their chat template.
-Answers are written as JSON lines in the order of the questions after each batch, so that Ctrl-C loses at most one batch.
+Answers are written as JSON lines in the order of the questions after each batch, so Ctrl-C loses at most one batch.
 If started again with the same arguments, the script continues after the existing answers.
 """
 

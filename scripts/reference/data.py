@@ -364,7 +364,7 @@ def training_books(data: Path) -> list[Path]:
 
 
 def train_tokenizer(books: Sequence[Path], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) with `vocab_size` tokens; token 0 is end of text."""
+    """Train byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) of `vocab_size` tokens; 0 is end of text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

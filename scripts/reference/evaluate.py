@@ -162,7 +162,7 @@ def by_distance(answers: Sequence[Answer], edges: Sequence[int]) -> dict[str, tu
 
 @dataclass(frozen=True)
 class Pinned:
-    """Scores that identify a checkpoint within seconds: bits per byte of a fixed text, and held-out questions answered."""
+    """Scores that identify a checkpoint: bits per byte of a fixed text, and number of held-out questions right."""
 
     bits_per_byte: float
     right: int
