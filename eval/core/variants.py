@@ -22,7 +22,7 @@ def make_variants(
 
     Args:
         policies: Policies to combine with every budget; `full` is always first.
-        budgets: Budgets, as fractions of the context or token counts.
+        budgets: Budgets, as fractions of the context.
         settings: "key=value" options shared by all combined policies.
         more: Further variants, each as "POLICY key=value ...".
     """

@@ -185,8 +185,8 @@ def _truncation_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("truncation", "what a truncated session still knows: perplexity, questions", _truncation_flags)
 def truncation(args: argparse.Namespace) -> int:
-    """Measure perplexity and question accuracy after a truncation: KV kept with its positions, recomputed, kept without
-    adjusting the positions (naive), and not truncated."""
+    """Measure perplexity and question accuracy after a truncation: recomputed, KV kept with its positions, KV kept with
+    the gap closed but keys not rotated (naive), and not truncated."""
     from ..quality.truncation import TruncationConfig, run_truncation
 
     config = TruncationConfig(args.context, args.keep, args.scored, args.windows, args.passages, args.seed)

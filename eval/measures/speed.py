@@ -83,7 +83,7 @@ def _real_flags(parser: argparse.ArgumentParser) -> None:
 def real_speed(args: argparse.Namespace) -> int:
     """Compare transformers' caches, the policies of this package, and kvpress and llama.cpp if installed, on the same
     model and text. Reports the time to the first token, the time of each further token, memory, and agreement with
-    float32. Each competitor runs in its own process, one after another. Times are CPU time."""
+    float32. Each competitor runs in its own process; they answer alternately. Times are CPU time."""
     from ...utils.texts import read_text
     from ..speed.competitors import SpeedConfig
     from ..speed.real_speed import run_real_speed

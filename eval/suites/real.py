@@ -44,7 +44,7 @@ RULER = (
     "ruler_cwe", "ruler_fwe", "ruler_vt", "niah_multikey_2", "niah_multivalue_local", "niah_multiquery_local",
     "niah_multikey_3", "niah_single_1",
 )  # fmt: skip
-"""RULER tasks most sensitive to selecting few tokens, in decreasing order."""
+"""RULER tasks most sensitive to selecting few tokens."""
 
 TASKS = ("piqa_local", "copa_local", "openbookqa_local", "winogrande_local", "rte_local", "lambada_local")
 
