@@ -1,4 +1,4 @@
-"""`offload-rt eval MEASURE ...`: one way to everything that measures. Nothing heavy is imported before one runs."""
+"""Command line `offload-rt eval MEASURE ...`. Heavy modules are imported only when a measure runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .core.registry import MEASURES, run_measure
 from .measures import quality, serving, simulate, speed, suites
 
 FOLDERS = {"quality": quality, "speed": speed, "serving": serving, "simulate": simulate, "suites": suites}
-"""The modules that register our measures, by the folder of what they run."""
+"""Modules that register the built-in measures, by the folder of their implementation."""
 
 
 def listing() -> str:
-    """What `offload-rt eval --help` says: each measure with one line."""
+    """Return the text of `offload-rt eval --help`, with one line per measure."""
     width = max(map(len, MEASURES)) + 2
     lines = [f"  {name:{width}}{found.help}" for name, found in MEASURES.items()]
     usage = "usage: offload-rt eval MEASURE ...\n"
@@ -23,8 +23,10 @@ def listing() -> str:
 
 
 def run_eval(arguments: Sequence[str]) -> int:
-    """Runs `arguments`: a measure (or a Python file that registers one) and its own arguments; `--help` lists all.
-    Raises ConfigError for an unknown or a missing measure, and what the measure raises."""
+    """Run `arguments`: the name of a measure (or a Python file that registers one), followed by its arguments.
+
+    `--help` lists all measures. Returns the exit code. Raises ConfigError if the measure is missing or unknown.
+    """
     if not arguments:
         raise ConfigError(f"name a measure: {', '.join(MEASURES)} (see offload-rt eval --help)")
     name, *others = arguments

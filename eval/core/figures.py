@@ -1,4 +1,4 @@
-"""Pictures of results: every one is a function of rows, written as PNG, with its numbers beside it as JSON."""
+"""Plot helpers. Each figure is written as PNG, together with a JSON file of the plotted data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ MARKERS = "osD^vPX*"
 
 @contextmanager
 def picture(path: Path, title: str, data: Any, *, panels: tuple[int, int] = (1, 1)) -> Iterator[list[Axes]]:
-    """Axes (row by row) of a figure that is written to `path` at the end, `data` to the same name with .json."""
+    """Yield the axes of a new figure in row-major order, then write the figure and `data`.
+
+    The figure goes to `path`, `data` to the same path with the suffix .json. Axes without data are hidden.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -57,8 +60,16 @@ def lines(
     percent: str = "",
     errors: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> None:
-    """One line per name in `series`, points (x, y); `errors` (below, above) of each point; `percent` names the axes
-    ("x", "y", "xy") that show shares."""
+    """Plot one line per name in `series`.
+
+    Args:
+        axis: Axes to draw on.
+        series: Points (x, y) by name.
+        x: Label of the x axis.
+        y: Label of the y axis.
+        percent: Axes to format as percentages: "x", "y" or "xy".
+        errors: Error bars (below, above) of each point by name.
+    """
     from matplotlib.ticker import PercentFormatter
 
     for i, (name, points) in enumerate(series.items()):

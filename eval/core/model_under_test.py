@@ -1,4 +1,4 @@
-"""What is measured: a model that is loaded once, and variants of how it runs (policy, options, limits of the pool)."""
+"""Model under test: loaded once and evaluated under several variants (policy, options, KV pool settings)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from .teacher_forced import Observer, Prefix, prefill_layers, score_layerwise
 PATHS = ("layers", "steps")
 
 PREFIX_BYTES = 3 << 30
-"""Of exact prefills that are kept for the next policy, at most; and never more than a quarter of what is free."""
+"""Upper limit of the memory for cached exact prefills; a quarter of the available memory is a second limit."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A policy, its options, and what else `LLM` takes (`host_memory`, `eviction`, ...), as plain JSON values."""
+    """A policy, its options and further `LLM` arguments (`host_memory`, `eviction`, ...), as plain JSON values."""
 
     policy: str = "full"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -44,13 +44,13 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """The policy and everything that was set, for tables."""
+        """Policy and all settings as text, for tables."""
         parts = [f"{key}={_plain(value)}" for key, value in (*self.options.items(), *self.engine.items())]
         return " ".join([self.policy, *parts])
 
     @property
     def key(self) -> dict[str, Any]:
-        """What tells this variant from all others."""
+        """All fields as plain JSON values; unique per variant."""
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
 
 
@@ -59,8 +59,10 @@ def _plain(value: object) -> str:
 
 
 def grid(policies: Sequence[str], budgets: Sequence[float], options: Mapping[str, Any] | None = None) -> list[Variant]:
-    """`full` first (everything is compared with it), then every other policy at every budget; with no budgets each
-    policy once, with its own rule. `options` are set for every policy but full."""
+    """Return the variants to compare: the baseline `full`, then every other policy at every budget.
+
+    Without budgets, each policy appears once with its default budget. `options` apply to every policy except `full`.
+    """
     variants, shared = [Variant("full")], dict(options or {})
     for policy in policies:
         if policy != "full":
@@ -71,7 +73,7 @@ def grid(policies: Sequence[str], budgets: Sequence[float], options: Mapping[str
 
 @dataclass(frozen=True)
 class Text:
-    """tokens, of which the first `decode_from` are prefilled exactly, and those from `scored_from` on are scored."""
+    """Token ids; `[0, decode_from)` is prefilled with full attention, `[scored_from, N)` is scored."""
 
     tokens: tuple[int, ...]
     decode_from: int
@@ -83,12 +85,20 @@ class Text:
 
 @dataclass(frozen=True)
 class Scored:
-    """Of one text: nats `[n]` and greedy match `[n]` of its scored tokens, and what they cost.
+    """Scores and costs of one text. A metric is None if it was not measured.
 
-    attended, link: mean over layers and decoded positions of the share of visible rows attended / fetched, dense layers
-    included; sparse_*: over the layers that select. link_bytes: fetched while decoding. missed, missed_worst: attention
-    mass outside the attended rows, mean and worst layer. output_error: of the attention output, |out - exact| /
-    |exact|, mean and worst layer (only path "layers" measures it). None where there is nothing to measure.
+    Attributes:
+        nats: Negative log-probability of each scored token, `[n]`.
+        is_greedy: Whether each scored token is the most probable one, `[n]`.
+        attended: Fraction of the visible KV entries attended exactly, mean over all layers and decoded positions.
+        link: Fraction of the visible KV entries fetched from the host, mean over all layers and decoded positions.
+        sparse_attended: As `attended`, over the sparse layers only.
+        sparse_link: As `link`, over the sparse layers only.
+        missed: Missed attention mass (attention weight of tokens not attended), mean over the sparse layers.
+        missed_worst: Missed attention mass of the worst layer.
+        output_error: Relative error |out - exact| / |exact| of the attention output, mean over the sparse layers
+            (path "layers" only).
+        output_error_worst: Relative error of the worst layer.
     """
 
     nats: list[float]
@@ -104,10 +114,19 @@ class Scored:
 
 
 class ModelUnderTest:
-    """A model under measurement. `path` "steps" scores by `LLM.score`; "layers" computes the same layer by layer, many
-    times faster on a CPU.
+    """A model under test.
 
-    Raises what `LLM` raises; ConfigError for an unknown path.
+    Args:
+        model: Model name or folder.
+        device: Device, as in `LLM`.
+        dtype: Data type, as in `LLM`.
+        skew: Skew artifact or folder of tuned options; None calibrates on first use.
+        path: "steps" scores with `LLM.score`. "layers" computes the same scores layer by layer, much faster on a CPU.
+        batch: Number of texts per `LLM.score` batch.
+        progress: Called after each scored text.
+
+    Raises:
+        ConfigError: If `path` is unknown. Using the model also raises the errors of `LLM`.
     """
 
     def __init__(
@@ -130,22 +149,22 @@ class ModelUnderTest:
 
     @cached_property
     def loaded(self) -> LoadedModel:
-        """The model itself."""
+        """The model, loaded on first access."""
         return load_model(self.model, device=self._device, dtype=self._dtype)
 
     @property
     def name(self) -> str:
-        """The model's name without the folders in front of it; its fingerprint says which it is."""
+        """Model name without leading folders; the fingerprint identifies the weights."""
         return self.loaded.name.rstrip("/").rsplit("/", 1)[-1]
 
     @property
     def geometry(self) -> ModelGeometry:
-        """Shapes."""
+        """Shape parameters of the model."""
         return self.loaded.adapter.geometry
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What every row says of the model."""
+        """Model columns of every result row."""
         adapter = self.loaded.adapter
         return {
             "model": self.name,
@@ -156,32 +175,37 @@ class ModelUnderTest:
         }
 
     def encode(self, text: str) -> tuple[list[int], list[int], tuple[int, ...]]:
-        """`encode_text`, once for each text."""
+        """Encode `text` with `encode_text` and cache the result."""
         digest = text_digest(text)
         if digest not in self._encoded:
             self._encoded[digest] = encode_text(self, text)
         return self._encoded[digest]
 
     def artifact(self, method: SkewMethod) -> SkewArtifact:
-        """The skew artifact given, or the cached one of `method`."""
+        """Return the given skew artifact, or the cached one for `method`."""
         if method not in self._artifacts:
             given = None if self._skew is None else load_artifact(self._skew, self.loaded.fingerprint)
             self._artifacts[method] = given or cached_artifact(self.loaded, method)
         return self._artifacts[method]
 
     def options(self, variant: Variant) -> dict[str, Any]:
-        """The variant's options on top of tuned ones, as on a device: there rows cross a link, so that what selects
-        them is guessed, while on a CPU it would be the layer's own query. A CPU's measurement is to say what a device
-        does."""
+        """Return the tuned options overridden by the options of the variant."""
         options = dict(default_options(self._skew, variant.policy, variant.options, self.loaded.fingerprint))
         if variant.policy in ("infinigen", "auto") and options.get("preset") != "paper":
+            # An accelerator selects with a speculated query; a CPU defaults to the true query of the layer.
+            # Evaluations on a CPU must predict the quality on an accelerator.
             options.setdefault("source", "attention_input")
         return options
 
     def policy(self, variant: Variant, context: int | None = None) -> Policy:
-        """The variant's policy for this model, its options on top of those that a tuned folder given as `skew` chose;
-        "skew": "none" compares queries and keys as they are (for ablations, path "layers" only). Raises ConfigError for
-        options that it does not have, and for a budget that selects nothing of `context` tokens."""
+        """Build the policy of the variant for this model.
+
+        Options of the variant override the tuned options in `skew`. The option "skew": "none" disables skewing (for
+        ablations, path "layers" only).
+
+        Raises:
+            ConfigError: If an option is unknown, or if the budget selects no token of `context` tokens.
+        """
         options = self.options(variant)
         unskewed = options.get("skew") == "none"
         if unskewed:
@@ -193,14 +217,16 @@ class ModelUnderTest:
         return build_policy(self.loaded, variant.policy, options, self._identity if unskewed else self.artifact)
 
     def key(self, variant: Variant) -> dict[str, Any]:
-        """What decides a variant's numbers for this model: what its words mean today (defaults change), not the words,
-        so that what is the same is measured once."""
+        """Return the row-store key of the variant for this model."""
+        # The resolved options, not the given ones: equal variants are measured once, changed defaults again.
         lineage = self.policy(variant).lineage
         return {"policy": variant.policy, "engine": variant.key["engine"], "lineage": lineage}
 
     def describe(self, variant: Variant) -> dict[str, Any]:
-        """What every row says of its model and its variant; `lineage` tells the policy's options, defaults and skew
-        artifact from all others."""
+        """Return the model and variant columns of a result row.
+
+        `lineage` identifies the options, defaults and skew artifact of the policy.
+        """
         policy = self.policy(variant)
         return {
             **self.identity,
@@ -214,13 +240,13 @@ class ModelUnderTest:
         }
 
     def _identity(self, method: SkewMethod) -> SkewArtifact:
-        """A skew that does nothing."""
+        """Return an identity skew."""
         real = self.artifact(method)
         unit = torch.eye(real.query.shape[-1], dtype=real.query.dtype).expand_as(real.query).clone()
         return replace(real, query=unit, key=unit)
 
     def llm(self, variant: Variant) -> LLM:
-        """A runtime of its own for the variant."""
+        """Create a new `LLM` for the variant."""
         return LLM(
             self.model,
             policy=variant.policy,
@@ -232,7 +258,10 @@ class ModelUnderTest:
         )
 
     def score(self, variant: Variant, texts: Sequence[Text], observe: Observer | None = None) -> list[Scored]:
-        """Each text under the variant, through the decode path; `observe` sees every layer (path "layers" only)."""
+        """Score each text under the variant through the decode path.
+
+        `observe` is called with every layer of every text (path "layers" only; ConfigError otherwise).
+        """
         if self.path == "layers":
             policy, pool = self.policy(variant), pool_settings(variant.engine)
             return [self._by_layer(policy, pool, text, observe) for text in texts]
@@ -263,7 +292,8 @@ class ModelUnderTest:
         )
 
     def _prefix(self, tokens: tuple[int, ...]) -> Prefix:
-        """The exact prefill of `tokens`, kept while there is room: policies see the same texts one after another."""
+        """Return the exact prefill of `tokens`, cached while memory allows."""
+        # Policies are evaluated on the same texts one after another.
         if tokens not in self._prefixes:
             made = prefill_layers(self.loaded.adapter, tokens)
             kept = sum(prefix.nbytes for prefix in self._prefixes.values())
@@ -273,11 +303,11 @@ class ModelUnderTest:
         return self._prefixes[tokens]
 
     def forget(self) -> None:
-        """Drops the prefills that are kept: what comes next are other texts."""
+        """Drop all cached prefills, for example before other texts are scored."""
         self._prefixes.clear()
 
     def score_by_step(self, variant: Variant, texts: Sequence[Text]) -> list[Scored]:
-        """Through `LLM.score` whatever the path, texts with the same number of prefilled tokens in one call."""
+        """Score with `LLM.score` regardless of `path`; texts with equal `decode_from` share one call."""
         llm = self.llm(variant)
         done: dict[int, Scored] = {}
         for start in sorted({text.decode_from for text in texts}):
@@ -301,20 +331,26 @@ class ModelUnderTest:
 
 
 def pool_settings(engine: Mapping[str, Any]) -> PoolSettings:
-    """A variant's `engine` settings, read as `LLM` reads them. Raises ConfigError."""
+    """Parse the `engine` settings of a variant as `LLM` does. Raises ConfigError if they are invalid."""
     check_keys(PoolSettings, engine)
     config = from_mapping(EngineConfig, engine)
     return PoolSettings(**{name: getattr(config, name) for name in engine})
 
 
 def text_digest(text: str) -> str:
-    """Short digest of a text, so that results of another text are never taken for its."""
+    """Return a short digest of `text`, used in the keys of results."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int], tuple[int, ...]]:
-    """Token ids, each token's end in UTF-8 bytes of `text`, and the tokens that begin every text of this tokenizer
-    (BOS where it has one). Raises InputError without a fast tokenizer."""
+    """Tokenize `text` with byte offsets.
+
+    Returns:
+        Token ids, end offset of each token in UTF-8 bytes of `text`, and the leading special tokens (BOS if any).
+
+    Raises:
+        InputError: If the model has no fast tokenizer.
+    """
     tokenizer = tested.loaded.tokenizer
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
         raise InputError(f"{tested.model} has no fast tokenizer, which measuring by bytes needs")
@@ -329,5 +365,5 @@ def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int]
 
 
 def _leading(probe: Sequence[int], bare: Sequence[int]) -> int:
-    """How many special tokens stand before a text."""
+    """Count the special tokens before a text."""
     return next(i for i in range(len(probe)) if list(probe[i : i + len(bare)]) == list(bare))

@@ -1,11 +1,13 @@
-"""Needles: facts hidden in a book and asked for at its end, in sentences that the reference models were trained on.
+"""Needle-in-a-haystack tasks: facts hidden in a book, with questions at the end.
 
-No name was ever trained on: who answers has looked back, not remembered. Those that are only asked about are made of
-syllables that no training name is made of; those that are answers themselves (`LINKED`) are of names that training held
-out: the reference models cannot write syllables they have never written, and find no chain of such names. A kind is one
-way in which selecting tokens can fail: one fact alone, one of many alike, several values of one key, several questions
-in a row, a chain whose links are told in any order and followed one by one (RULER's variable tracking, Hsieh et al.
-2024).
+The sentences follow templates that the reference models were trained on, but no name occurs in the training data.
+A correct answer therefore comes from the context. Names in questions (`NAMES`) are composed of syllables that no
+training name contains. Names that serve as answers (`LINKED`) are held-out names of familiar syllables, because the
+reference models cannot generate unseen syllables.
+
+Each kind tests one failure mode of token selection: a single fact, one of many similar facts, several values of one
+key, several questions in sequence, and a chain of facts in random order (variable tracking in RULER,
+Hsieh et al. 2024).
 """
 
 from __future__ import annotations
@@ -43,8 +45,10 @@ PROMPT_AND_ANSWER = tuple[str, str]
 
 @dataclass(frozen=True)
 class Needle:
-    """`statements` stand in the text in any order; each question's answers must all be right: (prompt, answer) pairs,
-    read one after another."""
+    """Statements to hide in the text in any order, and questions as sequences of (prompt, answer) pairs.
+
+    A question counts as correct only if all its answers are.
+    """
 
     statements: tuple[str, ...]
     questions: tuple[tuple[PROMPT_AND_ANSWER, ...], ...]
@@ -74,20 +78,20 @@ def _told(pairs: Sequence[PROMPT_AND_ANSWER]) -> tuple[str, ...]:
 
 
 def _single(rng: Rng) -> Needle:
-    """One fact, one question."""
+    """One fact and one question."""
     pair = FACTS[int(rng.integers(len(FACTS)))](rng, _people(rng, 1)[0])
     return Needle(_told([pair]), ((pair,),))
 
 
 def _several_keys(rng: Rng) -> Needle:
-    """Eight people, one and the same fact of each, one question."""
+    """The same kind of fact about eight people; one question."""
     fact = FACTS[int(rng.integers(2))]
     pairs = [fact(rng, who) for who in _people(rng, 8)]
     return Needle(_told(pairs), ((pairs[0],),))
 
 
 def _several_values(rng: Rng) -> Needle:
-    """Two people with three wishes each, all three of one asked for."""
+    """Three wishes of each of two people; one question about all wishes of one person."""
     wishes = []
     for who in _people(rng, 2):
         objects = rng.choice(OBJECTS, size=3, replace=False)
@@ -96,13 +100,13 @@ def _several_values(rng: Rng) -> Needle:
 
 
 def _several_queries(rng: Rng) -> Needle:
-    """Four facts about four people, a question after each."""
+    """Facts about four people; one question about each."""
     pairs = [FACTS[int(rng.integers(len(FACTS)))](rng, who) for who in _people(rng, 4)]
     return Needle(_told(pairs), tuple((pair,) for pair in pairs))
 
 
 def _chain(rng: Rng) -> Needle:
-    """Two chains of four names, one followed from its first name to its end."""
+    """Two chains of four names; one question that follows the first chain to its end."""
     people = _people(rng, 8, LINKED)
     chains = [tuple((f" After {a} comes", f" {b}") for a, b in pairwise(names)) for names in (people[:4], people[4:])]
     return Needle(_told([*chains[0], *chains[1]]), (chains[0],))
@@ -119,8 +123,7 @@ KINDS: dict[str, Callable[[Rng], Needle]] = {
 
 @dataclass(frozen=True)
 class Question:
-    """answers: positions of the tokens that must be right; distance: tokens from the fact's first statement to its
-    first answer."""
+    """Positions of the answer tokens, and the distance in tokens from the first statement to the first answer."""
 
     answers: tuple[int, ...]
     distance: int
@@ -128,7 +131,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Passage:
-    """A text whose end asks for what stands in it; prefilled is all before the first question."""
+    """A text with hidden statements and questions at its end. Everything before the first question is prefilled."""
 
     kind: str
     text: Text
@@ -136,7 +139,11 @@ class Passage:
 
 
 class Haystack:
-    """A book to hide needles in. Raises InputError without a fast tokenizer, or for a book without sentences."""
+    """A book to hide needles in.
+
+    Raises:
+        InputError: If the model has no fast tokenizer, or if the book contains no sentences.
+    """
 
     def __init__(self, tested: ModelUnderTest, book: str) -> None:
         self._tokenizer: Any = tested.loaded.tokenizer
@@ -151,9 +158,12 @@ class Haystack:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def hide(self, rng: Rng, kind: str, length: int) -> Passage:
-        """A passage of exactly `length` tokens: prose from a random place, the statements at random sentence starts.
+        """Build a passage of exactly `length` tokens.
 
-        Raises InputError where needle and questions do not fit, or the book is too short.
+        The prose begins at a random sentence. The statements are inserted at random sentence starts.
+
+        Raises:
+            InputError: If the needle and its questions do not fit, or if the book is too short.
         """
         needle = KINDS[kind](rng)
         statements = [self._piece(s) for s in needle.statements]
@@ -173,7 +183,7 @@ class Haystack:
         tokens += self._ids[at : begin + room]
         start = len(tokens)
         questions = []
-        first = 0  # the question's facts are the needle's first ones, in order
+        first = 0  # index of the first statement of the question; statements follow the order of the questions
         for question, positions in zip(needle.questions, marks, strict=True):
             stated = min(told[first + i] for i in range(len(question)))
             first += len(question)
@@ -182,7 +192,7 @@ class Haystack:
         return Passage(kind, Text((*tokens, *asked), start - 1, start), tuple(questions))
 
     def _ask(self, needle: Needle) -> tuple[list[int], list[list[int]]]:
-        """The questions' tokens, and in them the positions of each question's answers."""
+        """Return the tokens of all questions, and the positions of the answer tokens of each question."""
         tokens: list[int] = []
         marks: list[list[int]] = []
         for question in needle.questions:

@@ -1,11 +1,11 @@
-"""The measures of `offload-rt eval`: a decorator enters one, `run_measure` reads its flags and runs it.
+"""Registry of the evaluations of `offload-rt eval`: `@measure` registers one, `run_measure` runs it.
 
     @measure("tokens", "how many tokens a text has", add_flags)
     def tokens(args: argparse.Namespace) -> int:
         ...
 
-A file of one's own that registers a measure is run by its path: `offload-rt eval ./tokens.py --text book.txt`. Modules
-that register measures import what is heavy inside the function, so that all measures can be listed at once.
+A Python file that registers a measure is run by its path: `offload-rt eval ./tokens.py --text book.txt`. Modules that
+register measures import heavy dependencies inside the function, so that listing all measures stays fast.
 """
 
 from __future__ import annotations
@@ -26,8 +26,14 @@ Flags = Callable[[argparse.ArgumentParser], None]
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure. help: one line; add_flags: enters its flags in a parser, None where `run` reads the words itself (they
-    are `args.arguments`); run: measures, and returns the exit code. Its docstring is what `--help` says."""
+    """A registered measure.
+
+    Attributes:
+        name: Name on the command line.
+        help: One-line description.
+        add_flags: Adds the flags to a parser. If None, `run` parses `args.arguments` itself.
+        run: Runs the measure and returns the exit code. Its docstring is the `--help` description.
+    """
 
     name: str
     help: str
@@ -36,11 +42,11 @@ class Measure:
 
 
 MEASURES: dict[str, Measure] = {}
-"""All that were registered, by name."""
+"""Registered measures by name."""
 
 
 def measure(name: str, help: str, add_flags: Flags | None) -> Callable[[Run], Run]:
-    """Registers the decorated function as the measure `name`. Raises ConfigError where the name is taken."""
+    """Register the decorated function as the measure `name`. Raises ConfigError if the name is taken."""
 
     def register(run: Run) -> Run:
         if name in MEASURES:
@@ -52,17 +58,24 @@ def measure(name: str, help: str, add_flags: Flags | None) -> Callable[[Run], Ru
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are ConfigErrors."""
+    """Argument parser that raises ConfigError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises ConfigError."""
+        """Raise ConfigError."""
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def run_measure(name: str, arguments: Sequence[str], prog: str) -> int:
-    """Runs the measure `name`, or the one that the Python file `name` registers, with `arguments`; its exit code.
-    `prog` is how the command line calls it. Raises ConfigError for an unknown measure or flag, and what the measure
-    raises."""
+    """Run a measure and return its exit code.
+
+    Args:
+        name: Name of a registered measure, or path of a Python file that registers one.
+        arguments: Command-line arguments of the measure.
+        prog: Program name in usage messages.
+
+    Raises:
+        ConfigError: If the measure or a flag is unknown. Errors of the measure propagate.
+    """
     found = _from_file(Path(name)) if name.endswith(".py") else None
     if found is None:
         check_choice("measure", name, MEASURES)
@@ -76,8 +89,10 @@ def run_measure(name: str, arguments: Sequence[str], prog: str) -> int:
 
 
 def _from_file(path: Path) -> Measure:
-    """The measure that a Python file registers. Raises InputError where it cannot be read, ConfigError where it
-    registers none or several."""
+    """Load the measure that a Python file registers.
+
+    Raises InputError if there is no such file, ConfigError unless it registers exactly one measure.
+    """
     if not path.is_file():
         raise InputError(f"cannot read {str(path)!r}: there is no such file")
     before = set(MEASURES)

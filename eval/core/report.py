@@ -1,5 +1,7 @@
-"""Results on disk: a file per measured row, written whole or not at all, and from all of them one JSON with everything,
-a CSV, Markdown tables and pictures. A rerun finds the rows that are done and measures the others."""
+"""Results on disk. Each measured row is one file, written atomically; a rerun measures only missing rows.
+
+A `Report` collects the rows and writes them as JSON, CSV and a Markdown table.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,16 @@ from ...utils.native_libraries import native_status
 from ...utils.small_files import read_json
 
 Row = dict[str, Any]
-"""Flat: column -> number, text, list or None."""
+"""Maps a column to a number, text, list or None."""
 
 FORMAT = 2
-"""Of a row's file; raised when what is measured changes, so that old rows are measured again."""
+"""Version of the row files. Increase it if a measurement changes, so that old rows are measured again."""
 
 PACKAGES = ("offload-rt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "lm-eval")
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Writes a file whole or not at all. Raises InputError where that is not possible."""
+    """Write a file atomically. Raises InputError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -44,10 +46,10 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 class RowStore:
-    """Rows by key in `out`/rows. The key is everything that decides a row's numbers, as plain JSON."""
+    """Result rows in `out`/rows by key. A key holds every input that affects the row, as plain JSON values."""
 
     def __init__(self, out: Path) -> None:
-        """Raises InputError where `out` cannot be a folder."""
+        """Create the folder. Raises InputError if that fails."""
         self.out = out
         try:
             (out / "rows").mkdir(parents=True, exist_ok=True)
@@ -59,7 +61,7 @@ class RowStore:
         return self.out / "rows" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
     def get(self, key: Mapping[str, Any]) -> Row | None:
-        """The row of `key`; None where it was not measured, or its file is damaged."""
+        """Return the row of `key`, or None if it is missing or its file is damaged."""
         try:
             found = read_json(self._path(key))
         except (OSError, ValueError):
@@ -70,7 +72,7 @@ class RowStore:
         return row if isinstance(row, dict) else None
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Row]) -> Row:
-        """The row of `key`, measured and kept where it is not there yet."""
+        """Return the row of `key`; measure and store it if it is missing."""
         row = self.get(key)
         if row is None:
             row = measure()
@@ -78,20 +80,20 @@ class RowStore:
         return row
 
     def put(self, key: Mapping[str, Any], row: Row) -> None:
-        """Keeps a row."""
+        """Store a row under `key`."""
         write_atomic(self._path(key), json.dumps({"key": key, "row": row, "at": now()}, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the tables: heading, key in the row, and how a number is written ('' as it is)."""
+    """A table column: heading, key in the row, and format specification of numbers (empty: `str`)."""
 
     heading: str
     key: str
     form: str = ""
 
     def show(self, row: Row) -> str:
-        """The cell's text; a dash for what is not there."""
+        """Return the text of the cell, or a dash if the value is missing."""
         value = row.get(self.key)
         if value is None:
             return "–"
@@ -102,8 +104,17 @@ class Column:
 
 @dataclass(frozen=True)
 class Report:
-    """A finished measurement. `about`: what holds for all rows (model, text, context, seeds ...); `hidden`: keys of
-    rows that only the JSON holds (per-document values)."""
+    """A finished measurement.
+
+    Attributes:
+        name: File name without suffix.
+        title: Heading of the Markdown report.
+        about: Settings common to all rows (model, text, context, seeds ...).
+        columns: Columns of the Markdown table.
+        rows: Result rows.
+        notes: Paragraphs below the table.
+        hidden: Row keys that are omitted from the CSV (per-document values).
+    """
 
     name: str
     title: str
@@ -114,7 +125,7 @@ class Report:
     hidden: frozenset[str] = field(default_factory=lambda: frozenset({"samples"}))
 
     def markdown(self) -> str:
-        """Title, what was measured, the table, notes."""
+        """Return the title, settings, table and notes as Markdown."""
         about = [f"- {key.replace('_', ' ')}: {value}" for key, value in self.about.items()]
         head = "| " + " | ".join(column.heading for column in self.columns) + " |"
         rule = "|" + "---|" * len(self.columns)
@@ -122,7 +133,7 @@ class Report:
         return "\n".join([f"# {self.title}", "", *about, "", head, rule, *body, "", *self.notes]).rstrip() + "\n"
 
     def write(self, out: Path) -> list[Path]:
-        """`out`/name.json, .csv and .md; their paths."""
+        """Write `out`/name.json, .csv and .md. Returns their paths."""
         record = {
             "title": self.title,
             "about": self.about,
@@ -155,14 +166,15 @@ def _csv(keys: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def now() -> str:
-    """The time, in UTC, to the second."""
+    """Return the current UTC time in ISO format, in seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def environment() -> dict[str, Any]:
-    """Versions, machine and command of this process, its files by their names: where they lay is this machine's."""
+    """Return package versions, machine and command line of this process."""
     import torch
 
+    # Absolute paths are reduced to file names, because folders are specific to this machine.
     program, *rest = sys.argv
     return {
         "command": " ".join(

@@ -1,5 +1,7 @@
-"""One layer of one sequence in a pool of its own: which token lies in which slot, step by step. Victims are chosen
-layer by layer, so a layer's share of the pool is all that it needs to know."""
+"""Slot simulator: tracks the token in each pool slot for one layer of one sequence.
+
+Eviction victims are chosen per layer, so each layer can be simulated alone with its share of the pool.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from ...policies.base import Policy
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """What `LLM` takes about the pool: its limit in bytes (None: none), what gives way, and how rows are stored."""
+    """Pool settings of `LLM`: memory limit in bytes (None: unlimited), eviction, and KV storage format."""
 
     host_memory: int | None = None
     eviction: EvictionOptions | None = None
@@ -24,8 +26,10 @@ class PoolSettings:
 
 
 class LayerSlots:
-    """Token ids by slot of layer `layer`. The pool counts chunks, as the real one does of all layers; no row is ever
-    written to it. What slides keeps every token in its slot, as far as its window can show it."""
+    """Token ids by slot of layer `layer`.
+
+    The pool only counts blocks; no KV is written to it. Sliding-window layers are unbounded: no token is evicted.
+    """
 
     def __init__(
         self,
@@ -37,8 +41,10 @@ class LayerSlots:
         prefilled: int,
         device: torch.device,
     ) -> None:
-        """`prefilled` tokens lie in slots of their own numbers; `device` is asked for tokens. Raises PoolFullError
-        where they do not fit."""
+        """Place the `prefilled` tokens in slots of equal number.
+
+        Slot lookups return tensors on `device`. Raises PoolFullError if the tokens do not fit.
+        """
         one = replace(geometry, layers=1, scales=geometry.scales[:1], windows=(None,))
         self._geometry, self._layer = geometry, layer
         if geometry.windows[layer] is not None:
@@ -55,12 +61,15 @@ class LayerSlots:
 
     @property
     def newest(self) -> int:
-        """Slot of the token that came last."""
+        """Slot of the newest token."""
         return self._slots.newest
 
     def enter(self, token: int) -> tuple[int, int] | None:
-        """The next token of the sequence takes its slot; (slot, victim) where the token in `slot` first moved to
-        `victim`. Raises PoolFullError where there is no room."""
+        """Assign a slot to the next token.
+
+        Returns (slot, victim) if the token in `slot` was first moved to the slot `victim`, otherwise None. Raises
+        PoolFullError if the pool is full.
+        """
         self._slots.begin_step(self._block_table, token)
         if self._slots.newest >= len(self._tokens):
             grown = self._tokens.new_empty(max(self._block_table.capacity, token + 1))
@@ -75,17 +84,17 @@ class LayerSlots:
 
     @property
     def visible(self) -> Visible:
-        """The slots that the newest token may attend to."""
+        """Slots that the newest token may attend to."""
         sinks, recent = self._resident
         window = self._geometry.window_at(self._layer, self._slots.context - 1)
         return Visible.of(self._slots.context, sinks=sinks, recent=recent, window=window)
 
     def selected(self, slots: torch.Tensor) -> None:
-        """Rows of `slots` `[Hkv, n]` were selected in this step."""
+        """Record that `slots` `[Hkv, n]` were selected in this step."""
         self._slots.selected(0, slots)
 
     def tokens(self, slots: torch.Tensor | range) -> torch.Tensor:
-        """The tokens in `slots`, in their shape, as they are until the next one enters."""
+        """Return the token ids in `slots`, in the shape of `slots`. Valid until the next `enter`."""
         if isinstance(slots, range):
             return self._tokens[slots.start : slots.stop]
         return self._tokens[slots.to(self._tokens.device)]

@@ -14,7 +14,7 @@ Array = NDArray[np.float64]
 DRAWS = 10_000
 
 BATCH_NUMBERS = 1 << 22
-"""Numbers of a sample that are drawn at once."""
+"""Maximum number of values resampled at once."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether 0 lies outside the interval."""
+        """Whether zero lies outside the interval."""
         return self.low > 0 or self.high < 0
 
 
 def ratio(values: Array, weights: Array) -> Array:
-    """Sum of `values` `[..., n]` over sum of `weights` `[..., n]`: nats per token, bits per byte, a mean."""
+    """Return sum(`values`) / sum(`weights`) over the last axis, both `[..., n]` (e.g. nats per token)."""
     return np.asarray(values.sum(-1) / weights.sum(-1))
 
 
 def ratio_error(values: ArrayLike, weights: ArrayLike) -> float:
-    """Standard error of sum(values) / sum(weights) over n documents, both `[n]` (delta method); 0 for one document."""
+    """Return the standard error of sum(values) / sum(weights), both `[n]` (delta method); 0 for one document."""
     v, w = np.asarray(values, float), np.asarray(weights, float)
     if len(v) < 2:
         return 0.0
@@ -54,10 +54,17 @@ def paired_bootstrap(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Interval:
-    """Interval of change(ratio(values), ratio(base)) by `scipy.stats.bootstrap`, documents drawn with both their scores
-    together; of one document the value alone.
+    """Return the paired bootstrap interval of change(ratio(values), ratio(base)) (`scipy.stats.bootstrap`).
 
-    values, base, weights `[n]` of the same n documents in the same order. seed: the same one gives the same interval.
+    With one document, the interval is the value itself.
+
+    Args:
+        values: Scores of n documents, `[n]`.
+        base: Baseline scores of the same documents in the same order, `[n]`.
+        weights: Weights of the documents, `[n]`.
+        change: Compares the two ratios.
+        draws: Number of bootstrap samples.
+        seed: Random seed; equal seeds give equal intervals.
     """
     from scipy.stats import bootstrap
 
@@ -86,13 +93,14 @@ def paired_bootstrap(
 
 
 def perplexity_change(nats: Array, base: Array) -> Array:
-    """Relative change of perplexity, from nats per token: exp(nats - base) - 1."""
+    """Return the relative change of perplexity from nats per token: exp(nats - base) - 1."""
     return np.expm1(nats - base)
 
 
 def share_error(right: int, asked: int) -> float:
-    """Standard error of an accuracy, `right` of `asked` (binomial; of 0 or all right that of one half answer)."""
+    """Return the binomial standard error of the accuracy `right` / `asked`."""
     if asked == 0:
         return 0.0
+    # Counts at 0 or `asked` are moved inward by 0.5, so that the error is never zero.
     share = min(max(right, 0.5), asked - 0.5) / asked if asked > 1 else 0.5
     return math.sqrt(share * (1 - share) / asked)

@@ -1,10 +1,9 @@
-"""The decode path layer by layer: all decoded positions of a text at once, each with its own selection.
+"""Layer-by-layer teacher-forced scoring: all decoded positions of a text at once, each with its own selection.
 
-A policy never looks ahead within a layer, so the positions of a teacher-forced text need not wait for each other: what
-the step-by-step path computes for token t at layer l depends on layers below l and on keys up to t only. The same is
-true of a bounded pool, whose victims are chosen layer by layer, and of rounded rows. The results are those of
-`LLM.score` up to rounding (a test holds the two together); the time is a small part of it. And because a whole layer is
-at hand, an observer can look at everything that the paper's pictures show.
+The result of token t at layer l depends only on the layers below l and on keys up to t. Layers can therefore be
+computed one after another for all positions. This also holds for a bounded pool, whose victims are chosen per layer,
+and for quantized KV. Results equal those of `LLM.score` up to rounding (covered by a test), at a fraction of the time.
+An observer receives the full attention data of each layer, as needed for the figures of the paper.
 """
 
 from __future__ import annotations
@@ -28,15 +27,22 @@ from ...transfer.plan import attended_tokens
 from .slot_simulator import LayerSlots, PoolSettings
 
 BLOCK = 128
-"""Positions whose attention weights exist at once."""
+"""Number of positions per attention computation; bounds the memory for attention weights."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerView:
-    """One layer of one text for an observer. T decoded positions, N tokens.
+    """Data of one layer and one text for an observer, with T decoded positions and N tokens.
 
-    query: true queries `[H, T, d]`; guess: what the policy selected with, `[H, T, d]` (None in a dense layer).
-    k, v `[Hkv, N, d]`; attended: bool `[Hkv, T, N]`; causal: bool `[T, N]`, what the model itself would see.
+    Attributes:
+        layer: Layer index.
+        scale: Scale of the attention scores.
+        query: True queries `[H, T, d]`.
+        guess: Queries used for selection `[H, T, d]`; None in a dense layer.
+        k: Keys `[Hkv, N, d]`.
+        v: Values `[Hkv, N, d]`.
+        attended: Exactly attended tokens, bool `[Hkv, T, N]`.
+        causal: Attention mask of the model (causal and sliding window), bool `[T, N]`.
     """
 
     layer: int
@@ -56,9 +62,15 @@ UNLIMITED = PoolSettings()
 
 @dataclass(frozen=True, eq=False)
 class LayerwiseScore:
-    """Of one text: log-probability (nats) and greedy match of each scored token, the trace of its decoded positions
-    (missed mass at every step), and per selecting layer the mean relative error of the attention output
-    |out - exact| / |exact|."""
+    """Layer-by-layer scores of one text.
+
+    Attributes:
+        logprobs: Natural log-probability of each scored token.
+        is_greedy: Whether each scored token is the most probable one.
+        trace: Trace of the decoded positions, with the missed attention mass of every step.
+        output_error: Relative error |out - exact| / |exact| of the attention output by sparse layer.
+        dense_layers: Layers without selection.
+    """
 
     logprobs: list[float]
     is_greedy: list[bool]
@@ -68,20 +80,21 @@ class LayerwiseScore:
 
     @property
     def fractions(self) -> Fractions:
-        """Of all positions that were decoded."""
+        """Attended and fetched fractions over all decoded positions."""
         return Fractions.of(self.trace, self.dense_layers)
 
     @property
     def missed(self) -> tuple[float | None, float | None]:
-        """(mean, worst layer's mean) missed attention mass."""
+        """Missed attention mass: (mean over layers, mean of the worst layer)."""
         return layer_means(self.trace, self.dense_layers)
 
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """The exact prefill of a text's first m tokens (lists are empty where m = 0): q `[H, m, d]`, k and v
-    `[Hkv, m, d]` of each layer. The same for
-    every policy, so it is computed once for all that are compared."""
+    """Exact prefill of the first m tokens of a text: q `[H, m, d]`, k and v `[Hkv, m, d]` of each layer.
+
+    The lists are empty if m = 0. The prefill is independent of the policy and shared by all compared policies.
+    """
 
     q: list[torch.Tensor]
     k: list[torch.Tensor]
@@ -89,13 +102,13 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Total size of the tensors in bytes."""
         return sum(t.nbytes for part in (self.q, self.k, self.v) for t in part)
 
 
 @torch.inference_mode()
 def prefill_layers(adapter: ModelAdapter, tokens: Sequence[int]) -> Prefix:
-    """Prefills `tokens` (none is allowed) exactly."""
+    """Prefill `tokens` (possibly empty) with full attention."""
     geometry, found = adapter.geometry, Prefix([], [], [])
     if not tokens:
         return found
@@ -121,16 +134,28 @@ def score_layerwise(
     prefix: Prefix | None = None,
     pool: PoolSettings = UNLIMITED,
 ) -> LayerwiseScore:
-    """Scores tokens [scored_from, N) of `tokens`: the first `decode_from` are prefilled exactly (or were, as `prefix`),
-    the others go through the policy, the last one's own prediction excepted. 0 <= decode_from < scored_from < N.
-    Raises PoolFullError where `pool` has no room."""
+    """Score tokens [scored_from, N) of `tokens`, with 0 <= decode_from < scored_from < N.
+
+    Args:
+        adapter: Model.
+        policy: Policy of the decoded positions [decode_from, N - 1).
+        tokens: Token ids of the text.
+        decode_from: Number of tokens prefilled with full attention.
+        scored_from: Index of the first scored token.
+        observe: Called with the `LayerView` of every layer.
+        prefix: Exact prefill of the first `decode_from` tokens, if already computed.
+        pool: Pool settings.
+
+    Raises:
+        PoolFullError: If the tokens do not fit into the pool.
+    """
     assert 0 <= decode_from < scored_from < len(tokens)
     prefix = prefix or prefill_layers(adapter, tokens[:decode_from])
     return _Pass(adapter, policy, tokens, decode_from, prefix, observe, pool).run(scored_from)
 
 
 class _Pass:
-    """The decoded positions of one text on their way through the layers."""
+    """One pass of the decoded positions of a text through all layers."""
 
     def __init__(
         self,
@@ -157,7 +182,7 @@ class _Pass:
         self.state: PolicyState = policy.new_state(lambda layer, slots: self._keys(layer, slots))
 
     def run(self, scored_from: int) -> LayerwiseScore:
-        """All layers, then the head."""
+        """Compute all layers and score the tokens from `scored_from` on."""
         x = self.adapter.embed(self.ids[self.start : self.stop], self.positions[self.start :])
         guess: torch.Tensor | None = None
         for layer in range(self.geometry.layers):
@@ -172,7 +197,7 @@ class _Pass:
     def _layer(
         self, layer: int, x: torch.Tensor, guess: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x `[T, D]` -> (layer's output `[T, D]`, the next layer's speculated queries `[H, T, d]`)."""
+        """Map x `[T, D]` to the layer output `[T, D]` and the speculated queries `[H, T, d]` of the next layer."""
         adapter, prefix = self.adapter, self.prefix
         attention_input = adapter.attention_input(layer, x)
         q, k, v = adapter.qkv(layer, attention_input, self.positions[self.start :])
@@ -190,7 +215,7 @@ class _Pass:
     def _speculate(
         self, layer: int, x: torch.Tensor, attention_input: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor | None:
-        """What layer `layer` selects with, from the layer before; None where it takes its true query."""
+        """Speculate the queries of `layer` from the previous layer. None if `layer` is dense or uses its true query."""
         if layer == self.geometry.layers or layer in self.policy.dense_layers or self.policy.query_source == "query":
             return None
         adapter, at = self.adapter, self.positions[self.start :]
@@ -200,7 +225,7 @@ class _Pass:
     def _decoded(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, guess: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention `[H, T, d]` of the decoded positions' true queries q `[H, T, d]`, each over its selection."""
+        """Compute the attention output `[H, T, d]` of the true queries q `[H, T, d]`, each over its own selection."""
         at = range(self.start, self.stop)
         ago = self.positions[self.start :, None] - self.positions
         shown = torch.tensor([self.geometry.window_at(layer, t) or self.stop for t in at], device=ago.device)
@@ -218,8 +243,10 @@ class _Pass:
         return out
 
     def _walk(self, layer: int, q: torch.Tensor, rows: _Rows, chosen: torch.Tensor | None) -> None:
-        """Enters in `rows` what each decoded position attends to, asked of the policy in order; chosen `[H, T, d]` is
-        what it selects with, None in a dense layer."""
+        """Record in `rows` the attended tokens of each decoded position, in order.
+
+        `chosen` `[H, T, d]` are the queries used for selection; None in a dense layer.
+        """
         slots = LayerSlots(
             self.geometry, layer, self.adapter.dtype, self.pool, self.policy, self.start, self.adapter.device
         )
@@ -251,7 +278,7 @@ class _Pass:
     def _select(
         self, layer: int, q: torch.Tensor, guess: torch.Tensor, visible: Visible, slots: LayerSlots
     ) -> torch.Tensor:
-        """SlotTable `[Hkv, n]` of one position: selected with `guess` `[H, d]`, and repaired with the true query q."""
+        """Select slots `[Hkv, n]` for one position with `guess` `[H, d]`; repair with the true query q `[H, d]`."""
         selection = self.state.select(layer, guess, visible).known()
         slots.selected(selection.tokens)
         extra = self.state.repair(layer, q, visible, selection)
@@ -267,7 +294,7 @@ class _Pass:
         visible: Visible,
         slots: LayerSlots,
     ) -> None:
-        """Tells the policy the attention weights of the position's query q `[H, d]`, if it wants them."""
+        """Report the attention weights of q `[H, d]` to the policy if `wants_weights` is set."""
         if not self.policy.wants_weights:
             return
         index = slots.tokens(selected).unsqueeze(-1).expand(-1, -1, q.shape[-1])
@@ -278,8 +305,11 @@ class _Pass:
         self.state.on_attended(layer, attended_tokens(visible, selected), group_weights(q, parts, scale, lse, softcap))
 
     def _attend(self, layer: int, q: torch.Tensor, rows: _Rows) -> torch.Tensor:
-        """Attention over what is attended: resident rows as they are, others as they are stored. In selecting layers
-        also the missed mass (of all tokens so far, those included that the pool has lost) and the output error."""
+        """Compute attention over the attended tokens. In sparse layers, also record missed mass and output error.
+
+        Resident tokens use their exact KV, other tokens their stored KV. Missed mass is relative to all tokens so far,
+        including evicted ones.
+        """
         heads, _, d = q.shape
         out = torch.empty_like(q)
         error = norm = 0.0
@@ -307,13 +337,13 @@ class _Pass:
         return out
 
     def _chosen_scores(self, q: torch.Tensor, scores: torch.Tensor, rows: _Rows, block: slice) -> torch.Tensor:
-        """A copy of scores `[Hkv, G, T, N]` with those of rows that are not resident as the stored keys give them."""
+        """Copy scores `[Hkv, G, T, N]`, replacing those of non-resident tokens by scores of the stored keys."""
         if self.format.exact:
             return scores.clone()
         return torch.where(rows.resident[block], scores, _scores(q, rows.stored.k, self.geometry.softcap))
 
     def _mix(self, weights: torch.Tensor, rows: _Rows, block: slice) -> torch.Tensor:
-        """Values `[Hkv, G, T, d]` weighted by `[Hkv, G, T, N]`."""
+        """Weight the values by `weights` `[Hkv, G, T, N]`. Returns `[Hkv, G, T, d]`."""
         weights = weights.to(rows.exact.v.dtype)
         if self.format.exact:
             return weights @ rows.exact.v.unsqueeze(1)
@@ -323,16 +353,25 @@ class _Pass:
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Scores `[Hkv, G, T, N]`, float32 at least, of scaled queries q `[Hkv, G, T, d]` with k `[Hkv, N, d]`, capped
-    where there is a softcap."""
+    """Return the scores `[Hkv, G, T, N]` of scaled queries q `[Hkv, G, T, d]` and keys k `[Hkv, N, d]`.
+
+    Scores are at least float32 and capped if `softcap` is set.
+    """
     scores = q @ k.transpose(1, 2).unsqueeze(1)
     return capped(scores.to(torch.promote_types(scores.dtype, torch.float32)), softcap)
 
 
 class _Rows:
-    """One layer's K and V `[Hkv, N, d]` as they are and as they are stored; bool: causal `[T, N]`, what the model
-    itself sees; attended `[Hkv, T, N]` and resident `[T, N]`, filled position by position, and so are the policy's
-    estimates of what it leaves out, if it makes any."""
+    """KV of one layer with the attention masks of all decoded positions.
+
+    Attributes:
+        exact: K and V `[Hkv, N, d]` as computed.
+        stored: K and V `[Hkv, N, d]` after the round trip through the storage format.
+        causal: Attention mask of the model, bool `[T, N]`.
+        attended: Attended tokens, bool `[Hkv, T, N]`, filled position by position.
+        resident: Sink and recent tokens, bool `[T, N]`, filled position by position.
+        tails: Approximate attention over the remaining candidates by position; None if the policy provides none.
+    """
 
     def __init__(self, exact: KVPart, stored: KVPart, causal: torch.Tensor) -> None:
         self.exact, self.stored, self.causal = exact, stored, causal
@@ -341,14 +380,21 @@ class _Rows:
         self.tails: list[tuple[torch.Tensor, torch.Tensor] | None] = []
 
     def join_tails(self, out: torch.Tensor, scores: torch.Tensor, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over attended rows and tails `[Hkv, G, T, d]` of the positions in `block` and its log-sum-exp
-        `[Hkv, G, T]`, from the attention `out` over the attended rows alone and their scores `[Hkv, G, T, N]`, -inf
-        elsewhere."""
+        """Merge the approximate attention of the positions in `block` into `out`.
+
+        Args:
+            out: Attention output over the attended tokens only.
+            scores: Scores of the attended tokens `[Hkv, G, T, N]`, -inf elsewhere.
+            block: Positions.
+
+        Returns:
+            Merged output `[Hkv, G, T, d]` and its log-sum-exp `[Hkv, G, T]`.
+        """
         tails = self.tails[block]
         made = next((tail for tail in tails if tail is not None), None)
         exact_lse = scores.logsumexp(-1)
         if made is None:
             return out, exact_lse
-        nothing = (torch.zeros_like(made[0]), torch.full_like(made[1], -math.inf))  # where there are no candidates
+        nothing = (torch.zeros_like(made[0]), torch.full_like(made[1], -math.inf))  # for positions without candidates
         estimate, lse = (torch.stack(part, 1) for part in zip(*(tail or nothing for tail in tails), strict=True))
         return join_tail(out, exact_lse, estimate.view_as(out), lse.view_as(exact_lse))

@@ -1,4 +1,4 @@
-"""Variants in words: policies, budgets and options as a command line gives them."""
+"""Parse variants (policies, budgets, options) from command-line arguments."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from ...utils.config_fields import check_choice
 from .model_under_test import Variant, grid
 
 ENGINE = ("host_memory", "eviction", "kv_cache_dtype")
-"""Settings of a variant that go to `LLM` and not to the policy."""
+"""Settings passed to `LLM` instead of the policy."""
 
 
 def make_variants(
     policies: Sequence[str], budgets: Sequence[float], settings: Sequence[str], more: Sequence[str]
 ) -> list[Variant]:
-    """full, then policies times budgets, then the variants given in words; no variant twice."""
+    """Build the list of variants without duplicates.
+
+    Args:
+        policies: Policies to combine with every budget; `full` is always first.
+        budgets: Budgets, as fractions of the context.
+        settings: "key=value" options shared by all combined policies.
+        more: Further variants, each as "POLICY key=value ...".
+    """
     shared = read_settings(settings)
     made = grid(policies, budgets, shared)
     for text in more:
@@ -38,7 +45,10 @@ def _variant(policy: str, settings: Mapping[str, Any]) -> Variant:
 
 
 def read_settings(words: Sequence[str]) -> dict[str, Any]:
-    """{"recent": 16} from "recent=16": numbers, true, false, null and words; layers as 0:1, none as ()."""
+    """Parse "key=value" settings, such as "recent=16".
+
+    Values are JSON scalars or plain strings. `dense_layers` takes a list such as 0:1, or none for an empty list.
+    """
     found: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""The flags that several measures have, and what is made from them."""
+"""Command-line flags shared by several measures, and the objects built from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT_HELP = "a file (plain text; .jsonl, .csv, .parquet[:COLUMN]), '-', or a dat
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """MODEL, --out, and how the model runs: what `model_under_test` reads."""
+    """Add MODEL, --out and the runtime flags read by `model_under_test`."""
     parser.add_argument("model", metavar="MODEL", help="'reference', a local folder or a hub id")
     parser.add_argument("--out", required=True, metavar="DIR", help="results; a rerun goes on with what is missing")
     group = parser.add_argument_group("machine")
@@ -33,12 +33,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_text_flag(parser: argparse.ArgumentParser) -> None:
-    """--text, which must be given."""
+    """Add the required flag --text."""
     parser.add_argument("--text", required=True, metavar="SPEC", help=TEXT_HELP)
 
 
 def add_variant_flags(parser: argparse.ArgumentParser) -> None:
-    """What is compared: what `variants` reads."""
+    """Add the flags read by `variants`."""
     group = parser.add_argument_group("policies")
     group.add_argument("--policies", type=words, default=["full", "infinigen"], metavar="A,B", help="full is always in")
     group.add_argument("--budgets", type=numbers, default=[], metavar="0.05,0.1", help="attended shares to compare at")
@@ -60,7 +60,7 @@ def add_variant_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_window_flags(parser: argparse.ArgumentParser, *, decoded: bool = True) -> None:
-    """--context and --windows; with `decoded` also --decode-from and --margin."""
+    """Add --context and --windows; with `decoded` also --decode-from and --margin."""
     group = parser.add_argument_group("size")
     group.add_argument("--context", type=int, metavar="N", help="tokens of a window (default 2048)")
     group.add_argument("--windows", type=int, metavar="N", help="windows, spread evenly over the text")
@@ -73,7 +73,7 @@ WINDOW_FLAGS = ("context", "windows", "decode_from", "margin")
 
 
 def model_under_test(args: argparse.Namespace) -> ModelUnderTest:
-    """The model that the flags name."""
+    """Create the model under test from the flags."""
     from ..core.model_under_test import ModelUnderTest
 
     return ModelUnderTest(
@@ -82,8 +82,10 @@ def model_under_test(args: argparse.Namespace) -> ModelUnderTest:
 
 
 def variants(args: argparse.Namespace, tested: ModelUnderTest) -> list[Variant]:
-    """The variants that the flags name. Raises ConfigError for an option that a policy does not have, before anything
-    is measured."""
+    """Create the variants from the flags.
+
+    Raises ConfigError if an option of a policy is unknown, before anything is measured.
+    """
     from ..core.variants import make_variants
 
     made = make_variants(args.policies, args.budgets, args.set, args.variant)
@@ -93,7 +95,7 @@ def variants(args: argparse.Namespace, tested: ModelUnderTest) -> list[Variant]:
 
 
 def say_on_stderr(quiet: bool) -> Say:
-    """A function that writes a line on stderr; with `quiet` it writes nothing."""
+    """Return a function that prints a line to stderr, or nothing if `quiet`."""
     from rich.console import Console
 
     console = Console(stderr=True, quiet=quiet, highlight=False)
@@ -101,24 +103,25 @@ def say_on_stderr(quiet: bool) -> Say:
 
 
 def show(report: Report, out: str, say: Say) -> None:
-    """Prints a report as Markdown, and says where it was written."""
+    """Print a report as Markdown, followed by the paths of its files."""
     print(report.markdown(), flush=True)
     say(f"wrote {out.rstrip('/')}/{report.name}.json, .csv, .md")
 
 
 def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """What was given, lists as tuples, so that defaults stay where they are defined."""
+    """Return the flags in `names` that are not None, with lists as tuples."""
+    # Flags that were not given keep the defaults of the configuration classes.
     found = {name: value for name in names if (value := getattr(args, name)) is not None}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def words(text: str) -> list[str]:
-    """["a", "b"] from "a,b"."""
+    """Parse "a,b" into ["a", "b"]."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def numbers(text: str) -> list[float]:
-    """[0.05, 0.1] from "0.05,0.1"."""
+    """Parse "0.05,0.1" into [0.05, 0.1]."""
     try:
         return [float(word) for word in words(text)]
     except ValueError:
@@ -126,7 +129,7 @@ def numbers(text: str) -> list[float]:
 
 
 def counts(text: str) -> list[int]:
-    """Whole numbers from "1k,2048" (k is 1,024)."""
+    """Parse "1k,2048" into [1024, 2048]; k means 1,024."""
     try:
         return [int(w[:-1]) * 1024 if w.lower().endswith("k") else int(w) for w in words(text)]
     except ValueError:

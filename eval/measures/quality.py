@@ -1,4 +1,4 @@
-"""Measures of what a selection loses: perplexity, needles, harness tasks, attention, each part of the selection."""
+"""Quality measures: perplexity, retrieval, harness tasks, attention analysis, ablation, tuning."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def _perplexity_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("perplexity", "perplexity of a text under each policy, window by window against full", _perplexity_flags)
 def perplexity(args: argparse.Namespace) -> int:
-    """Perplexity of a text under each policy: windows spread over the text, the last quarter of each decoded under the
-    policy and scored, compared with full window by window. Example: offload-rt eval perplexity reference --text BOOK
-    --policies infinigen,h2o --budgets 0.05,0.1 --set recent=16 --out DIR"""
+    """Measure the perplexity of a text under each policy. The windows are spread over the text. The last quarter of
+    each is decoded under the policy and scored, and compared with full window by window. Example: offload-rt eval
+    perplexity reference --text BOOK --policies infinigen,h2o --budgets 0.05,0.1 --set recent=16 --out DIR"""
     from ..quality.perplexity import PerplexityConfig, run_perplexity
 
     config = PerplexityConfig(**given(args, WINDOW_FLAGS))
@@ -64,7 +64,8 @@ def _retrieval_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("retrieval", "share of needles found in a text under each policy, by kind and distance", _retrieval_flags)
 def retrieval(args: argparse.Namespace) -> int:
-    """Needles hidden in a text: the share of questions answered right in every token, by kind, length and distance."""
+    """Hide needles in a text and measure the fraction of questions with all answer tokens correct, by kind, length and
+    distance."""
     from ..quality.retrieval import RetrievalConfig, run_retrieval
 
     config = RetrievalConfig(**given(args, ("lengths", "passages", "kinds")))
@@ -91,7 +92,7 @@ def _tasks_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("tasks", "tasks of the LM Evaluation Harness under each policy, request by request against full", _tasks_flags)
 def tasks(args: argparse.Namespace) -> int:
-    """Tasks of the LM Evaluation Harness under each policy. Example: OFFLOAD_RT_DATA=DATA offload-rt eval tasks
+    """Run tasks of the LM Evaluation Harness under each policy. Example: OFFLOAD_RT_DATA=DATA offload-rt eval tasks
     reference --tasks piqa_local,copa_local --num-fewshot 5 --limit 50 --budgets 0.1 --harness-class --out DIR"""
     from ..quality.lm_eval_tasks import TasksConfig, run_tasks
 
@@ -111,13 +112,13 @@ def _windows_only(parser: argparse.ArgumentParser) -> None:
 
 @measure("attention", "pictures of attention on a text, as the paper's figures", _windows_only)
 def attention(args: argparse.Namespace) -> int:
-    """What attention looks like on a text: how alike layers' inputs are, how many tokens a query needs, what partial
-    scoring keys recall. Writes analysis.{json,csv,md} and the pictures."""
+    """Analyse the attention of a model on a text: similarity of layer inputs, number of tokens that a query needs,
+    recall of partial scoring keys. Writes analysis.{json,csv,md} and plots."""
     from ..quality.attention_analysis import run_analysis
     from ..quality.perplexity import PerplexityConfig
 
     found = given(args, WINDOW_FLAGS)
-    start = found.get("context", PerplexityConfig().context) // 8  # early, so that a budget has time to show
+    start = found.get("context", PerplexityConfig().context) // 8  # early, so that a budget takes effect
     config = PerplexityConfig(**{"windows": 2, "decode_from": start} | found)
     text, say = read_text(args.text), say_on_stderr(args.quiet)
     show(run_analysis(model_under_test(args), text, text_name(args.text), config, Path(args.out), say), args.out, say)
@@ -131,8 +132,8 @@ def _ablation_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("ablation", "each part of the selection replaced in turn, on a text", _ablation_flags)
 def ablation(args: argparse.Namespace) -> int:
-    """Each part of infinigen's selection replaced in turn, at fixed shares of the context: what it catches, what it
-    costs."""
+    """Replace each part of infinigen's selection in turn, at fixed fractions of the context, and measure the captured
+    attention mass and the cost."""
     from ..quality.ablation import run_ablation
     from ..quality.perplexity import PerplexityConfig
 
@@ -154,7 +155,7 @@ def _bounded_pool_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("bounded-pool", "perplexity of a text in a pool of 80 % of its KV, by what is evicted", _bounded_pool_flags)
 def bounded_pool(args: argparse.Namespace) -> int:
-    """Perplexity of a text in a pool of 80 % of its KV cache, by what is evicted: fifo, lru, counter."""
+    """Measure the perplexity of a text with a pool of 80 % of its KV cache, by eviction policy: fifo, lru, counter."""
     from ..core.variants import read_settings
     from ..quality.bounded_pool import BoundedPoolConfig, run_bounded_pool
 
@@ -184,7 +185,8 @@ def _truncation_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("truncation", "what a truncated session still knows: perplexity, questions", _truncation_flags)
 def truncation(args: argparse.Namespace) -> int:
-    """Perplexity and questions after a truncation: cache kept in place, recomputed, or begun anew."""
+    """Measure perplexity and question accuracy after a truncation: recomputed, KV kept with its positions, KV kept with
+    the gap closed but keys not rotated (naive), and not truncated."""
     from ..quality.truncation import TruncationConfig, run_truncation
 
     config = TruncationConfig(args.context, args.keep, args.scored, args.windows, args.passages, args.seed)
@@ -205,8 +207,8 @@ def _continuation_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("continuation", "one passage under four policies, side by side, step by step", _continuation_flags)
 def continuation(args: argparse.Namespace) -> int:
-    """One passage of a text under full, infinigen and its presets "rows" and "paper": what crosses the link, what is
-    attended, what the device holds, and how well the text's own next tokens are predicted."""
+    """Run one passage of a text under full, infinigen and its presets "rows" and "paper". Reports the host-to-device
+    transfer, the attended fraction, the device memory, and the log-probability of the next tokens of the text."""
     from ..quality.continuation import run_continuation
 
     text, say = read_text(args.text), say_on_stderr(False)
@@ -230,8 +232,8 @@ def _tune_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("tune", "infinigen's settings that keep a limit on the missed mass at the fewest bytes", _tune_flags)
 def tune(args: argparse.Namespace) -> int:
-    """Chooses infinigen's scorer, source, window, skew and threshold, which keep a limit on the missed attention mass
-    at the fewest bytes on a text, and saves them with the skew artifact: 'generate --skew DIR' takes them as defaults.
+    """Choose infinigen's scorer, source, window, skew and threshold, so that a limit on the missed attention mass of a
+    text is kept with the fewest bytes. Saves them with the skew artifact; 'generate --skew DIR' uses them as defaults.
     """
     from ...utils.progress import Progress
     from ..core.model_under_test import ModelUnderTest
@@ -251,7 +253,7 @@ def tune(args: argparse.Namespace) -> int:
 
 @measure("lm-eval", "the LM Evaluation Harness' own command line, our runtime as its model", None)
 def lm_eval(args: argparse.Namespace) -> int:
-    """Runs the LM Evaluation Harness' own command line with our runtime as its model "offload-rt"."""
+    """Run the command line of the LM Evaluation Harness with this runtime as the model "offload-rt"."""
     try:
         from ..quality.lm_eval_adapter import main as harness
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Measures of serving many requests: what shared prefixes save."""
+"""Serving measures: savings by shared prefixes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _sharing_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("sharing", "what shared prefixes save: attention, steps, memory, requests that arrive", _sharing_flags)
 def sharing(args: argparse.Namespace) -> int:
-    """What shared prefixes save, on one thread of this CPU: attention of a step, whole steps, a workload, memory,
-    questions about one document, requests that arrive at random."""
+    """Measure the savings by shared prefixes on one CPU thread: attention of a step, whole steps, a workload, memory,
+    questions about one document, and requests that arrive at random."""
     from ..serving.prefix_attention import run_sharing
 
     for report in run_sharing(args.only, args.repeats, Path(args.out), small=args.small):

@@ -1,4 +1,4 @@
-"""Measures by simulation: recordings replayed under other sizes and rules, a store under a trace of requests."""
+"""Simulation measures: replay of recordings with other sizes and policies, and of request traces on a store."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _layout_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("disk-layout", "recorded selections as blocks and requests of a disk", _layout_flags)
 def disk_layout(args: argparse.Namespace) -> int:
-    """How rows should lie on a disk: what recorded selections are in blocks and in requests, for layouts and for shares
-    of the rows in memory."""
+    """Compare disk layouts of the KV cache: disk blocks and requests of recorded selections, for several layouts and
+    fractions of the KV in memory."""
     from ...engine.recording import Recording
     from ...kv_cache.disk.speed import DiskSpeed
     from ..simulate.disk_layout import report
@@ -66,8 +66,8 @@ def _replay_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("replay", "a recorded run under other working sets and smaller pools", _replay_flags)
 def replay(args: argparse.Namespace) -> int:
-    """Replays what `generate --record` wrote: what a working set would save, what a smaller pool would lose. Tables go
-    to stdout and --out; --html makes a page that shows which passages each sentence read."""
+    """Replay a recording of `generate --record`: transfers saved by a working set, and losses of a smaller pool. Tables
+    go to stdout and --out; --html writes a page that shows the passages read by each sentence."""
     from ...engine.recording import Recording
     from ..simulate.attention_page import write_page
     from ..simulate.selection_replay import ReplayConfig, run_replay
@@ -85,7 +85,7 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def _replay_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What was given for `ReplayConfig`. Raises ConfigError."""
+    """Return the arguments for `ReplayConfig`. Raises ConfigError if they are invalid."""
     names = {"working_sets": args.working_set, "caches": args.cache, "budgets": args.budgets}
     settings: dict[str, Any] = {name: tuple(value) for name, value in names.items() if value is not None}
     if args.eviction is not None:
@@ -111,8 +111,8 @@ def _working_set_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("working-set", "rows kept on the device: rules and sizes compared, bytes saved", _working_set_flags)
 def working_set(args: argparse.Namespace) -> int:
-    """Continues a text with working sets of several sizes and rules: hit rates, bytes over the link, the same
-    tokens."""
+    """Continue a text with working sets of several sizes and rules. Reports hit rates, host-to-device transfer, and
+    whether the tokens are equal."""
     from ..simulate.working_set import run_working_set
 
     text, say = read_text(args.text), say_on_stderr(False)
@@ -141,8 +141,8 @@ def _expert_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("experts", "experts that tokens choose: how often N are enough, and a layer's guess right", _expert_flags)
 def experts(args: argparse.Namespace) -> int:
-    """Which experts a text's tokens choose: how many a layer that keeps some on the device has to fetch, and what
-    fetching by a guess a layer ahead would bring, in time and in vain. The model runs as a whole."""
+    """Analyse the experts chosen by the tokens of a text: number of experts that a layer must fetch if it keeps some on
+    the device, and hits and misses of prefetching one layer ahead. The whole model runs."""
     from ..simulate.expert_choices import run_expert_choices
 
     text, say = read_text(args.text), say_on_stderr(False)
@@ -190,7 +190,7 @@ def _store_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("store", "a request trace over a session store: tiers, policies, loads", _store_flags)
 def store(args: argparse.Namespace) -> int:
-    """Replays a request trace over a session store: hits by tier, stalls, cost, for each policy."""
+    """Replay a request trace on a session store. Reports hits by tier, stalls and cost of each policy."""
     from ...storage.policies import POLICIES
     from ..simulate.store import StoreMachine, label, read_trace, simulate
     from ..simulate.store_report import findings, write_report

@@ -1,4 +1,4 @@
-"""Measures of time: a decode step against transformers' caches, the first token of a resumed session."""
+"""Speed measures: decode steps, prompts, sessions, disk, compiled kernels."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("bench", "a decode step against transformers' caches, on random weights", _bench_flags)
 def bench(args: argparse.Namespace) -> int:
-    """The speed of a decode step against transformers' caches: one process, one baseline after another, CPU time (on
-    CUDA synchronised wall time), medians and quartiles. Counterparts of InfiniGen's figures: 14 --batches 1,2,4,8, 15
-    --contexts 8k,16k, 16 --shape A,B; 18 is the breakdown that every run has."""
+    """Compare the time of a decode step with the caches of transformers. All baselines run in one process, one after
+    another. Times are CPU time, or synchronized wall time on CUDA, as medians and quartiles. Counterparts of
+    InfiniGen's figures: Figure 14 with --batches 1,2,4,8, Figure 15 with --contexts 8k,16k, Figure 16 with --shape A,B.
+    Every run contains the breakdown of Figure 18."""
     from rich.console import Console
 
     from ...utils.config_fields import check_choice
@@ -80,9 +81,9 @@ def _real_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("real-speed", "a trained model's prompts and steps beside what people would use", _real_flags)
 def real_speed(args: argparse.Namespace) -> int:
-    """Time to the first token and of each further one, memory, and agreement with float32, of transformers' caches, of
-    policies, and where their packages are installed of kvpress and llama.cpp, on the same model and text: a process for
-    each, in turn, CPU time."""
+    """Compare transformers' caches, the policies of this package, and kvpress and llama.cpp if installed, on the same
+    model and text. Reports the time to the first token, the time of each further token, memory, and agreement with
+    float32. Each competitor runs in its own process; they answer alternately. Times are CPU time."""
     from ...utils.texts import read_text
     from ..speed.competitors import SpeedConfig
     from ..speed.real_speed import run_real_speed
@@ -116,8 +117,8 @@ def _threads_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("threads", "wall time of a token by number of threads, idle and beside a busy process", _threads_flags)
 def threads(args: argparse.Namespace) -> int:
-    """Wall time of a token with several numbers of threads, on an idle machine and beside a busy process, with torch
-    imported before this package."""
+    """Measure the wall time of a token for several numbers of threads, on an idle machine and next to a busy process.
+    torch is imported before this package."""
     from ...utils.texts import read_text
     from ..speed.threads import ThreadsConfig, run_threads
 
@@ -155,8 +156,8 @@ def _drafts_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("drafts", "exact decoding from drafts: what is accepted, bytes and time of a token", _drafts_flags)
 def drafts(args: argparse.Namespace) -> int:
-    """What full attention accepts of each kind of draft on a trained model, the rows that cross the link for a token,
-    and its CPU time, beside policy full on the same prompt."""
+    """Measure exact decoding with each kind of draft on a trained model: acceptance by full attention, host-to-device
+    transfer per token, and CPU time per token, compared with the policy full on the same prompt."""
     from ...utils.texts import read_text
     from ..speed.drafts import DraftsConfig, run_drafts
 
@@ -185,8 +186,8 @@ def _session_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("session-ttft", "first token of a session's next turn: recomputed, from memory, from disk", _session_flags)
 def session_ttft(args: argparse.Namespace) -> int:
-    """Time to the first token of a session's next turn: recomputed, from host memory, from disk warm and cold; and what
-    a read buffer saves."""
+    """Measure the time to the first token of the next turn of a session: recomputed, from host memory, and from disk,
+    warm and cold. Also measures the time saved by a read buffer."""
     from ..speed.session_ttft import run_session_ttft
 
     say = say_on_stderr(False)
@@ -214,8 +215,9 @@ def _disk_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("disk", "steps of a context on disk, beside the disk's own speed", _disk_flags)
 def disk(args: argparse.Namespace) -> int:
-    """Steps of a context that lies on disk, with several shares of it in host memory and under full attention: bytes
-    wanted and read, time, and how far resident memory went over the limit; and the disk by itself, in the same run."""
+    """Measure decode steps of a context on disk, with several fractions of it in host memory and under full attention.
+    Reports the bytes requested and read, the time, and the resident memory above the limit. The same run also measures
+    the speed of the disk itself."""
     from dataclasses import replace
 
     from ...engine.recording import Recording
@@ -242,7 +244,7 @@ def disk(args: argparse.Namespace) -> int:
         rows += tier.measure_case(case, steps, folder, args.host, speed, args.full_steps)
         about["shape"] = f"{case.layers} layers, {case.kv_heads} KV heads of {case.head_dim}, {case.dtype}"
         for one in tier.report(about, speeds, rows):
-            one.write(Path(args.out))  # after each, since the next may take an hour
+            one.write(Path(args.out))  # after each case, because the next one may take an hour
     for one in tier.report(about, speeds, rows):
         show(one, args.out, say)
     return 0
@@ -265,8 +267,8 @@ def _disk_prefill_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("disk-prefill", "a trained model's prompt whose rows go to a disk, beside one in memory", _disk_prefill_flags)
 def disk_prefill(args: argparse.Namespace) -> int:
-    """The time of a processor that a prompt takes with its rows in memory, and with a share of them there and all on
-    disk, in turn; the first tokens must be the same."""
+    """Compare the CPU time of a prompt with the KV cache in memory, and with the KV cache on disk and a fraction of it
+    in memory, alternately. The first tokens must be equal."""
     from ...utils.texts import read_text
     from ..speed.disk_prefill import PrefillConfig, run_disk_prefill
 
@@ -289,8 +291,8 @@ def _compiled_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("compiled-kernels", "registers, spills and width of loads of each kernel; needs no GPU", _compiled_flags)
 def compiled_kernels(args: argparse.Namespace) -> int:
-    """Compiles every Triton kernel for GPUs, none of which is needed, and reads from the machine code: registers, bytes
-    that do not fit them, shared memory, and how many bytes each load moves."""
+    """Compile every Triton kernel for several GPU architectures; no GPU is needed. Reports registers, spilled bytes,
+    shared memory and the bytes moved by each load instruction, as found in the machine code."""
     from ..speed.compiled_kernels import compile_report
 
     report = compile_report(args.arch, args.case)
@@ -307,8 +309,8 @@ def _cpu_kernels_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("cpu-kernels", "C kernels at each instruction set level against memory and arithmetic", _cpu_kernels_flags)
 def cpu_kernels(args: argparse.Namespace) -> int:
-    """Times each C kernel of a decode step against its floors, at each level of this processor, or at the level that
-    OFFLOAD_RT_CPU_LEVEL names."""
+    """Time each C kernel of a decode step against its lower bounds, at each instruction set level of this processor, or
+    only at the level set by OFFLOAD_RT_CPU_LEVEL."""
     from ..speed.cpu_kernels import kernel_report
 
     report = kernel_report(args.tokens, args.repeats)

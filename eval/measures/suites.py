@@ -1,4 +1,4 @@
-"""Many measures by one command: what `make paper`, `make gpu` and `make real` run."""
+"""Suites of measures, run by `make paper`, `make gpu` and `make real`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def _paper_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("paper", "counterparts of the paper's tables and figures (`make paper`)", _paper_flags)
 def paper(args: argparse.Namespace) -> int:
-    """Counterparts of InfiniGen's tables and figures for models given by name or folder, in eval/results/MODEL."""
+    """Reproduce the tables and figures of InfiniGen for models given by name or folder. Results go to
+    eval/results/MODEL."""
     from ...utils.config_fields import check_choice
     from ..suites.paper import STEPS, run_paper
 
@@ -45,7 +46,7 @@ def _gpu_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("gpu", "everything that only a CUDA machine can show (`make gpu`)", _gpu_flags)
 def gpu(args: argparse.Namespace) -> int:
-    """Everything that only a CUDA machine can show, in parts of under ten minutes, each a JSON file."""
+    """Run all measurements that need a CUDA device, in parts of less than ten minutes. Each part writes a JSON file."""
     from ...utils.config_fields import check_choice
     from ..suites.gpu import run_gpu
     from ..suites.gpu_parts import PARTS
@@ -78,8 +79,8 @@ def _real_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("real", "what a selection loses on trained models that people use (`make real`)", _real_flags)
 def real(args: argparse.Namespace) -> int:
-    """Perplexity on a novel, code and Wikipedia, needles, RULER, question tasks, and the ablation, under every policy
-    at stated budgets, for models given by folder. What is done is not done again."""
+    """Evaluate models given by folder under every policy at fixed budgets: perplexity on a novel, code and Wikipedia,
+    needles, RULER, question tasks, and the ablation. Finished rows are reused."""
     from ..core.variants import make_variants
     from ..suites.real import PARTS, SMALL, RealSize, run_real
 
@@ -101,7 +102,7 @@ def _gpu_readme_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("gpu-readme", "the documentation's section on the GPU, from the files of `make gpu`", _gpu_readme_flags)
 def gpu_readme(args: argparse.Namespace) -> int:
-    """Writes the section on the GPU and its picture from the files that `make gpu` left."""
+    """Write the section on the GPU and its plot from the result files of `make gpu`."""
     from ..suites.gpu_readme import write_readme
 
     write_readme(args.page, args.results)

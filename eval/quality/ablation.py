@@ -1,4 +1,4 @@
-"""Each part of the selection replaced in turn, at a fixed share of the context: what it catches, what it costs."""
+"""Ablation: replace one component of the selection at a time, at a fixed budget, and measure quality and cost."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from .perplexity import COST, WHAT, PerplexityConfig, about, measure_all
 
 
 def parts(budget: float) -> list[tuple[str, Variant]]:
-    """(what is replaced, variant) at one budget: preset "rows" first, which has no tail. "bytes of int4" is the partial
-    scorer with as many columns as take the bytes of int4 keys, at 16 bits a number."""
+    """Return (replaced component, variant) pairs at one budget, beginning with the preset "rows".
+
+    "bytes of int4" is the partial scorer with as many 16-bit columns as fit into the bytes of int4 keys.
+    """
     base: dict[str, Any] = {"budget": budget}
 
     def ours(**options: Any) -> Variant:
@@ -66,7 +68,10 @@ def run_ablation(
     out: Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> Report:
-    """Writes ablation.json, .csv, .md and a picture; rows that `out` holds are not measured again."""
+    """Measure all components on `text` (called `name`) at every budget.
+
+    Writes ablation.json, .csv, .md and a plot per budget to `out`. Rows already in `out` are reused.
+    """
     named = [(what, variant) for budget in budgets for what, variant in parts(budget)]
     variants = [Variant("full"), *(variant for _, variant in named)]
     rows = measure_all(tested, text, name, variants, config, out, say)
@@ -84,24 +89,27 @@ def run_ablation(
 
 
 def scoring_share(tested: ModelUnderTest, variant: Variant, context: int) -> float | None:
-    """Bytes of scoring keys, static scales included, over those of K and V in the same layers, both for a model of 16
-    bits a number and `context` tokens; None where the policy has no scoring keys."""
+    """Return the size of the scoring keys relative to the KV of the same layers.
+
+    Both are computed for bfloat16 and `context` tokens; static scales are included. None if the policy has no scoring
+    keys.
+    """
     if variant.policy != "infinigen":
         return None
     options = dict(variant.options)
-    options.pop("skew", None)  # takes no part in the size
+    options.pop("skew", None)  # does not affect the size
     chosen, geometry = InfiniGenOptions.preset(options.pop("preset", "default"), **options), tested.geometry
     layers = geometry.layers - len(chosen.dense_layers)
     demand = memory_demand("infinigen", chosen, geometry, torch.bfloat16)
     keys = demand.scoring_bytes(geometry.layers, context)
     if chosen.tail == "off" and chosen.keys != "partial":
         columns = kept_columns(chosen.partial_ratio if chosen.keys == "int8" else 1.0, geometry.head_dim)
-        keys += layers * geometry.kv_heads * columns * 2 * torch.float32.itemsize  # mean and step of each column
+        keys += layers * geometry.kv_heads * columns * 2 * torch.float32.itemsize  # mean and step size of each column
     return keys / (geometry.kv_bytes(context, torch.bfloat16) * layers / geometry.layers)
 
 
 def _draw(title: str, rows: list[Row], budget: float, out: Path) -> None:
-    """Bars: caught mass (mean, worst layer) and output error of each part."""
+    """Plot captured attention mass (mean, worst layer) and output error of each component as bars."""
     data = {r["part"]: [r["caught"], r["caught_worst"], r["output_error"]] for r in rows}
     path = out / f"caught_mass_by_part_at_{round(100 * budget)}_percent.png"
     with picture(path, f"{title}, {budget:.0%} attended", data, panels=(1, 2)) as (left, right):

@@ -1,6 +1,9 @@
-"""The paper's pictures of attention for a model and a text: how alike neighbouring layers' inputs are (Table 1), how
-far a selection's attention is from the exact one (Figure 4), how many tokens a query needs (Figures 5 and 20a), how the
-weight of a token comes and goes (Figure 20b), and what partial scoring keys recall (Figures 13 and 17b)."""
+"""Attention analysis of InfiniGen for a model and a text.
+
+Covers the similarity of the inputs of neighbouring layers (Table 1), the similarity of sparse and exact attention
+(Figure 4), the number of tokens that a query needs (Figures 5 and 20a), token weights over time (Figure 20b), and the
+recall of partial scoring keys (Figures 13 and 17b).
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,16 @@ from .attention_weights import kept_similarity, spread, tokens_for_mass, top_rec
 from .perplexity import PerplexityConfig, Window, about, cut_windows
 
 STRIDE = 16
-"""Every how many-th decoded position is looked at."""
+"""Sampling stride over decoded positions."""
 
 BUDGET = 0.1
 MASS = 0.9
 RATIOS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 POINTS = 16
-"""Of a curve along the text."""
+"""Number of points of a curve along the text."""
 
 TRACED = 6
-"""Tokens whose weight is followed."""
+"""Number of tokens whose weight is plotted over time."""
 
 Series = dict[str, list[tuple[float, float]]]
 
@@ -45,7 +48,7 @@ def run_analysis(
     out: Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> Report:
-    """Writes analysis.json, .csv, .md (a row per layer) and the pictures, each with its data beside it."""
+    """Analyse `text` (called `name`). Writes analysis.json, .csv, .md (a row per layer) and the plots to `out`."""
     windows = cut_windows(tested, text, config)
     rows: list[Row] = [{"layer": layer} for layer in range(tested.geometry.layers)]
     title = f"{tested.name} on {name}"
@@ -58,7 +61,7 @@ def run_analysis(
 
 
 def _inputs(tested: ModelUnderTest, windows: Sequence[Window], rows: list[Row], title: str, out: Path) -> None:
-    """Likeness of neighbouring layers' inputs (Table 1)."""
+    """Measure the similarity of the inputs of neighbouring layers (Table 1)."""
     sums: dict[int, dict[str, list[float]]] = {}
     for window in windows:
         for layer, alike in block_similarities(tested.loaded.adapter, window.text.tokens).items():
@@ -70,8 +73,11 @@ def _inputs(tested: ModelUnderTest, windows: Sequence[Window], rows: list[Row], 
 
 @torch.inference_mode()
 def block_similarities(adapter: ModelAdapter, tokens: Sequence[int]) -> dict[int, dict[str, float]]:
-    """Of each layer i > 0: mean cosine of its input with layer i-1's input, attention output and MLP output (each
-    the part that the layer adds to the residual stream)."""
+    """Compare the input of each layer i > 0 with layer i - 1, as mean cosine similarities.
+
+    The input is compared with the input, the attention output and the MLP output of layer i - 1. An output is the
+    difference that the layer adds to the residual stream.
+    """
     geometry = adapter.geometry
     positions = torch.arange(len(tokens), device=adapter.device)
     x = adapter.embed(torch.tensor(tokens, device=adapter.device), positions)
@@ -92,7 +98,7 @@ def block_similarities(adapter: ModelAdapter, tokens: Sequence[int]) -> dict[int
 
 
 def _needed(tested: ModelUnderTest, windows: Sequence[Window], rows: list[Row], title: str, out: Path) -> None:
-    """Tokens that hold nine tenths of a query's attention (Figures 5, 20a), and weights over time (Figure 20b)."""
+    """Count the tokens that hold 90 % of the attention of a query (Figures 5, 20a); trace weights (Figure 20b)."""
     counts: dict[int, list[tuple[int, int]]] = {}
     traced: dict[str, Series] = {}
 
@@ -127,7 +133,7 @@ def _sample(view: LayerView) -> torch.Tensor:
 
 
 def _trace(exact: torch.Tensor, seen: torch.Tensor) -> Series:
-    """The weight of the tokens that change most in head 0, over the positions."""
+    """Trace the weights of the tokens with the largest variation in head 0 over the positions."""
     head = exact[0]
     old = int(seen[0])
     change = head[:, 1:old].std(0) if len(head) > 1 and old > 2 else head[:, :1].sum(0)
@@ -161,7 +167,7 @@ def _draw_by_length(counts: dict[int, list[tuple[int, int]]], title: str, out: P
 
 
 def _kept(tested: ModelUnderTest, windows: Sequence[Window], rows: list[Row], title: str, out: Path) -> None:
-    """Likeness of each policy's attention with the exact one at 10 % attended (Figure 4)."""
+    """Measure the similarity of the attention of each policy with exact attention at a 10 % budget (Figure 4)."""
     data: dict[str, Series] = {}
     for policy in ("h2o", "streaming", "quest", "infinigen", "oracle"):
         found: dict[int, dict[int, list[float]]] = {}
@@ -191,7 +197,7 @@ def _kept(tested: ModelUnderTest, windows: Sequence[Window], rows: list[Row], ti
 
 
 def _smooth(at: dict[int, list[float]]) -> list[tuple[float, float]]:
-    """Means over `POINTS` stretches of the text: (middle, mean) from the values at each position."""
+    """Average the values by position over `POINTS` sections of the text. Returns (mean position, mean value)."""
     seen = sorted(at)
     size = max(1, -(-len(seen) // POINTS))
     points = []
@@ -202,7 +208,7 @@ def _smooth(at: dict[int, list[float]]) -> list[tuple[float, float]]:
 
 
 def _recalled(tested: ModelUnderTest, windows: Sequence[Window], rows: list[Row], title: str, out: Path) -> None:
-    """Share of the truly heaviest 10 % that partial scoring keys find, by ratio and skew (Figures 13, 17b)."""
+    """Measure the recall of the heaviest 10 % of tokens by partial scoring keys (Figures 13, 17b)."""
     bases = {name: _basis(tested, name) for name in ("svd", "balanced", "none")}
     hits: dict[str, dict[float, list[float]]] = {}
     by_layer: dict[int, list[float]] = {}
@@ -240,7 +246,7 @@ def _recalled(tested: ModelUnderTest, windows: Sequence[Window], rows: list[Row]
 
 
 def _basis(tested: ModelUnderTest, skew: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query and key bases `[L, Hkv, d, d]`; "none" is the identity."""
+    """Return the query and key bases `[L, Hkv, d, d]`; "none" is the identity."""
     artifact: Any = tested.artifact("balanced" if skew == "balanced" else "svd")
     if skew != "none":
         return artifact.query.float(), artifact.key.float()
@@ -251,8 +257,11 @@ def _basis(tested: ModelUnderTest, skew: str) -> tuple[torch.Tensor, torch.Tenso
 def _partial(
     view: LayerView, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, ratio: float, *, prompt: bool
 ) -> torch.Tensor:
-    """Estimated scores `[H, P, N]` from `ratio` of the columns of bases `[Hkv, d, d]`: the first (as calibrated), or
-    with `prompt` those of largest sum of |q| + |k| (the paper's rule)."""
+    """Estimate scores `[H, P, N]` from a fraction `ratio` of the columns of the bases `[Hkv, d, d]`.
+
+    Uses the leading columns (as calibrated), or with `prompt` those with the largest sum of |q| + |k| (as in the
+    paper).
+    """
     assert view.guess is not None
     guess = view.guess[:, positions]
     q = guess.float().reshape(len(view.k), -1, *guess.shape[1:]) @ query.to(guess.device).unsqueeze(1)

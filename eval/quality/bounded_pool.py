@@ -1,4 +1,4 @@
-"""A pool smaller than the KV cache: perplexity under each victim policy against no limit (InfiniGen's Table 2)."""
+"""Perplexity with a pool smaller than the KV cache, by eviction policy (InfiniGen, Table 2)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ EVICTIONS: dict[str, Any] = {
     "fifo": "fifo",
     "fifo, nothing protected (paper)": {"policy": "fifo", "protect": "none"},
 }
-"""Victim policies by what the table calls them."""
+"""Eviction policies by their name in the table."""
 
 LIMIT = 0.8
-"""Of the KV cache of a window, as in the paper."""
+"""Pool size relative to the KV cache of a window, as in the paper."""
 
 
 @dataclass(frozen=True)
 class BoundedPoolConfig:
-    """context: tokens of a window, half of which are prefilled and the other half decoded. windows: spread evenly over
-    the text. limit: share of a window's KV cache that the pool holds, in whole chunks."""
+    """Settings of the evaluation.
+
+    Attributes:
+        context: Tokens per window; the first half is prefilled, the second half decoded.
+        windows: Number of windows, evenly spaced over the text.
+        limit: Pool size as a fraction of the KV cache of a window, rounded down to whole blocks.
+    """
 
     context: int = 2048
     windows: int = 16
@@ -45,18 +50,20 @@ class BoundedPoolConfig:
 
     @property
     def slots(self) -> int:
-        """Token slots of the pool."""
+        """Capacity of the pool in tokens."""
         return int(self.limit * self.context) // CHUNK * CHUNK
 
     @property
     def perplexity(self) -> PerplexityConfig:
-        """The windows; what comes after the pool is full is also scored by itself."""
+        """Window settings. Tokens after the pool is full are also scored separately."""
         return PerplexityConfig(self.context, self.windows, self.context // 2, tail_from=self.slots)
 
 
 def variants(pool_bytes: int, options: Mapping[str, Any]) -> list[tuple[str, Variant]]:
-    """(eviction, variant): full and infinigen without a limit, and infinigen in `pool_bytes` under each victim
-    policy."""
+    """Return (eviction, variant) pairs.
+
+    These are full and infinigen without a limit, and infinigen in `pool_bytes` under each eviction policy.
+    """
     bounded = [
         (name, Variant("infinigen", options, {"host_memory": pool_bytes, "eviction": eviction}))
         for name, eviction in EVICTIONS.items()
@@ -73,8 +80,10 @@ def run_bounded_pool(
     say: Callable[[str], None] = lambda line: None,
     options: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Writes perplexity_with_a_bounded_pool.json, .csv and .md on `text` (called `name`); rows that `out` holds are not
-    measured again. `options` are infinigen's."""
+    """Measure on `text` (called `name`) and write perplexity_with_a_bounded_pool.json, .csv and .md to `out`.
+
+    Rows already in `out` are reused. `options` are options of infinigen.
+    """
     pool_bytes = tested.geometry.kv_bytes(config.slots, tested.loaded.adapter.dtype)
     named = variants(pool_bytes, options or {})
     measured = measure_all(tested, text, name, [variant for _, variant in named], config.perplexity, out, say)

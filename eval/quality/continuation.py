@@ -1,6 +1,4 @@
-"""One continuation of a real book under several policies, side by side: what crosses the link, what is attended, what
-the device holds, and how well the book's own next tokens are predicted.
-"""
+"""Compare policies on one passage of a book: transfer volume, attended fraction, device memory and log-probability."""
 
 from __future__ import annotations
 
@@ -41,14 +39,14 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class ScoredPassage:
-    """Token ids of the book's passage: the last `scored` of them are predicted, the others are the prompt."""
+    """Token ids of a passage. The last `scored` tokens are predicted, the others are the prompt."""
 
     tokens: list[int]
     scored: int
 
     @classmethod
     def of(cls, llm: LLM, text: str, context: int, scored: int, start: float) -> ScoredPassage:
-        """`context` tokens from the share `start` of the text on. Raises InputError where the text is too short."""
+        """Take `context` tokens from the relative position `start` on. Raises InputError if the text is too short."""
         ids = llm.encode(text)
         first = int(start * len(ids))
         tokens = ids[first : first + context]
@@ -58,7 +56,7 @@ class ScoredPassage:
 
 
 def measure(model: str, passage: ScoredPassage, policy: str, options: Mapping[str, Any]) -> tuple[float, Stats]:
-    """Mean natural log-probability of the scored tokens, and what scoring them cost."""
+    """Return the mean natural log-probability of the scored tokens, and the statistics of the run."""
     llm = LLM(model, policy=policy, policy_options=options)
     split = len(passage.tokens) - passage.scored
     [score] = llm.score([passage.tokens[:split]], [passage.tokens[split:]])
@@ -66,13 +64,13 @@ def measure(model: str, passage: ScoredPassage, policy: str, options: Mapping[st
 
 
 def compare(model: str, passage: ScoredPassage, runs: Mapping[str, tuple[str, dict[str, Any]]]) -> list[Row]:
-    """A row for each of `runs`; the first is what the others' bytes are compared with."""
+    """Return a row for each of `runs`. The first run is the baseline of the transfer volume."""
     rows: list[Row] = []
     for name, (policy, options) in runs.items():
         logprob, stats = measure(model, passage, policy, options)
         steps, selecting = len(stats.attended_by_step), stats.layers - len(stats.dense_layers)
         link = stats.h2d_bytes / steps
-        # Every row of a layer takes the same bytes, so a layer's share of them is its share of the rows.
+        # All KV entries have the same size, so fractions of entries are fractions of bytes.
         per_layer = link / (stats.fetched_fraction * stats.layers) if stats.fetched_fraction else 0.0
         sparse = per_layer * stats.sparse_fetched_fraction if selecting else None
         rows.append(
@@ -100,8 +98,19 @@ SHARED = ("fetched_fraction", "exact_fraction", "missed_mass", "missed_mass_wors
 def run_continuation(
     model: str, text: str, name: str, context: int | None, scored: int = 256, start: float = 0.3
 ) -> Report:
-    """`context` tokens (None: all positions of the model) of `text` (called `name`) from the share `start` of it on,
-    the last `scored` of them decoded one by one. Raises InputError where the text is too short."""
+    """Run the comparison on a passage of `text`.
+
+    Args:
+        model: Model name or folder.
+        text: Text.
+        name: Name of the text in the report.
+        context: Number of tokens of the passage; None takes the maximum context length of the model.
+        scored: Number of tokens at the end that are decoded one by one and scored.
+        start: Start of the passage as a fraction of the text.
+
+    Raises:
+        InputError: If the text is too short.
+    """
     llm = LLM(model, policy="full")
     context = context or llm.geometry.max_positions
     passage = ScoredPassage.of(llm, text, context, scored, start)

@@ -1,11 +1,11 @@
-"""The LM Evaluation Harness (0.4) with our runtime as a model: its own tasks, prompts and metrics, our decode path.
+"""Adapter for the LM Evaluation Harness (0.4): this runtime as a model of the harness.
 
     offload-rt lm-eval --model_args pretrained=reference,policy=infinigen --tasks piqa
     offload-rt lm-eval --model_args pretrained=FOLDER,policy=infinigen --tasks niah_single_1,ruler_vt,ruler_cwe \\
         --metadata '{"max_seq_lengths": [4096]}' --limit 20          (RULER, extra lm_eval[ruler], no download)
 
-The harness finds no models by plugin, so this module registers ours as "offload-rt" and calls the harness' own entry
-point with the arguments that it was given (`--model offload-rt` is added where no model is named).
+The harness has no plugin mechanism for models. This module registers the model "offload-rt" and calls the entry point
+of the harness with the given arguments. If no model is named, `--model offload-rt` is added.
 """
 
 from __future__ import annotations
@@ -32,24 +32,38 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TASKS = Path(__file__).parent / "tasks"
-"""Our task files: the harness' tasks over local JSONL, named `..._local`."""
+"""Packaged task files: tasks of the harness on local files, named `..._local`."""
 
 Request = tuple[Any, list[int], list[int]]
-"""(what the harness caches it under, context ids, continuation ids)."""
+"""Cache key of the harness, context token ids, continuation token ids."""
 
 MAX_BATCH = EngineConfig.max_num_seqs
-"""Sequences scored together."""
+"""Default number of sequences per batch."""
 
 _SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 @register_model("offload-rt")
 class OffloadLM(TemplateLM):  # type: ignore[misc]
-    """Model arguments: pretrained, policy, dtype, device, host_memory, eviction, skew as of `LLM`; decode_from (tokens
-    of a request that are prefilled exactly at most; default all but the last of the context); max_length, batch_size,
-    add_bos_token; every other argument is an option of the policy (lists as 0:1, none as "none").
+    """Harness model that runs on this runtime. Requests with equal contexts share one prefill.
 
-    Requests with equal contexts share one prefill. Raises what `LLM` raises, InputError without a tokenizer.
+    Args:
+        pretrained: Model name or folder.
+        policy: Policy, as in `LLM`.
+        dtype: Data type, as in `LLM`.
+        device: Device, as in `LLM`; None selects it automatically.
+        host_memory: Limit of the host pool, as in `LLM`.
+        eviction: Eviction policy, as in `LLM`.
+        skew: Skew artifact or folder of tuned options, as in `LLM`.
+        decode_from: Maximum number of prefilled tokens of a request. By default, the context except its last token.
+        max_length: Maximum number of tokens; by default the maximum context length of the model.
+        batch_size: Number of sequences per batch, or "auto".
+        max_batch_size: Batch size for "auto".
+        add_bos_token: Whether to add special tokens; None takes the default of the tokenizer.
+        **options: Options of the policy (lists as 0:1, None as "none").
+
+    Raises:
+        InputError: If the model has no tokenizer. Errors of `LLM` propagate.
     """
 
     def __init__(
@@ -84,7 +98,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
 
     @classmethod
     def around(cls, llm: LLM, *, decode_from: int | None = None, batch_size: int = MAX_BATCH) -> OffloadLM:
-        """The harness' view of a runtime that exists."""
+        """Create the harness model from an existing `LLM`."""
         made = cls.__new__(cls)
         made._setup(llm, decode_from, None, batch_size, None)
         return made
@@ -102,26 +116,26 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         self.decode_from, self.add_bos_token = decode_from, add_bos_token
         self.link_fractions: list[float] = []
         self.attended_fractions: list[float] = []
-        self.shares: dict[str, list[tuple[float, float]]] = {}  # of each task: (attended, link) of its requests
+        self.shares: dict[str, list[tuple[float, float]]] = {}  # (attended, fetched) fractions of each request by task
 
     @property
     def eot_token_id(self) -> int:
-        """What ends a text."""
+        """End-of-text token."""
         return int(cast(Any, self.tokenizer).eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context becomes: BOS where there is one, else the end of a text."""
+        """Token that replaces an empty context: BOS if defined, otherwise the end-of-text token."""
         begin = cast(Any, self.tokenizer).bos_token_id
         return self.eot_token_id if begin is None else int(begin)
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness' cache of requests."""
+        """Tokenizer name for the request cache of the harness."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids; special tokens as the tokenizer adds them, unless told otherwise or the text begins with BOS."""
+        """Tokenize `string`. By default, special tokens are not added to a text that already begins with BOS."""
         wanted = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and string.startswith(str(self.tokenizer.decode([self.prefix_token_id]))):
             wanted = False
@@ -132,8 +146,10 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """(sum of log-probabilities, whether all tokens were the likeliest) of each continuation. What is longer than
-        `max_length` loses its beginning, as in the harness' own model."""
+        """Return (sum of log-probabilities, whether all tokens are greedy) of each continuation.
+
+        Longer requests are truncated on the left to `max_length`, as in the transformers class of the harness.
+        """
         prompts, targets = [], []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
@@ -152,7 +168,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts, in windows of `max_length` tokens of which each token is scored once."""
+        """Return the log-probability of whole texts, scored in windows of `max_length` tokens, each token once."""
         windows: list[Request] = []
         counts = []
         for (text,) in (request.args for request in requests):
@@ -172,7 +188,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continuations up to a stop string or the end of the text, greedy unless the task samples."""
+        """Generate continuations up to a stop string or the end of text, greedily unless the task sets sampling."""
         prompts: list[list[int]] = []
         params: list[SamplingParams] = []
         for context, settings in (request.args for request in requests):
@@ -195,7 +211,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         return texts
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(sum of log-probabilities, whether greedy) of each (context, continuation)."""
+        """Return (sum of log-probabilities, whether greedy) of each (context, continuation)."""
         before = len(self.attended_fractions)
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
         names = [request.task_name for request in requests]
@@ -206,7 +222,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The dialogue as the tokenizer's template writes it. Raises InputError where it has none."""
+        """Render the chat with the template of the tokenizer. Raises InputError if there is none."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise InputError(f"{self.llm.name} has no chat template: leave --apply_chat_template out")
         return render_chat(
@@ -217,18 +233,18 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes into its results: the mean shares (attended, over the link) of each task."""
+        """Return the mean (attended, fetched) fractions of each task, which the harness adds to its results."""
         means = {name: _mean_shares(shares) for name, shares in self.shares.items()}
         return {"attended_and_link_fractions": means}
 
     def _spent(self, stats: Stats, task: str | None) -> None:
-        """Enters what a request of `task` cost."""
+        """Record the attended and fetched fractions of a request of `task`."""
         self.attended_fractions.append(stats.exact_fraction)
         self.link_fractions.append(stats.fetched_fraction)
         self.shares.setdefault(str(task), []).append((stats.exact_fraction, stats.fetched_fraction))
 
     def _say_shares(self) -> None:
-        """A line on stderr for each task so far."""
+        """Print the mean fractions of each task so far to stderr."""
         for name, shares in self.shares.items():
             attended, link = _mean_shares(shares)
             what = f"{name}: {len(shares)} requests, attended {attended:.2%}, over the link {link:.2%} (means)"
@@ -236,13 +252,13 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
 
 
 def _mean_shares(shares: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Means of (attended, link) shares."""
+    """Return the means of (attended, fetched) fractions."""
     attended, link = zip(*shares, strict=True)
     return sum(attended) / len(shares), sum(link) / len(shares)
 
 
 def _sampling(kwargs: dict[str, Any]) -> SamplingParams:
-    """The harness' generation settings as ours. Raises ConfigError for one that we do not have."""
+    """Convert the generation settings of the harness. Raises ConfigError if one is not supported."""
     known = {"until", "max_gen_toks", "temperature", "do_sample", *_SAMPLING}
     unknown = sorted(set(kwargs) - known)
     if unknown:
@@ -256,7 +272,7 @@ def _sampling(kwargs: dict[str, Any]) -> SamplingParams:
 
 
 def _batch(size: int | str, most: int | None) -> int:
-    """Sequences decoded together; "auto" is as many as the runtime takes."""
+    """Return the batch size; "auto" selects `most`, or the default of the runtime."""
     if str(size).startswith("auto"):
         return most or MAX_BATCH
     if not str(size).isdigit() or int(size) < 1:
@@ -265,14 +281,17 @@ def _batch(size: int | str, most: int | None) -> int:
 
 
 def _option(name: str, value: Any) -> Any:
-    """A policy's option from the harness' argument string, which knows numbers, words and True."""
+    """Convert a policy option from the argument parser of the harness (numbers, strings and booleans)."""
     if name == "dense_layers" and not isinstance(value, (tuple, list)):
         return () if value == "none" else tuple(int(layer) for layer in str(value).split(":"))
     return None if value == "none" else value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The harness' own command line with `arguments`, by default this process'. Raises SystemExit as it does."""
+    """Run the command line of the harness with `arguments` (default: those of this process).
+
+    Raises SystemExit if the harness does.
+    """
     from lm_eval.__main__ import cli_evaluate
 
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -281,9 +300,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not flags & {"--model", "-M", "--config", "-C"}:
             given += ["--model", "offload-rt"]
         if "--device" not in flags:
-            given += ["--device", "auto"]  # the harness' own default is cuda:0 on every machine
+            given += ["--device", "auto"]  # the harness defaults to cuda:0 on every machine
         if not flags & {"--batch_size", "-b"}:
-            given += ["--batch_size", "auto"]  # the harness' own default is one sequence at a time
+            given += ["--batch_size", "auto"]  # the harness defaults to one sequence at a time
         if "--include_path" not in flags:
             given += ["--include_path", str(TASKS)]
     before, sys.argv = sys.argv, ["lm-eval", *given]

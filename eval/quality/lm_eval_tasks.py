@@ -1,5 +1,8 @@
-"""Tasks of the LM Evaluation Harness under each policy: its prompts and metrics, compared request by request with
-`full`, and `full` with the harness' own transformers class."""
+"""Tasks of the LM Evaluation Harness under each policy.
+
+Uses the prompts and metrics of the harness. Every policy is compared with `full` per request, and `full` with the
+transformers class of the harness.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,18 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TasksConfig:
-    """tasks: the harness' names, or ours over local files (piqa_local ...). num_fewshot: None takes each task's own.
-    limit: documents of each task (None: all). decode_from: tokens of a request that are prefilled at most (None: all
-    of the context but its last; 1 sends every token through the policy). include_path: more task files.
-    lengths: of the documents of RULER's tasks, in tokens (none: the tasks have documents of their own)."""
+    """Settings of the evaluation.
+
+    Attributes:
+        tasks: Task names of the harness, or local tasks (piqa_local ...).
+        num_fewshot: Number of examples per request; None takes the default of each task.
+        limit: Number of documents per task; None takes all.
+        decode_from: Maximum number of prefilled tokens of a request; 1 decodes every token under the policy. None
+            prefills the context except its last token.
+        include_path: Folder with further task files.
+        seed: Random seed of the harness.
+        lengths: Document lengths of RULER tasks in tokens; empty for tasks with their own documents.
+    """
 
     tasks: tuple[str, ...]
     num_fewshot: int | None = None
@@ -48,14 +59,14 @@ class TasksConfig:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What rows are kept by; without `lengths` where there are none, so that rows measured before they were are
-        found."""
+        """Settings as part of the row key."""
+        # Empty `lengths` are omitted, so that rows measured before this option existed remain valid.
         found = asdict(self)
         return found if self.lengths else {name: value for name, value in found.items() if name != "lengths"}
 
     @property
     def jobs(self) -> list[tuple[str, int | None, str]]:
-        """(task, length of its documents, what tables call it)."""
+        """Triples (task, document length, name in tables)."""
         pairs = [(task, length) for task in self.tasks for length in self.lengths or (None,)]
         return [(task, length, task if length is None else f"{task}, {length:,} tokens") for task, length in pairs]
 
@@ -70,9 +81,17 @@ def run_tasks(
     say: Say = lambda line: None,
     late: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Runs every task under every variant, compared with the first, which should be full; with `own_class` also under
-    the harness' transformers class. Writes tasks.json, .csv and .md to `out`; rows that it holds are not run again;
-    once it is `late`, no row is begun."""
+    """Run every task under every variant and write tasks.json, .csv and .md to `out`.
+
+    Args:
+        tested: Model under test.
+        variants: Variants; all are compared with the first, which should be full.
+        config: Settings.
+        out: Folder of the results. Rows already there are reused.
+        own_class: Whether to run the transformers class of the harness too.
+        say: Called with a progress line per row.
+        late: Returns whether the time is up; then no further row is started.
+    """
     store, models = RowStore(out), Models(tested, config)
     shared = {"suite": "tasks", **tested.identity, **config.about}
     runs: list[tuple[str, Variant | None]] = [(variant.label, variant) for variant in variants]
@@ -107,8 +126,10 @@ def run_tasks(
 
 
 class Models:
-    """The harness' models of variants. Those of our runtime share weights and host pool as far as their settings are
-    the same, so that a document is prefilled once, whatever the number of variants."""
+    """Harness models by variant.
+
+    Variants with equal engine settings share weights and host pool, so that each document is prefilled once.
+    """
 
     def __init__(self, tested: ModelUnderTest, config: TasksConfig) -> None:
         self._tested, self._config = tested, config
@@ -116,7 +137,7 @@ class Models:
         self._made: dict[str, Any] = {}
 
     def under(self, variant: Variant | None) -> Any:
-        """The model of `variant`, None is the harness' own transformers class; made when it is first asked for."""
+        """Return the model of `variant`, created on first use. None selects the transformers class of the harness."""
         name = OWN if variant is None else variant.label
         if name not in self._made:
             self._made[name] = self._own() if variant is None else self._ours(variant)
@@ -140,9 +161,19 @@ class Models:
 
 
 def measure(model: Any, task: str, config: TasksConfig, length: int | None = None, tokenizer: str = "") -> Row:
-    """One task: `metrics` {name: [value, standard error]}, and of each document its metrics, its requests'
-    log-likelihoods and its text; what the model spent on it. `length`: of RULER's documents, in tokens of the model
-    `tokenizer`."""
+    """Run one task.
+
+    Args:
+        model: Harness model.
+        task: Name of the task.
+        config: Settings.
+        length: Length of RULER documents, in tokens of the tokenizer of the model `tokenizer`.
+        tokenizer: Model whose tokenizer measures the document length.
+
+    Returns:
+        Row with `metrics` {name: [value, standard error]}, counts and mean fractions, and as `samples` the metrics and
+        responses of each document.
+    """
     from lm_eval import simple_evaluate
 
     from .lm_eval_adapter import TASKS
@@ -167,7 +198,7 @@ def measure(model: Any, task: str, config: TasksConfig, length: int | None = Non
         )
     found = done["results"][task]
     names = [key.removesuffix(",none") for key in found if key.endswith(",none") and "_stderr" not in key]
-    names = [name for name in names if length is None or name == str(length)]  # RULER's scores of other lengths: -1
+    names = [name for name in names if length is None or name == str(length)]  # RULER reports -1 for other lengths
     samples = done["samples"][task]
     return {
         "metrics": {name: [float(found[f"{name},none"]), _number(found.get(f"{name}_stderr,none"))] for name in names},
@@ -184,8 +215,11 @@ def measure(model: Any, task: str, config: TasksConfig, length: int | None = Non
 
 @functools.cache
 def _task_manager(*folders: str, length: int | None, tokenizer: str, limit: int | None = None) -> Any:
-    """Returns the harness' tasks with those of `folders`; the harness takes seconds to read its thousands of files.
-    With `length` RULER's documents have so many tokens of the model `tokenizer`, and `limit` of them are made."""
+    """Return the task manager of the harness, including the task files in `folders`.
+
+    With `length`, RULER generates `limit` documents (None: the default number) of `length` tokens of `tokenizer`.
+    """
+    # Cached because the harness takes seconds to read its thousands of task files.
     from lm_eval.tasks import TaskManager
 
     about = {"max_seq_lengths": [length], "tokenizer": locate(tokenizer).place}
@@ -195,7 +229,8 @@ def _task_manager(*folders: str, length: int | None, tokenizer: str, limit: int 
 
 @functools.cache
 def _loaded(manager: Any, task: str, seed: int) -> Any:
-    """The task with its documents, made once: RULER makes them with every load."""
+    """Load the task with its documents."""
+    # Cached because RULER generates the documents on every load.
     begin_documents(seed)
     with without_downloads(), first_documents((manager.metadata or {}).get("samples")):
         return manager.load([task])["tasks"][task]
@@ -210,7 +245,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _responses(sample: Mapping[str, Any]) -> list[Any]:
-    """Log-likelihoods of a document's requests (texts of a generating task)."""
+    """Return the log-likelihoods of the requests of a document, or texts for a generation task."""
     found = []
     for (response,) in (responses[:1] for responses in sample["resps"]):
         found.append(response[0] if isinstance(response, (tuple, list)) else response)
@@ -218,8 +253,11 @@ def _responses(sample: Mapping[str, Any]) -> list[Any]:
 
 
 def compare(row: Row, base: Row) -> Row:
-    """Against `base`: share of documents with the same answer, |difference| of log-likelihoods, and of every metric the
-    difference with its paired 95 % interval over documents."""
+    """Compare with `base`.
+
+    Returns the fraction of documents with the same answer, the absolute differences of log-likelihoods, and the
+    difference of every metric with its paired 95 % interval over documents.
+    """
     mine, other = ([s["responses"] for s in r["samples"]] for r in (row, base))
     same = [_choice(a) == _choice(b) for a, b in zip(mine, other, strict=True)]
     flat = [(a, b) for x, y in zip(mine, other, strict=True) for a, b in zip(x, y, strict=True) if isinstance(a, float)]
@@ -241,20 +279,22 @@ def compare(row: Row, base: Row) -> Row:
 
 
 def metrics(row: Row) -> list[tuple[str, tuple[float, float | None]]]:
-    """(name, (value, standard error)) of a row."""
+    """Return the metrics of a row as (name, (value, standard error))."""
     return [(name, (value, error)) for name, (value, error) in row["metrics"].items()]
 
 
 def _choice(responses: Sequence[Any]) -> Any:
-    """The answer: of several requests the likeliest, of one its text, or nothing to compare."""
+    """Return the index of the most likely request, or the text of a single generated response, otherwise None."""
     if len(responses) > 1:
         return max(range(len(responses)), key=lambda i: responses[i])
     return responses[0] if responses and isinstance(responses[0], str) else None
 
 
 def _change(name: str, values: Sequence[Any], base: Sequence[Any]) -> list[float]:
-    """[difference, low, high]. Per-document values are numbers, or (log-likelihood, weight) of rolling tasks: of a
-    perplexity the relative change, of bits per byte the difference."""
+    """Return [difference, low, high] of a metric; the relative change for perplexities.
+
+    Values per document are numbers, or (log-likelihood, weight) for rolling tasks.
+    """
     if isinstance(values[0], (list, tuple)):
         weights = np.array([v[1] for v in values], float)
         nats, other = (-np.array([v[0] for v in part], float) for part in (values, base))

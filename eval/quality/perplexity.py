@@ -1,4 +1,4 @@
-"""Perplexity of a text under each policy, every scored token decoded under it, compared window by window with full."""
+"""Perplexity of a text under each policy. Every scored token is decoded; windows are compared pairwise with full."""
 
 from __future__ import annotations
 
@@ -20,15 +20,22 @@ from ..core.stats import paired_bootstrap, perplexity_change, ratio_error
 LN2 = math.log(2)
 
 CHUNK = 256
-"""Scored tokens of a decoding chunk (paper, Figure 12)."""
+"""Number of scored tokens per section of a window (paper, Figure 12: decoding chunk)."""
 
 
 @dataclass(frozen=True)
 class PerplexityConfig:
-    """context: tokens of a window. windows: how many, spread evenly over the text. decode_from: tokens of a window
-    that are prefilled exactly (None: three quarters); all after them are decoded under the policy and scored.
-    tail_from: tokens from this one on are also scored by themselves. margin: share of the text at either end that is
-    left out: title pages, tables of contents and licences are no prose (a list of 365 chapters is all repetition)."""
+    """Settings of the evaluation.
+
+    Attributes:
+        context: Number of tokens per window.
+        windows: Number of windows, evenly spaced over the text.
+        decode_from: Number of tokens of a window prefilled with full attention (None: three quarters). All further
+            tokens are decoded under the policy and scored.
+        tail_from: Tokens from this index on are also scored separately.
+        margin: Fraction of the text skipped at either end, because title pages, tables of contents and licences are
+            not prose.
+    """
 
     context: int = 2048
     windows: int = 32
@@ -50,23 +57,22 @@ class PerplexityConfig:
 
     @property
     def start(self) -> int:
-        """Tokens prefilled."""
+        """Number of prefilled tokens."""
         return self.context * 3 // 4 if self.decode_from is None else self.decode_from
 
 
 @dataclass(frozen=True)
 class Window:
-    """A piece of the text, and the UTF-8 bytes of its scored tokens."""
+    """A section of the text, and the size of its scored tokens in UTF-8 bytes."""
 
     text: Text
     bytes: int
 
 
 def cut_windows(tested: ModelUnderTest, text: str, config: PerplexityConfig) -> list[Window]:
-    """`config.windows` windows spread evenly over the text between its margins (a text too short for these has none),
-    each begun as the tokenizer begins a text (BOS).
+    """Cut up to `config.windows` evenly spaced windows, each with the leading special tokens (BOS).
 
-    Raises InputError where the text is shorter than a window.
+    The margins are skipped unless the text is too short. Raises InputError if the text is shorter than a window.
     """
     ids, ends, lead = tested.encode(text)
     body = config.context - len(lead)
@@ -85,7 +91,7 @@ def cut_windows(tested: ModelUnderTest, text: str, config: PerplexityConfig) -> 
 
 
 def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window], tail_from: int | None = None) -> Row:
-    """What the variant's row measures: `samples` holds nats, tokens and bytes of each window, and of its tail."""
+    """Measure the row of a variant. `samples` holds nats, tokens and bytes of each window, and nats of its tail."""
     scored = tested.score(variant, [window.text for window in windows])
     samples: dict[str, list[Any]] = {
         "nats": [sum(score.nats) for score in scored],
@@ -106,14 +112,14 @@ def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window],
 
 
 def _chunks(nats: Sequence[float]) -> list[float]:
-    """Mean nats of each whole chunk of a window (of a shorter window: of all of it)."""
+    """Return the mean nats of each complete section of a window; of all tokens if the window is shorter."""
     whole = max(1, len(nats) // CHUNK)
     size = min(CHUNK, len(nats))
     return [sum(nats[i * size : (i + 1) * size]) / size for i in range(whole)]
 
 
 def costs(scored: Sequence[Scored]) -> Row:
-    """What the texts cost: means over texts, of the worst layers too."""
+    """Return the cost columns as means over texts."""
     names = (
         "attended",
         "link",
@@ -132,7 +138,7 @@ def costs(scored: Sequence[Scored]) -> Row:
 
 
 def summary(samples: dict[str, list[Any]]) -> Row:
-    """Perplexity and bits per byte with standard errors over windows."""
+    """Return perplexity and bits per byte with standard errors over windows."""
     nats, tokens, sizes = (np.asarray(samples[name], float) for name in ("nats", "tokens", "bytes"))
     per_token, error = nats.sum() / tokens.sum(), ratio_error(nats, tokens)
     tail = {}
@@ -149,8 +155,11 @@ def summary(samples: dict[str, list[Any]]) -> Row:
 
 
 def compare(row: Row, base: Row, name: str, part: str = "") -> Row:
-    """Columns `{name}_perplexity` (relative change) and, of whole windows, `{name}_bits_per_byte` (difference) against
-    `base`, each with a 95 % interval from a paired bootstrap over windows. part: "tail_" compares their tails."""
+    """Compare a row with `base`.
+
+    Returns the columns `{name}_perplexity` (relative change) and `{name}_bits_per_byte` (difference), each with a 95 %
+    interval from a paired bootstrap over windows. With part "tail_", only the perplexity of the tails is compared.
+    """
     mine, other = row["samples"], base["samples"]
     nats, base_nats, tokens = mine[f"{part}nats"], other[f"{part}nats"], mine[f"{part}tokens"]
     intervals = {"perplexity": paired_bootstrap(nats, base_nats, tokens, change=perplexity_change)}
@@ -164,7 +173,7 @@ def compare(row: Row, base: Row, name: str, part: str = "") -> Row:
 
 
 def shown_interval(row: Row, name: str) -> str:
-    """`compare`'s change of perplexity written out."""
+    """Format the perplexity change of `compare` with its interval."""
     value, low, high = (row[f"{name}_perplexity{end}"] for end in ("", "_low", "_high"))
     return f"{value:+.2%} [{low:+.2%}, {high:+.2%}]"
 
@@ -179,9 +188,20 @@ def measure_all(
     say: Callable[[str], None] = lambda line: None,
     late: Callable[[], bool] = lambda: False,
 ) -> list[Row]:
-    """A row per variant on `text` (called `name`), each compared with the first (which should be full) and with
-    infinigen at its budget. Rows that `out` holds from an earlier run are not measured again; once it is `late`, no
-    others are."""
+    """Measure a row per variant.
+
+    Each row is compared with the first variant, which should be full, and with infinigen at the same budget.
+
+    Args:
+        tested: Model under test.
+        text: Text.
+        name: Name of the text in the tables.
+        variants: Variants to measure.
+        config: Settings.
+        out: Folder of the results. Rows already there are reused.
+        say: Called with a progress line per row.
+        late: Returns whether the time is up; then only existing rows are returned.
+    """
     store = RowStore(out)
     windows = cut_windows(tested, text, config)
     shared = {"suite": "perplexity", **tested.identity, "text": text_digest(text), **asdict(config)}
@@ -200,7 +220,7 @@ def measure_all(
 
 
 def about(tested: ModelUnderTest, text: str, name: str, config: PerplexityConfig) -> dict[str, Any]:
-    """What holds for all rows of a text."""
+    """Return the settings common to all rows of a text."""
     found = {**tested.identity, "text": name, "text_digest": text_digest(text), **asdict(config)}
     return found | {"decode_from": config.start, "path": tested.path, "bootstrap_seed": 0}
 
@@ -214,7 +234,7 @@ def run_perplexity(
     out: Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> Report:
-    """`measure_all` on `text` (called `name` in the tables), written as perplexity.json, .csv, .md and two pictures."""
+    """Run `measure_all` on `text` (called `name`) and write perplexity.json, .csv, .md and two plots to `out`."""
     rows = measure_all(tested, text, name, variants, config, out, say)
     title = f"Perplexity of {tested.name} on {name}"
     report = Report("perplexity", title, about(tested, text, name, config), COLUMNS, rows, NOTES)
@@ -225,8 +245,7 @@ def run_perplexity(
 
 
 def _against_rivals(rows: list[Row]) -> None:
-    """infinigen against every other policy of the same budget and dense layers: `against_infinigen_*` columns of the
-    others."""
+    """Compare every other policy with infinigen at the same budget and dense layers (`against_infinigen_*`)."""
     for row in rows:
         same = [r for r in rows if all(r[key] == row[key] for key in ("budget", "dense_layers"))]
         mine = [r for r in same if r["policy"] == "infinigen" and r["budget"] is not None]
@@ -235,7 +254,7 @@ def _against_rivals(rows: list[Row]) -> None:
 
 
 def _shown(rows: Sequence[Row]) -> list[Row]:
-    """Rows with their intervals written out."""
+    """Return the rows with formatted intervals."""
     shown = []
     for row in rows:
         cells = dict(row)
@@ -247,7 +266,7 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
 
 
 WHAT = (Column("model", "model"), Column("text", "text"), Column("context", "context"), Column("policy", "variant"))
-"""What every row of a table says first."""
+"""Leading columns of every table."""
 
 COST = (
     Column("dense layers", "dense_layers"),
@@ -256,7 +275,7 @@ COST = (
     Column("link", "link", ".1%"),
     Column("of sparse layers", "sparse_link", ".1%"),
 )
-"""What stands beside every accuracy."""
+"""Cost columns shown next to every accuracy."""
 
 COLUMNS = (
     *WHAT,
@@ -281,7 +300,7 @@ NOTES = (
 
 
 def draw(report: Report, path: Path) -> None:
-    """Perplexity against full over the share attended, a line per policy, with 95 % intervals."""
+    """Plot the perplexity change against full over the attended fraction, a line per policy, with 95 % intervals."""
     series: dict[str, list[tuple[float, float]]] = {}
     errors: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(report.rows, key=lambda row: row["sparse_attended"]):
@@ -306,7 +325,7 @@ def draw(report: Report, path: Path) -> None:
 
 
 def draw_chunks(report: Report, path: Path) -> None:
-    """Perplexity of each decoding chunk, in the order of the text (paper, Figure 12)."""
+    """Plot the perplexity of each section of `CHUNK` tokens along the window (paper, Figure 12)."""
     start = report.about["decode_from"]
     series = {}
     for row in report.rows:

@@ -1,4 +1,4 @@
-"""Retrieval: the share of needles found under each policy, by kind, length and distance, against full."""
+"""Needle retrieval: fraction of needles found under each policy, by kind, length and distance, compared with full."""
 
 from __future__ import annotations
 
@@ -21,13 +21,21 @@ from ..core.stats import paired_bootstrap, share_error
 from .perplexity import COST, WHAT, costs
 
 NEAREST = 128
-"""Upper end of the first band of distances, in tokens; each band is twice as far as the one before."""
+"""Upper limit of the first distance band in tokens; the limit doubles with each further band."""
 
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """lengths: tokens of a passage. passages: of each kind and length. kinds: names in KINDS. prefilled: share of a
-    passage that is prefilled exactly (None: all before the first question); the rest is decoded under the policy."""
+    """Settings of the evaluation.
+
+    Attributes:
+        lengths: Passage lengths in tokens.
+        passages: Number of passages per kind and length.
+        kinds: Kinds of needles (keys of `KINDS`).
+        seed: Random seed.
+        prefilled: Fraction of a passage prefilled with full attention (None: everything before the first question).
+            The rest is decoded under the policy.
+    """
 
     lengths: tuple[int, ...] = (1024, 2048)
     passages: int = 20
@@ -45,7 +53,7 @@ class RetrievalConfig:
 
 
 def make_passages(haystack: Haystack, config: RetrievalConfig, length: int, kind: str) -> list[Passage]:
-    """The passages of one length and kind: the same for every policy, whatever the other lengths and kinds are."""
+    """Build the passages of one length and kind. They are independent of the policy and of other lengths and kinds."""
     rng = np.random.default_rng([config.seed, length, *kind.encode()])
     made = [haystack.hide(rng, kind, length) for _ in range(config.passages)]
     if config.prefilled is None:
@@ -55,8 +63,10 @@ def make_passages(haystack: Haystack, config: RetrievalConfig, length: int, kind
 
 
 def measure(tested: ModelUnderTest, variant: Variant, passages: Sequence[Passage]) -> Row:
-    """What the variant's row measures; `samples` holds [kind, distance, right] of each question. A question is right if
-    every token of its answers was the likeliest (which is the same as writing them greedily)."""
+    """Measure the row of a variant. `samples` holds [kind, distance, right] of each question.
+
+    A question is right if every answer token is the most probable one, which equals greedy decoding.
+    """
     scored = tested.score(variant, [passage.text for passage in passages])
     samples: list[tuple[str, int, bool]] = []
     for passage, score in zip(passages, scored, strict=True):
@@ -68,7 +78,7 @@ def measure(tested: ModelUnderTest, variant: Variant, passages: Sequence[Passage
 
 
 def together(rows: Sequence[Row]) -> Row:
-    """One row of those that `measure` gave for several kinds, with as many passages of each."""
+    """Merge the rows of several kinds with equal numbers of passages into one row."""
     found: Row = {"samples": [sample for row in rows for sample in row["samples"]]}
     for name in (key for key in rows[0] if key not in found):
         values = [row[name] for row in rows if row[name] is not None]
@@ -77,7 +87,7 @@ def together(rows: Sequence[Row]) -> Row:
 
 
 def accuracies(samples: Sequence[Sequence[Any]]) -> Row:
-    """Share right, its standard error and the number asked: of all, by kind and by distance."""
+    """Return accuracy, standard error and number of questions: in total, by kind and by distance."""
     found: Row = _accuracy("", [right for _, _, right in samples])
     for kind in dict.fromkeys(kind for kind, _, _ in samples):
         found |= _accuracy(f" {kind}", [right for k, _, right in samples if k == kind])
@@ -101,7 +111,7 @@ def _accuracy(name: str, rights: Sequence[bool]) -> Row:
 
 
 def against(row: Row, base: Row) -> Row:
-    """Difference of the share right from `base`, with its paired 95 % interval over questions."""
+    """Return the accuracy difference from `base`, with its paired 95 % interval over questions."""
     mine, other = ([float(right) for _, _, right in r["samples"]] for r in (row, base))
     change = paired_bootstrap(mine, other, np.ones(len(mine)))
     shown = f"{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
@@ -122,9 +132,19 @@ def run_retrieval(
     say: Callable[[str], None] = lambda line: None,
     late: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Measures every variant at every length, each compared with the first, which should be full; writes
-    retrieval.json, .csv, .md and two pictures to `out`. What it holds is not measured again; once it is `late`, only
-    the first is begun. Kind by kind, so that a passage is prefilled once for all variants."""
+    """Measure every variant at every length; write retrieval.json, .csv, .md and two plots to `out`.
+
+    Args:
+        tested: Model under test.
+        book: Text in which the needles are hidden.
+        name: Name of the book in the tables.
+        variants: Variants; all are compared with the first, which should be full.
+        config: Settings.
+        out: Folder of the results. Rows already there are reused.
+        say: Called with a progress line per row.
+        late: Returns whether the time is up; then only the first variant is measured.
+    """
+    # The loop over kinds is outside the loop over variants, so that a passage is prefilled once for all variants.
     store = RowStore(out)
     haystack = Haystack(tested, book)
     rows: list[Row] = []
@@ -150,8 +170,8 @@ def run_retrieval(
 
 
 def _row(store: RowStore, tested: ModelUnderTest, variant: Variant, length: int, passages: Sequence[Passage]) -> Row:
-    """`measure` of the passages of one kind, once. The key holds a digest of all that they say: passages made in other
-    words are other passages."""
+    """Return the stored row of the passages of one kind, or measure it."""
+    # The digest of the passages in the key invalidates rows of passages with a different wording.
     said = {"kind": passages[0].kind, "length": length, "passages": text_digest(repr(passages))}
     key = {"suite": "retrieval", **tested.identity, "path": tested.path, **said, "variant": tested.key(variant)}
     return store.once(key, partial(measure, tested, variant, passages))
@@ -170,7 +190,7 @@ NOTES = (
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
-    """The table's columns: one for every kind and band of distance that was asked."""
+    """Return the table columns, with one accuracy column per kind and distance band."""
     names = dict.fromkeys(key[5:] for row in rows for key in row if key.startswith("right"))
     shares = [
         c for n in names for c in (Column(n.strip() or "right", f"right{n}", ".2f"), Column("±", f"error{n}", ".2f"))
@@ -187,7 +207,7 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
 
 
 def draw(report: Report, kinds: Sequence[str], out: Path) -> None:
-    """Share right over the attended share, and by kind."""
+    """Plot the accuracy over the attended fraction, and by kind."""
     longest = max(row["length"] for row in report.rows)
     rows = [row for row in report.rows if row["length"] == longest]
     series: dict[str, list[tuple[float, float]]] = {}

@@ -1,5 +1,7 @@
-"""RULER's tasks of the LM Evaluation Harness: without what they fetch and do not need, the same documents in every
-process, and no more of them than are asked for."""
+"""Patches for RULER's tasks in the LM Evaluation Harness.
+
+They avoid unnecessary downloads, make the documents reproducible, and limit the number of generated documents.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,16 @@ from unittest.mock import patch
 import numpy as np
 
 MAKERS = ("generate_samples", "sys_kwext", "sys_vartrack_w_noise_random", "sys_word_pair_random")
-"""What makes documents one after the other in the tasks' modules, each with an argument `num_samples`."""
+"""Document generators in the modules of the tasks; each takes `num_samples`."""
 
 
 @contextmanager
 def without_downloads() -> Iterator[None]:
-    """RULER's tasks fetch a trained sentence splitter when they are imported, whether they need it or not: here they
-    find it. A task that does need it fails with nltk's own message."""
+    """Prevent RULER's tasks from downloading the punkt sentence splitter.
+
+    Tasks that use the splitter fail with the error message of nltk.
+    """
+    # The modules of the tasks check for the splitter on import, even if they do not need it.
     try:
         import nltk
     except ModuleNotFoundError:
@@ -35,18 +40,17 @@ def without_downloads() -> Iterator[None]:
 
 
 def begin_documents(seed: int) -> None:
-    """RULER makes its documents from the global generators, and cwe's from one of its module's own that goes on from
-    load to load: from here the global ones begin at `seed`, and that module anew, so that a task that is loaded next
-    has the same documents in every process, whatever was loaded before it."""
+    """Reset the random generators of RULER, so that the task loaded next has reproducible documents."""
     random.seed(seed)
     np.random.seed(seed)
+    # The cwe task has a module-level generator that is not reset between loads.
     sys.modules.pop("lm_eval.tasks.ruler.cwe_utils", None)
 
 
 @contextmanager
 def first_documents(limit: int | None) -> Iterator[None]:
-    """Tasks that are loaded within make their first `limit` documents and not all 500, which takes minutes at 32k
-    tokens (None: all)."""
+    """Limit the tasks loaded in this context to their first `limit` documents (None: all)."""
+    # Generating all 500 documents takes minutes at 32k tokens.
     from lm_eval.api.task import ConfigurableTask
 
     download = ConfigurableTask.download

@@ -1,6 +1,8 @@
-"""What a truncation costs: rows kept with their positions, against the kept text computed anew, and against closing the
-gap without turning the keys (CachedAttention §3.4, figure 12's claim). Perplexity of a held-out text, and questions
-about facts in what is kept."""
+"""Quality after truncating a session (CachedAttention §3.4, Figure 12).
+
+Compares keeping the KV with its positions, recomputing the kept text, and closing the gap without rotating the keys.
+Measures the perplexity of a held-out text and the accuracy of questions about the kept part.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,11 @@ from ..core.stats import paired_bootstrap, perplexity_change, share_error
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 VARIANTS = ("recomputed", "kept positions", "naive", "not truncated")
 KINDS = ("single", "several keys", "several queries")
-"""Of facts: those that the reference model answers."""
+"""Kinds of needles that the reference model can answer."""
 TOGETHER = 8
-"""Texts whose variants are decoded in one batch."""
+"""Number of texts whose variants are decoded in one batch."""
 STORE = "64MiB"
-"""Sessions need a folder; what is cut here is not worth saving."""
+"""Size limit of the session folder; sessions need one, although nothing is kept."""
 
 PERPLEXITY = (
     Column("after the cut", "variant"), Column("perplexity", "perplexity", ".4f"),
@@ -48,9 +50,14 @@ RECALL = (
 
 @dataclass(frozen=True)
 class Cut:
-    """`text` is computed, all but its first `SINKS` and its last `keep` tokens are forgotten, and `following` comes
-    after it, given token by token in place of what the model would say. questions: of each, where its answers stand in
-    `following`."""
+    """A text to truncate and its continuation.
+
+    Attributes:
+        text: Tokens computed before the truncation.
+        keep: Number of tokens kept at the end, besides the first `SINKS` tokens.
+        following: Continuation, fed token by token (teacher forcing).
+        questions: Positions of the answer tokens of each question in `following`.
+    """
 
     text: tuple[int, ...]
     keep: int
@@ -60,14 +67,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Followed:
-    """Of each token of `following` but the first: its nats, and whether it was the likeliest."""
+    """Nats, and whether it is the most probable one, of each token of `following` except the first."""
 
     nats: list[float]
     likeliest: list[bool]
 
 
 def sessions_after(llm: LLM, folder: Path, name: str, cut: Cut) -> dict[str, Session]:
-    """A session for each of `VARIANTS`. The text is computed once: the variants that keep rows are its forks."""
+    """Create a session for each of `VARIANTS`. Variants that keep KV are forks, so the text is computed once."""
     whole = llm.session(f"{name} not truncated", folder, limit=STORE, overflow="error")
     list(whole.send(list(cut.text), ONE))
     kept = whole.fork(f"{name} kept positions")
@@ -80,7 +87,7 @@ def sessions_after(llm: LLM, folder: Path, name: str, cut: Cut) -> dict[str, Ses
 
 
 def follow(llm: LLM, sessions: Sequence[Session], following: Sequence[Sequence[int]]) -> list[Followed]:
-    """Gives each session its tokens, all in one batch of decode steps."""
+    """Feed each session its tokens and score them. All sessions are decoded in one batch."""
     runner, found = llm.runner, [Followed([], []) for _ in sessions]
     sequences: list[RunningSequence] = []
     for session, known in zip(sessions, following, strict=True):
@@ -99,7 +106,7 @@ def follow(llm: LLM, sessions: Sequence[Session], following: Sequence[Sequence[i
 
 
 def measure(llm: LLM, cuts: Sequence[Cut], progress: Callable[[int], None]) -> Iterator[dict[str, Followed]]:
-    """What follows each cut, by variant."""
+    """Yield the scores of the continuation of each cut by variant."""
     for first in range(0, len(cuts), TOGETHER):
         together = cuts[first : first + TOGETHER]
         with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +124,7 @@ def measure(llm: LLM, cuts: Sequence[Cut], progress: Callable[[int], None]) -> I
 
 
 def windows_of(text: Sequence[int], *, context: int, keep: int, scored: int, windows: int) -> list[Cut]:
-    """Parts of `text`, evenly spread. Raises InputError where it is too short."""
+    """Cut evenly spaced windows from `text`. Raises InputError if the text is too short."""
     step = (len(text) - context - scored - 1) // max(1, windows)
     if step < 1 or not 0 < keep < context:
         raise InputError(
@@ -131,7 +138,7 @@ def windows_of(text: Sequence[int], *, context: int, keep: int, scored: int, win
 
 
 def perplexity_rows(found: Sequence[dict[str, Followed]]) -> list[Row]:
-    """A row for each variant; the change is against `recomputed`, its interval over windows."""
+    """Return a row per variant: perplexity and its change against `recomputed`, with an interval over windows."""
     rows = []
     weights = [len(one["recomputed"].nats) for one in found]
     base = [sum(one["recomputed"].nats) for one in found]
@@ -167,8 +174,10 @@ def passages_of(
     seed: int = 0,
     kinds: Sequence[str] = KINDS,
 ) -> list[Cut]:
-    """Passages of `keep` tokens with facts and, at the end, questions about them, behind as much other prose of the
-    book as makes `context` tokens; `passages` of each kind. Raises InputError where they do not fit."""
+    """Build `passages` passages of each kind: `keep` tokens with facts, and questions about them at the end.
+
+    Other prose of the book precedes each passage, `context` tokens in total. Raises InputError if the facts do not fit.
+    """
     haystack, rng = Haystack(tested, book), np.random.default_rng(seed)
     prose = tested.loaded.tokenizer(book[: 16 * context], add_special_tokens=False)["input_ids"]  # type: ignore[misc]
     before = tuple(prose[: context - keep])
@@ -183,7 +192,7 @@ def passages_of(
 
 
 def recall_rows(cuts: Sequence[Cut], found: Sequence[dict[str, Followed]]) -> list[Row]:
-    """A row for each variant: the share of questions with every answer token right, against `recomputed`."""
+    """Return a row per variant: share of questions with all answer tokens correct, compared with `recomputed`."""
     right = {
         variant: [
             all(one[variant].likeliest[at - 1] for at in question)
@@ -213,8 +222,16 @@ def recall_rows(cuts: Sequence[Cut], found: Sequence[dict[str, Followed]]) -> li
 
 @dataclass(frozen=True)
 class TruncationConfig:
-    """context: tokens before the truncation; keep: of them kept; scored: tokens scored after it; windows: of the text;
-    passages: of each kind of question; seed: of the questions."""
+    """Settings of the evaluation.
+
+    Attributes:
+        context: Number of tokens before the truncation.
+        keep: Number of tokens kept at the end.
+        scored: Number of tokens scored after the truncation.
+        windows: Number of windows of the text.
+        passages: Number of passages of each kind of question.
+        seed: Random seed of the questions.
+    """
 
     context: int = 1920
     keep: int = 960
@@ -227,8 +244,10 @@ class TruncationConfig:
 def run_truncation(
     model: str, text: str, name: str, config: TruncationConfig, out: Path, say: Callable[[str], None]
 ) -> list[Report]:
-    """Measures on `text` (called `name`), and writes truncation.{json,csv,md} and truncation_recall.{json,csv,md} to
-    `out`. Raises InputError where the text is too short."""
+    """Measure on `text` (called `name`); write truncation.{json,csv,md} and truncation_recall.{json,csv,md} to `out`.
+
+    Raises InputError if the text is too short.
+    """
     llm = LLM(model, policy="full", host_memory="1GiB", enable_prefix_caching=False)
     sizes: dict[str, Any] = {"context": config.context, "keep": config.keep}
     about = {"model": llm.name, "text": name, "policy": "full", "sinks": SINKS, **sizes}

@@ -1,14 +1,12 @@
-"""Chooses the options of `infinigen` that keep a limit on the missed attention mass at the fewest bytes, for one model
-on one text.
+"""Tune `infinigen` for one model and text: minimize bytes read under a limit on the missed attention mass.
 
-Missed mass is true (exact scores of every decoded position of the text, beside what was attended), and the limit holds
-for the worst layer's mean, hence for the mean of the layers. Bytes are what a decode step reads in the layers that
-select: rows over the link, the scoring keys, and the resident window, the last two on the device, each once a step.
+Missed mass is measured with exact scores of every decoded position. The limit applies to the worst layer and therefore
+also to the mean over layers. The objective is the bytes read per decode step in the sparse layers: KV fetched from the
+host, plus the scoring keys and the resident window, which are read on the device.
 
-The search is staged, one option after another with the others kept: for each value of scorer, source, window and skew
-the smallest `alpha` of a ladder that keeps the limit (without a cap) is found by bisection; then the tightest cap for
-that alpha, a plain share instead of a threshold, and whether `repair` from a smaller alpha is cheaper still. What is
-not on this path is not tried.
+The search is greedy, one option at a time. For each scorer, source, window and skew, bisection finds the smallest
+`alpha` that keeps the limit (without a cap). The last stage tries the smallest cap for that alpha, a fixed fraction
+instead of a threshold, and `repair` from a smaller alpha. Other combinations are not tried.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ from ..core.report import Column, Report, Row, write_atomic
 FRACTIONS = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 ALPHAS = (*(step / 2 for step in range(2, 17)), 9.0, 10.0, 12.0, 15.0, 20.0)
 AIMS = (1.25, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.35, 0.25)
-"""What `repair` aims at, by its own estimate, in units of the limit."""
+"""Targets of `repair` for its estimated missed mass, relative to the limit."""
 
 REPAIR_FROM = (1.0, 2.0)
-"""Alphas that repair starts from."""
+"""Values of `alpha` combined with `repair`."""
 
 STAGES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("scorer", ("int8", "int4", "int2", "partial")),
@@ -42,18 +40,24 @@ STAGES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("recent", (64, 16, 256)),
     ("skew", ("balanced", "svd")),
 )
-"""The first value of each is where the search begins."""
+"""Options in search order; the first value of each is the starting point."""
 
 UNLIMITED = 1e9
-"""An alpha without effect, and a number in JSON."""
+"""An `alpha` without effect; finite, so that JSON can represent it."""
 
 Options = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """max_missed_mass: the limit. context: tokens of the text taken. scored: of them, the last ones, decoded and
-    measured. dense_layers: not searched."""
+    """Settings of the search.
+
+    Attributes:
+        max_missed_mass: Limit on the missed attention mass, in (0, 1).
+        context: Number of tokens taken from the text.
+        scored: Number of tokens at the end that are decoded and measured.
+        dense_layers: Layers without selection; not searched.
+    """
 
     max_missed_mass: float = 0.01
     context: int = 2048
@@ -69,7 +73,7 @@ class TuneConfig:
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting, measured. bytes: read per decode step in the layers that select (link, scoring keys, window)."""
+    """A measured setting. `*_bytes` are bytes read per decode step in the sparse layers."""
 
     options: Options
     missed: float
@@ -81,29 +85,29 @@ class Trial:
 
     @property
     def bytes(self) -> float:
-        """The objective."""
+        """Objective: total bytes read per decode step."""
         return self.link_bytes + self.scoring_bytes + self.window_bytes
 
     def keeps(self, limit: float) -> bool:
-        """Whether mean and worst layer are within the limit."""
+        """Return whether the mean and the worst layer are within the limit."""
         return self.worst <= limit and self.missed <= limit
 
     def row(self, limit: float) -> Row:
-        """For the table."""
+        """Return the table row."""
         names = ("missed", "worst", "attended", "link_bytes", "scoring_bytes", "window_bytes", "bytes")
         shown = " ".join(f"{key}={value}" for key, value in self.options.items() if key not in ("dense_layers", "tail"))
         return {"setting": shown, "keeps": self.keeps(limit), **{name: getattr(self, name) for name in names}}
 
 
 class Search:
-    """Measures settings, each once, and walks the stages."""
+    """Staged search. Each setting is measured once."""
 
     def __init__(self, tested: ModelUnderTest, text: Text, config: TuneConfig, done: Callable[[], None]) -> None:
         self.tested, self.text, self.config, self._done = tested, text, config, done
         self.trials: dict[str, Trial] = {}
 
     def measure(self, options: Options) -> Trial:
-        """The setting on the text, every position from `decode_from` on decoded."""
+        """Measure the setting on the text, or return its cached trial."""
         key = repr(sorted(options.items()))
         if key not in self.trials:
             (scored,) = self.tested.score(Variant("infinigen", options), [self.text])
@@ -131,14 +135,16 @@ class Search:
         )
 
     def cheapest(self, trials: Sequence[Trial]) -> Trial:
-        """The one of fewest bytes among those that keep the limit; where none does, the one that misses least."""
+        """Return the trial with the fewest bytes within the limit; if none is, the one with the lowest missed mass."""
         limit = self.config.max_missed_mass
         kept = [trial for trial in trials if trial.keeps(limit)]
         return min(kept, key=lambda t: t.bytes) if kept else min(trials, key=lambda t: t.worst)
 
     def smallest(self, options: Options, name: str, ladder: Sequence[float]) -> Trial:
-        """The setting with the first value of `name` on the ladder that keeps the limit, by bisection: missed mass
-        falls along it. Where none keeps it, the last."""
+        """Find by bisection the first value of `name` on the ladder that keeps the limit; if none does, the last.
+
+        Assumes that the missed mass decreases along the ladder.
+        """
         low, high = 0, len(ladder) - 1
         while low < high:
             middle = (low + high) // 2
@@ -149,7 +155,7 @@ class Search:
         return self.measure(options | {name: ladder[low]})
 
     def run(self) -> Trial:
-        """All stages; the setting chosen."""
+        """Run all stages and return the chosen trial."""
         fixed: Options = {name: values[0] for name, values in STAGES}
         fixed |= {"dense_layers": self.config.dense_layers, "tail": "off"}
         best = self.smallest(fixed | {"max_fraction": 1.0}, "alpha", ALPHAS)
@@ -160,7 +166,7 @@ class Search:
         return self._last_stage(best)
 
     def _last_stage(self, best: Trial) -> Trial:
-        """The cap for the threshold found, a plain share in its place, and repair."""
+        """Try a cap for the threshold found, a fixed fraction in its place, and `repair`."""
         limit, start = self.config.max_missed_mass, best.options
         others = [
             self.smallest(start | {"alpha": alpha}, "max_fraction", FRACTIONS) for alpha in (start["alpha"], UNLIMITED)
@@ -171,7 +177,7 @@ class Search:
 
 
 def most_trials() -> int:
-    """An upper bound of settings measured, for progress bars."""
+    """Return an upper bound of the number of measured settings, for progress bars."""
 
     def steps(ladder: Sequence[float]) -> int:
         return math.ceil(math.log2(len(ladder))) + 1
@@ -181,8 +187,10 @@ def most_trials() -> int:
 
 
 def cut_text(ids: Sequence[int], config: TuneConfig, positions: int) -> Text:
-    """The first `context` tokens (at most the model's positions); the last `scored` of them are decoded. Raises
-    InputError where the text is too short."""
+    """Take the first `context` tokens (at most `positions`), of which the last `scored` are decoded and scored.
+
+    Raises InputError if the text is too short.
+    """
     tokens = tuple(ids[: min(config.context, positions)])
     if len(tokens) <= config.scored + 1:
         raise InputError(f"the text has {len(tokens)} tokens, too few for {config.scored} scored ones after a prompt")
@@ -191,7 +199,7 @@ def cut_text(ids: Sequence[int], config: TuneConfig, positions: int) -> Text:
 
 
 def verify(tested: ModelUnderTest, trial: Trial, text: Text) -> Row:
-    """The setting once more through `LLM.score`, step by step, the missed mass probed at every step."""
+    """Measure the setting again with `LLM.score`, with the missed mass of every step."""
     (scored,) = tested.score_by_step(Variant("infinigen", trial.options, {"missed_mass_every": 1}), [text])
     return {
         "missed_mass": scored.missed,
@@ -205,10 +213,13 @@ def verify(tested: ModelUnderTest, trial: Trial, text: Text) -> Row:
 def run_tune(
     tested: ModelUnderTest, text: str, name: str, config: TuneConfig, out: Path, done: Callable[[], None] = lambda: None
 ) -> tuple[Report, TunedPolicy]:
-    """Searches on `text` (called `name`), and writes skew.safetensors, policy.json and the table of all trials into
-    `out`. The choice is written also where nothing keeps the limit (then it is what misses least), and says so.
+    """Search on `text` (called `name`) and write skew.safetensors, policy.json and the table of all trials to `out`.
 
-    Raises InputError where the text is too short or `out` cannot be written, ConfigError for layers.
+    If no setting keeps the limit, the setting with the lowest missed mass is written, and "kept" is false.
+
+    Raises:
+        InputError: If the text is too short, or if `out` cannot be written.
+        ConfigError: If `dense_layers` is invalid for the model.
     """
     tokenizer = tested.loaded.tokenizer
     if tokenizer is None:

@@ -1,5 +1,7 @@
-"""What the speed benchmark compares: transformers with each of its caches, and this runtime with each policy, all on
-one random model and one planted context, of one sequence or of several that share nothing."""
+"""Baselines of the speed benchmark: transformers with each of its caches, and this runtime with each policy.
+
+All use the same random model and synthetic context, for one sequence or several sequences without shared prefix.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ from .step_profiler import ADAPTER, REST, STATE, StageClock, Staged, StagedLink
 from .synthetic_kv import RESIDENT, Given, SyntheticAdapter, SyntheticKV
 
 TOKEN = 7
-"""The token that every step decodes: speed does not depend on it."""
+"""Token decoded in every step; the speed does not depend on it."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama of random weights."""
+    """Shape of a Llama with random weights."""
 
     layers: int
     hidden: int
@@ -49,7 +51,7 @@ class Shape:
     dtype: torch.dtype
 
     def model(self, positions: int, device: torch.device) -> LlamaForCausalLM:
-        """Weights are drawn in the model's own dtype on its device."""
+        """Create the model with weights drawn in `dtype` on `device`."""
         config = LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
@@ -86,77 +88,82 @@ SHAPES = {
     "llama-8b": Shape(32, 4096, 14336, 32, 8, 128, 128_256, torch.bfloat16),
     "llama-13b": Shape(40, 5120, 13824, 40, 40, 128, 32_000, torch.bfloat16),
 }
-"""tiny: to see that something runs. small, medium, large: what a CPU can be measured with. llama-1b, -3b, -8b: Llama
-3.x; llama-13b: Llama 2, every head with keys of its own."""
+"""Shapes by name.
+
+"tiny" only checks that the benchmark runs. "small", "medium" and "large" suit a CPU. "llama-1b", "llama-3b" and
+"llama-8b" are Llama 3.x; "llama-13b" is Llama 2 with multi-head attention.
+"""
 
 
 class Baseline(Protocol):
-    """One way to decode."""
+    """Interface of a baseline."""
 
     @property
     def name(self) -> str:
-        """As printed."""
+        """Name in tables."""
         ...
 
     def fill(self, layer: int, kv: KVPart) -> None:
-        """Takes the context's K and V `[Hkv, N, d]` of one layer; every layer once, in order, before the first step."""
+        """Load K and V `[Hkv, N, d]` of one layer. Called once per layer, in order, before the first step."""
         ...
 
     def step(self) -> None:
-        """Decodes one token, the context growing by it."""
+        """Decode one token and append it to the context."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What the report says beside the times."""
+        """Return further columns of the report."""
         ...
 
 
 class Peer:
-    """transformers with one of its caches. The model's own attention (SDPA)."""
+    """transformers with one of its caches and SDPA attention."""
 
     def __init__(self, name: str, model: Any, cache: Cache, length: int, tokens: torch.Tensor) -> None:
-        """tokens: `[B, 1]`, what every step decodes, on the device that computes."""
+        """Create the baseline; `tokens` `[B, 1]` are decoded in every step, on the compute device."""
         self.name = name
         self._model, self._cache, self._position, self._tokens = model, cache, length, tokens
 
     def fill(self, layer: int, kv: KVPart) -> None:
-        """Through the cache's own `update`, a copy for each sequence."""
+        """Load K and V with `update` of the cache, one copy per sequence."""
         batch = len(self._tokens)
         k, v = (x[None].to(self._tokens.device, self._model.dtype).repeat(batch, 1, 1, 1) for x in (kv.k, kv.v))
         self._cache.update(k, v, layer)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """A forward of the whole model."""
+        """Run one forward pass of the model."""
         positions = torch.full_like(self._tokens, self._position)
         self._model(input_ids=self._tokens, position_ids=positions, past_key_values=self._cache, use_cache=True)
         self._position += 1
 
     def facts(self) -> dict[str, Any]:
-        """Every row is attended."""
+        """Return an attended fraction of 1."""
         return {"exact_fraction": 1.0}
 
 
 class OffloadedPeer(Peer):
-    """transformers with its DynamicCache on the device and the weights in host memory, by accelerate."""
+    """transformers with DynamicCache on the device and weights in host memory (accelerate)."""
 
     def __init__(self, model: Any, length: int, tokens: torch.Tensor) -> None:
         twin, self._crossing = offload_weights(model, tokens.device)
         super().__init__("accelerate's CPU offload", twin, DynamicCache(config=model.config), length, tokens)
 
     def facts(self) -> dict[str, Any]:
-        """Every row is attended, and none crosses the link: the weights do."""
+        """Return an attended fraction of 1, and the transferred bytes of the weights."""
         return super().facts() | {"link_bytes_per_token": self._crossing / len(self._tokens)}
 
 
 class Context:
-    """The planted context in one host pool, once for each sequence of a batch: no chunk is shared. Every policy decodes
-    from forks of it."""
+    """Synthetic context in a host pool, once per sequence of the batch, without shared blocks.
+
+    Every policy decodes forks of these sequences.
+    """
 
     def __init__(
         self, pool: HostPool, link: Link, synthetic: SyntheticKV, room: int, batch: int, device: torch.device
     ) -> None:
-        """`device`: where the rows are drawn."""
+        """Write the context to the pool. The KV is drawn on `device`."""
         self.pool, self.link, self.room = pool, link, room
         self._block_tables = [pool.new_block_table(synthetic.length) for _ in range(batch)]
         for layer, kv in enumerate(synthetic.layers(device)):
@@ -166,16 +173,16 @@ class Context:
             pool.commit(blocks, synthetic.length)
 
     def forks(self) -> list[BlockTable]:
-        """Other block tables on the same rows."""
+        """Return forks of all sequences."""
         return [self.pool.fork(blocks) for blocks in self._block_tables]
 
     def blank(self) -> list[BlockTable]:
-        """Block tables without rows."""
+        """Return an empty block table per sequence."""
         return [self.pool.new_block_table(1) for _ in self._block_tables]
 
 
 class Ours:
-    """This runtime with one policy on some block tables: what `Runner.decode` takes, sampling left out."""
+    """This runtime with one policy: `Runner.decode` on the given block tables, without sampling."""
 
     def __init__(
         self, name: str, model: LoadedModel, policy: Policy, context: Context, block_tables: list[BlockTable]
@@ -197,7 +204,7 @@ class Ours:
         )  # fmt: skip
 
     def fill(self, layer: int, kv: KVPart) -> None:
-        """The policy learns the rows; the rows are in the context already."""
+        """Pass the KV to the policy; the pool already contains it."""
         if layer not in self._policy.dense_layers:
             adapter = self.runner.adapter
             keys, values = (rows.to(adapter.device, adapter.dtype) for rows in (kv.k, kv.v))
@@ -206,12 +213,11 @@ class Ours:
                 sequence.state.on_values(layer, values, 0)
 
     def step(self) -> None:
-        """One `Runner.decode` of all sequences."""
+        """Decode one token of every sequence."""
         self.runner.decode(self._batch)
 
     def facts(self) -> dict[str, Any]:
-        """Rows and bytes that crossed the link per token of a sequence, and what the policy keeps on the device for
-        it."""
+        """Return attended and fetched fractions, transferred bytes per token, and device memory of the policy."""
         first, dense = self._batch[0], self._policy.dense_layers
         trace, steps = first.trace, max(1, len(first.trace.attended))
         shares = Fractions.of(trace, dense)
@@ -225,8 +231,10 @@ class Ours:
         }
 
     def stages(self, steps: int, read: Callable[[], float]) -> dict[str, float]:
-        """Seconds per step in each stage, over `steps` further steps; `read` gives the time. The clock itself adds
-        about a microsecond to each of some ten calls a layer."""
+        """Return the seconds per step of each stage, measured over `steps` further steps with the clock `read`.
+
+        The clock adds about one microsecond to each of about ten calls per layer.
+        """
         clock, runner = StageClock(read), self.runner
         model = runner.model
         staged: Any = Staged(model.adapter, clock, ADAPTER, after=REST)
@@ -247,9 +255,17 @@ class Ours:
 
 @dataclass(frozen=True)
 class Field:
-    """What baselines are made from. `model` is for transformers, as transformers makes it; `own`, the same weights,
-    is for us, in the memory order that `load_model` gives a checkpoint. `context` has rows as they are, `other(format)`
-    makes one whose rows are rounded, "device" one whose rows are on the device."""
+    """Inputs of the baselines.
+
+    Attributes:
+        model: Model for the baselines of transformers.
+        own: The same weights in the memory layout of `load_model`, for this runtime.
+        synthetic: Synthetic context.
+        context: Context in the pool, unquantized.
+        other: Creates a context in a quantized format, or with all KV on the device ("device").
+        room: Capacity of preallocated caches in tokens.
+        batch: Number of sequences.
+    """
 
     model: Any
     own: Any
@@ -257,36 +273,36 @@ class Field:
     context: Context
     other: Callable[[str], Context]
     room: int
-    """Tokens that preallocated caches hold: the context and all that will be decoded."""
+    """Capacity of preallocated caches: context and all decoded tokens."""
     batch: int = 1
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model with planted queries."""
+        """The model with synthetic queries."""
         adapter = SyntheticAdapter(adapter_for(self.own), self.synthetic)
         return LoadedModel(adapter, None, "planted", "random", frozenset(), 0)
 
     @property
     def tokens(self) -> torch.Tensor:
-        """What the steps of transformers decode, `[B, 1]`."""
+        """Tokens decoded in each step of transformers, `[B, 1]`."""
         return torch.full((self.batch, 1), TOKEN, device=self.model.device)
 
     def peer(self, name: str, cache: Cache) -> Peer:
-        """transformers with `cache`."""
+        """Create a baseline of transformers with `cache`."""
         return Peer(name, self.model, cache, self.synthetic.length, self.tokens)
 
     def ours(self, name: str, policy: str, options: Mapping[str, Any]) -> Ours:
-        """This runtime with a policy of the registry."""
+        """Create a baseline of this runtime with a registered policy."""
         return Ours(name, self.loaded, self.policy(policy, options), self.context, self.context.forks())
 
     def policy(self, policy: str, options: Mapping[str, Any]) -> Policy:
-        """A policy of the registry."""
+        """Build a registered policy."""
         artifact = self.synthetic.artifact()
         return build_policy(self.loaded, policy, options, lambda method: artifact)
 
 
 class Skipped(Exception):  # noqa: N818 - an answer, not an error
-    """Why a baseline cannot run here."""
+    """Raised with the reason why a baseline cannot run on this machine."""
 
 
 def _static(field: Field) -> Baseline:
@@ -325,7 +341,7 @@ def _installed(module: str) -> bool:
 
 
 SELECTION: dict[str, Any] = {"preset": "rows", "dense_layers": ()}
-"""What "infinigen" stands for in a bench of selections: every layer selects, and nothing is estimated."""
+"""Options of "infinigen" in this benchmark: no dense layers and no approximate KV."""
 
 
 def _infinigen(label: str = "", **options: Any) -> Callable[[Field], Baseline]:
@@ -338,8 +354,8 @@ def _full(field: Field) -> Baseline:
 
 
 def _h2o(field: Field) -> Baseline:
-    """As many tokens attended as "infinigen" attends to. Nothing was attended before the first step, so which tokens
-    were heavy is arbitrary: the time is H2O's, the choice is not."""
+    """Create H2O with as many attended tokens as "infinigen"."""
+    # There is no attention history before the first step, so the choice of tokens is arbitrary. The time is realistic.
     length = field.synthetic.length
     first, last = RESIDENT
     share = field.synthetic.fraction * (length - first - last) + first + last
@@ -347,13 +363,13 @@ def _h2o(field: Field) -> Baseline:
 
 
 def _int4(field: Field) -> Baseline:
-    """All rows, rounded to four bits in host memory and on the link."""
+    """Create full attention over a 4-bit KV cache."""
     context = field.other("int4")
     return Ours("int4 KV", field.loaded, field.policy("full", {}), context, context.forks())
 
 
 def _ideal(field: Field) -> Baseline:
-    """The selection of "infinigen" for nothing, from rows that are on the device: on a CPU they are anyway."""
+    """Create the baseline without selection cost, and with all KV on the device."""
     policy = Given(field.policy("infinigen", SELECTION))
     context = field.context if field.model.device.type == "cpu" else field.other("device")
     return Ours("ideal", field.loaded, policy, context, context.forks())
@@ -370,10 +386,10 @@ def _floor_ours(field: Field) -> Baseline:
 
 
 class _Blank(Peer):
-    """A peer that starts without a context."""
+    """Baseline of transformers with an empty context."""
 
     def fill(self, layer: int, kv: KVPart) -> None:
-        """Takes nothing."""
+        """Ignore the context."""
 
 
 MAKERS: dict[str, Callable[[Field], Baseline]] = {
@@ -398,4 +414,4 @@ MAKERS: dict[str, Callable[[Field], Baseline]] = {
     "floor": _floor_peer,
     "floor-ours": _floor_ours,
 }
-"""By name, in the order of the report. "floor" decodes without a context: all but long attention."""
+"""Baselines by name, in the order of the report. "floor" decodes without a context."""

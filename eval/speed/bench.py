@@ -1,9 +1,10 @@
-"""The speed of a decode step against transformers' caches: one process, the baselines one after another, CPU time (on
-CUDA synchronised wall time), medians and quartiles, over lengths, batches and model sizes. Written as JSON, tables and
-pictures.
+"""Benchmark of a decode step compared with the caches of transformers, over context lengths, batches and model sizes.
 
-Counterparts of InfiniGen's figures: 14 `--batches 1,2,4,8`, 15 `--contexts 8192,16384,...`, 16 `--shape a,b,c`; 18 is
-the breakdown that every run has.
+All baselines run in one process, one after another. Times are CPU time, or synchronized wall time on CUDA, as medians
+and quartiles. Results are written as JSON, tables and plots.
+
+Counterparts of InfiniGen's figures: Figure 14 with `--batches 1,2,4,8`, Figure 15 with `--contexts 8192,16384,...`,
+Figure 16 with `--shape a,b,c`. Every run contains the breakdown of Figure 18.
 """
 
 from __future__ import annotations
@@ -32,18 +33,29 @@ from .report import Point, Timing, describe, points, table, write_report
 from .synthetic_kv import SyntheticKV
 
 BURST = 2
-"""Tokens a baseline decodes each time: the first finds the others' data in the processor's caches, the second its
-own."""
+"""Tokens per turn of a baseline: the first one runs with cold processor caches, the second with warm ones."""
 
 WARM_UP = 2
-"""Turns that are not counted."""
+"""Number of untimed turns."""
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """shape: a name in SHAPES; layers replaces its number of layers. contexts: tokens, each a multiple of 64. batches:
-    sequences decoded together, none of which shares anything. fraction: share of tokens planted; spread: how much more
-    or less of it single KV heads have. baselines: names in MAKERS. repeats: of each baseline, BURST tokens each."""
+    """Settings of the benchmark.
+
+    Attributes:
+        shape: Key of `SHAPES`.
+        layers: Replaces the number of layers of the shape.
+        contexts: Context lengths in tokens, multiples of 64.
+        batches: Numbers of sequences decoded together, without shared prefix.
+        fraction: Fraction of planted tokens.
+        spread: Maximum relative deviation of the fraction of a KV head.
+        baselines: Keys of `MAKERS`.
+        repeats: Number of turns of each baseline, `BURST` tokens each.
+        threads: Number of threads.
+        device: "auto", "cpu" or "cuda".
+        dtype: "auto", "float32", "bfloat16" or "float16".
+    """
 
     shape: str = "small"
     layers: int | None = None
@@ -78,17 +90,26 @@ class BenchConfig:
             raise ConfigError(f"fraction={self.fraction} must be in (0, 0.2]: max_fraction caps a selection there")
 
     def made_shape(self, device: torch.device) -> Shape:
-        """The shape with `layers` and `dtype` replaced; on a CPU "auto" is float32, which is faster there."""
+        """Return the shape with `layers` and `dtype` applied. On a CPU, "auto" is float32, which is faster."""
         shape = SHAPES[self.shape]
         dtype = {"auto": torch.float32 if device.type == "cpu" else shape.dtype}.get(self.dtype)
         return replace(shape, layers=self.layers or shape.layers, dtype=dtype or getattr(torch, self.dtype))
 
 
 def run_bench(config: BenchConfig, out: Path, console: Console, *others: str) -> list[Timing]:
-    """Measures every baseline at every context and batch, with `config.shape` and with the shapes `others`; writes
-    `decode_step.json`, `.md`, `.png` and `breakdown.png` into `out` and prints tables.
+    """Measure every baseline at every context length and batch size.
 
-    Raises ConfigError for what `BenchConfig` refuses, InputError where `out` cannot be written.
+    Writes `decode_step.json`, `.md`, `.png` and `breakdown.png` to `out` and prints tables.
+
+    Args:
+        config: Settings.
+        out: Folder of the results.
+        console: Receives progress and tables.
+        *others: Further shapes to measure besides `config.shape`.
+
+    Raises:
+        ConfigError: If a setting is invalid.
+        InputError: If `out` cannot be written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -118,8 +139,11 @@ def run_bench(config: BenchConfig, out: Path, console: Console, *others: str) ->
 
 
 def measure(config: BenchConfig, model: Any, point: Point, console: Console, skipped: dict[str, None]) -> list[Timing]:
-    """All baselines at one point, in turns; on a device one after the other, since it has no room for all of them at
-    once. Those that cannot run are entered in `skipped`, with the reason."""
+    """Measure all baselines at one point, alternately.
+
+    Baselines that cannot run are added to `skipped` with the reason.
+    """
+    # On CUDA the baselines run one after another, because device memory does not hold all of them at once.
     repeats = WARM_UP + config.repeats
     stage_steps = 2 * config.repeats
     room = point.context + repeats * BURST + stage_steps + CHUNK
@@ -138,7 +162,7 @@ def measure(config: BenchConfig, model: Any, point: Point, console: Console, ski
 def _interleaved(
     config: BenchConfig, field: Field, point: Point, names: Sequence[str], console: Console, skipped: dict[str, None]
 ) -> list[Timing]:
-    """The baselines `names`, which are in memory together, in turns."""
+    """Measure the baselines `names` alternately, all in memory at once."""
     repeats, stage_steps = WARM_UP + config.repeats, 2 * config.repeats
     baselines = _baselines(names, field, console, skipped)
     for layer, kv in enumerate(field.synthetic.layers(field.model.device)):
@@ -160,14 +184,14 @@ def _interleaved(
 
 
 def make_field(model: Any, length: int, room: int, fraction: float, spread: float = 0.0, batch: int = 1) -> Field:
-    """Planted contexts of `length` tokens for `model`, in pools that also have room for every policy's new tokens."""
+    """Create synthetic contexts of `length` tokens, in pools with room for the new tokens of all policies."""
     geometry = adapter_for(model).geometry
     synthetic = SyntheticKV.draw(geometry, length, fraction, spread)
     made = {"auto": _context(model, synthetic, room, batch, "auto", len(MAKERS))}
 
     def other(kind: str) -> Context:
         if kind == "device":
-            return _ideal(model, made["auto"], room)  # not kept: it has all rows on the device
+            return _ideal(model, made["auto"], room)  # not cached, because it holds all KV on the device
         if kind not in made:
             made[kind] = _rounded(kind)
         return made[kind]
@@ -181,7 +205,7 @@ def make_field(model: Any, length: int, room: int, fraction: float, spread: floa
 def _context(
     model: Any, synthetic: SyntheticKV, room: int, batch: int, kv_cache_dtype: KVFormatName, users: int
 ) -> Context:
-    """A context in a pool of its own, with room for `users` policies."""
+    """Create a context in a new pool with room for `users` policies."""
     adapter = adapter_for(model)
     slots = batch * (synthetic.length + users * (room - synthetic.length + CHUNK))
     limit = adapter.geometry.kv_bytes(2 * slots, adapter.dtype)
@@ -190,7 +214,7 @@ def _context(
 
 
 def _ideal(model: Any, context: Context, room: int) -> Context:
-    """The same pool with a link for which every row is on the device."""
+    """Return the same pool with a link that keeps all KV on the device."""
     twin = copy.copy(context)
     twin.link = IdealLink(context.pool, adapter_for(model).geometry, model.device, room)
     return twin
@@ -233,7 +257,7 @@ def _device(name: str) -> torch.device:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Seconds: of this process' CPU time, or of wall time with the device's work done."""
+    """Return a clock in seconds: CPU time of the process, or wall time after synchronizing the device."""
     if device.type == "cpu":
         return time.process_time
 

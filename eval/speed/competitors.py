@@ -1,5 +1,4 @@
-"""Who answers prompts of a trained model in `real_speed`: this runtime under its policies, and what people would use in
-its place, from the same weights."""
+"""Competitors of `real_speed`: this runtime under its policies, transformers, kvpress and llama.cpp."""
 
 from __future__ import annotations
 
@@ -18,22 +17,31 @@ from ...sampling_params import SamplingParams
 from ...utils.config_fields import check_choice
 
 FIRST = "transformers, DynamicCache"
-"""Whom all are compared with."""
+"""Baseline of all ratios."""
 
 FLOAT32 = "full, float32"
-"""Whose text is taken for right."""
+"""Reference of the token agreement."""
 
 Turn = Iterator[int]
-"""Of one competitor: greedy tokens, the first after the prompt."""
+"""Greedy tokens, starting with the first one after the prompt."""
 
 Ask = Callable[[Sequence[int]], Turn]
 
 
 @dataclass(frozen=True)
 class SpeedConfig:
-    """contexts: tokens of the prompts, rising. tokens: decoded after each. repeats: prompts of each length, from other
-    places of the text. who: names of `COMPETITORS` beside the first, which all are compared with. gguf: the model's
-    file for llama.cpp. compression: share of the rows that kvpress drops from a prompt."""
+    """Settings of the measurement.
+
+    Attributes:
+        contexts: Prompt lengths in tokens, increasing.
+        tokens: Number of tokens decoded after each prompt.
+        repeats: Number of prompts of each length, from different positions in the text.
+        dtype: Data type of the models.
+        threads: Number of threads of each competitor.
+        who: Keys of `COMPETITORS` to run besides `FIRST`.
+        gguf: Model file for llama.cpp.
+        compression: Fraction of the KV entries of a prompt that kvpress drops.
+    """
 
     contexts: tuple[int, ...] = (2048, 8192)
     tokens: int = 24
@@ -80,7 +88,7 @@ def _theirs(cache: str, model: str, config: SpeedConfig) -> Ask:
         while True:
             own: dict[str, Any] = {"past_key_values": rows, "use_cache": True, "logits_to_keep": 1}
             own["position_ids"] = torch.arange(position, position + given.shape[1])[None]
-            if press is not None:  # the cache is shorter than the text
+            if press is not None:  # the compressed cache is shorter than the text
                 own["cache_position"] = own["position_ids"][0]
             with nullcontext() if press is None or position else press(loaded):
                 found = loaded(given, **own)
@@ -130,4 +138,7 @@ COMPETITORS: Mapping[str, Callable[[str, SpeedConfig], Ask]] = {
     **{policy: partial(_ours, policy, None) for policy in ("full", "infinigen", "auto")},
     FLOAT32: partial(_ours, "full", "float32"),
 }
-"""By name. QuantizedCache: optimum-quanto's four bits, the newest 128 rows as they are; kvpress: ExpectedAttention."""
+"""Competitors by name.
+
+QuantizedCache uses 4 bits of optimum-quanto, with the newest 128 tokens unquantized. kvpress uses ExpectedAttention.
+"""

@@ -1,9 +1,8 @@
-"""What the compiler makes of each Triton kernel for a GPU, read without one: registers, spills, shared memory, and how
-wide the loads from global memory are.
+"""Compile each Triton kernel without a GPU and report registers, spills, shared memory and load widths.
 
-The functions that launch kernels are called as in a decode step of an 8B Llama, on tensors of the host, under a driver
-that says it is a GPU and compiles what is launched instead of running it. So what is read is what a device would run,
-what Triton makes of each argument's value included. `cuobjdump`, which comes with Triton, reads the result.
+The launch functions are called as in a decode step of an 8B Llama, on host tensors. A stub driver reports a GPU and
+compiles kernels instead of running them. The code therefore equals the code on a device, including Triton's
+specialization on argument values. It is disassembled by `cuobjdump`, which is part of Triton.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from ...utils.config_fields import check_choice
 from ..core.report import Column, Report
 
 CAPABILITIES = {"sm_80": 80, "sm_89": 89, "sm_90": 90, "sm_120": 120}
-"""GPUs by their architecture: A100, cards of the 40 series, H100 and H200, cards of the 50 series."""
+"""Compute capability by architecture: A100; RTX 40 series; H100 and H200; RTX 50 series."""
 
 KV_HEADS, GROUP, D, COLUMNS, TOKENS, BATCH = 8, 4, 128, 38, 4096, 2
-"""An 8B Llama; columns of the scoring keys at partial_ratio 0.3."""
+"""Shape of an 8B Llama; `COLUMNS` of the scoring keys correspond to partial_ratio 0.3."""
 
 _LOAD = re.compile(r"\b(LDG(?:STS)?\.E[.\w]*)")
 _SPILL = re.compile(r"\b((?:LDL|STL)[.\w]*)")
@@ -46,11 +45,20 @@ _BRANCH = re.compile(r"0x([0-9a-f]+)")
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel as a GPU of architecture `arch` would run it in `case`.
+    """A kernel compiled for the architecture `arch`, as launched in `case`.
 
-    registers: of a thread. spilled: bytes of a thread that do not fit them. spills: instructions that move these.
-    shared: bytes of shared memory of a program. instructions: of the program; loop: of its longest loop, 0 where it has
-    none. loads: instructions that load from global memory, by the bytes of each.
+    Attributes:
+        arch: GPU architecture.
+        case: Name of the case.
+        kernel: Name of the kernel.
+        registers: Registers per thread.
+        spilled: Spilled bytes per thread.
+        spills: Number of spill instructions.
+        shared: Shared memory per program in bytes.
+        instructions: Number of instructions.
+        loop: Number of instructions of the longest loop; 0 if there is no loop.
+        warps: Warps per program.
+        loads: Number of load instructions from global memory by width in bytes.
     """
 
     arch: str
@@ -67,34 +75,36 @@ class CompiledKernel:
 
     @property
     def narrow(self) -> int:
-        """Loads of one or two bytes."""
+        """Number of load instructions of one or two bytes."""
         return self.loads.get(1, 0) + self.loads.get(2, 0)
 
 
 class _Driver:
-    """What Triton asks of a driver before it compiles."""
+    """Stub driver with the queries that Triton needs for compilation."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
 
     def get_current_device(self) -> int:
-        """Kernels are kept by device: each architecture is one."""
+        """Return the capability as the device, so that kernels are cached per architecture."""
         return self._capability
 
     def get_current_stream(self, device: int) -> int:
-        """Any."""
+        """Return a dummy stream."""
         return 0
 
     def get_current_target(self) -> Any:
-        """What code is generated for."""
+        """Return the compilation target."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self._capability, 32)
 
 
 def read_kernels(arch: str, cases: Collection[str] = ()) -> Iterator[CompiledKernel]:
-    """Compiles what `cases` (all where there are none) launch. Raises ConfigError for an unknown case or architecture,
-    and in a process in which Triton interprets."""
+    """Compile the kernels launched by `cases` (empty: all cases).
+
+    Raises ConfigError if a case or the architecture is unknown, or if Triton runs in interpreter mode.
+    """
     from triton import knobs
 
     check_choice("architecture", arch, CAPABILITIES)
@@ -112,7 +122,7 @@ def read_kernels(arch: str, cases: Collection[str] = ()) -> Iterator[CompiledKer
 
 @contextmanager
 def _compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
-    """Kernels launched in this context are compiled and not run; the list is of their names and binaries."""
+    """Compile kernels launched in this context without running them. Yields a list of (name, binary)."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -120,7 +130,7 @@ def _compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
     compile_or_run: Callable[..., Any] = JITFunction.run
 
     def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        if "WIDEN" in named:  # half precision is multiplied as it is on a device alone
+        if "WIDEN" in named:  # half precision products are only native on a device
             named["WIDEN"] = any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 for x in args[:1])
         name = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
         found.append((name, compile_or_run(kernel, *args, grid=grid, warmup=True, **named)))
@@ -133,7 +143,7 @@ def _compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
 
 
 def _read(arch: str, case: str, kernel: str, binary: Any) -> CompiledKernel:
-    """What `cuobjdump` says of a binary."""
+    """Analyse a binary with `cuobjdump`."""
     tool = Path(str(files("triton"))) / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
@@ -151,7 +161,7 @@ def _read(arch: str, case: str, kernel: str, binary: Any) -> CompiledKernel:
 
 
 def _lengths(code: str) -> tuple[int, int]:
-    """Instructions of a program, and of its longest loop: what lies between a branch back and where it goes."""
+    """Count the instructions of a program and of its longest loop (between a backward branch and its target)."""
     found = [(int(at, 16), name, rest) for at, name, rest in _INSTRUCTION.findall(code)]
     places = [at for at, _, _ in found]
     goals = [(at, _BRANCH.search(rest)) for at, name, rest in found if name.split(".")[0] == "BRA"]
@@ -160,14 +170,14 @@ def _lengths(code: str) -> tuple[int, int]:
 
 
 def _load_bytes(instruction: str) -> int:
-    """Of a thread in one load: LDG.E.U8 is 1, LDG.E is 4, LDGSTS.E.BYPASS.128 is 16."""
+    """Return the bytes per thread of a load: LDG.E.U8 is 1, LDG.E is 4, LDGSTS.E.BYPASS.128 is 16."""
     parts = instruction.split(".")
     wide = next((int(part) // 8 for part in parts if part in ("64", "128", "256")), 4)
     return {"8": 1, "6": 2}.get(next((part[-1] for part in parts if re.fullmatch("[US](8|16)", part)), ""), wide)
 
 
 def compile_report(archs: Sequence[str], cases: Collection[str] = ()) -> Report:
-    """A row for each kernel, case and architecture."""
+    """Return a report with a row for each kernel, case and architecture."""
     import triton
 
     rows = []
@@ -198,7 +208,7 @@ def compile_report(archs: Sequence[str], cases: Collection[str] = ()) -> Report:
 
 
 def _lists(heads: int = KV_HEADS) -> torch.Tensor:
-    """Bounds or counts int32 of every list."""
+    """Return bounds or counts (int32) of every list."""
     return torch.zeros(BATCH * heads, dtype=torch.int32)
 
 
@@ -213,7 +223,7 @@ def _gather(width: int, dtype: torch.dtype) -> None:
 
 
 def _append() -> None:
-    """The newest rows, among those on the device and in the pool, and keys."""
+    """Launch the kernels that append new KV on the device and in the pool, and scoring keys."""
     from ...kernels import triton_append, triton_gather
 
     lists = BATCH * KV_HEADS
@@ -256,7 +266,7 @@ def _select(group: int) -> None:
 
 
 def _attend(dtype: torch.dtype, d: int, group: int = GROUP) -> None:
-    """Fetched rows and resident ones together, and the merge of their parts."""
+    """Launch attention over fetched and resident KV, and the merge of its parts."""
     from ...kernels import triton_resident
 
     lists = BATCH * KV_HEADS
@@ -275,7 +285,7 @@ def _runs(dtype: torch.dtype, d: int, sequences: int) -> None:
 
 
 def _model() -> None:
-    """Norms and positions."""
+    """Launch norms and rotary embeddings."""
     from ...kernels import triton_norm, triton_rotary
 
     hidden, turns = torch.empty(BATCH, KV_HEADS * GROUP * D, dtype=torch.bfloat16), torch.empty(1, BATCH, D)
@@ -284,7 +294,7 @@ def _model() -> None:
 
 
 def _tail(bits: int, d: int) -> None:
-    """The newest rows, scores, and what was not selected joined with exact rows."""
+    """Launch the kernels of low-bit KV: append, scores, and merge with exact attention."""
     from ...kernels import triton_low_bit, triton_low_bit_rows
 
     layout, lists = Layout(d, bits), BATCH * KV_HEADS
@@ -323,4 +333,4 @@ CASES: dict[str, Callable[[], None]] = {
     "tail, int2, d 64": lambda: _tail(2, 64),
     "tail, int2": lambda: _tail(2, D),
 }
-"""What is launched, by name."""
+"""Launch functions by case name."""

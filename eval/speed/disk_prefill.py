@@ -1,4 +1,4 @@
-"""A prompt of a trained model whose rows go to a disk, beside the same prompt in memory: CPU time, in turn."""
+"""Compare the CPU time of a prompt with the KV cache on disk and in memory, alternately."""
 
 from __future__ import annotations
 
@@ -15,15 +15,22 @@ from ...sampling_params import SamplingParams
 from ..core.report import Column, Report, Row
 
 APART = 100
-"""Tokens between the beginnings of two prompts."""
+"""Distance between the starts of two prompts in tokens."""
 
 FIRST = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """context: tokens of a prompt. host: share of its rows that host memory takes. repeats: prompts, each of other
-    tokens of the text."""
+    """Settings of the measurement.
+
+    Attributes:
+        context: Tokens per prompt.
+        host: Host memory as a fraction of the KV cache of a prompt.
+        repeats: Number of prompts, from different positions in the text.
+        policy: Policy.
+        dtype: Data type of the model.
+    """
 
     context: int = 8000
     host: float = 0.25
@@ -33,8 +40,10 @@ class PrefillConfig:
 
 
 def run_disk_prefill(model: str, text: str, disk: Path, config: PrefillConfig) -> Report:
-    """Prompts of `text`, each in memory and then from `disk`, with an engine of its own. Raises InputError where the
-    text is too short."""
+    """Run each prompt of `text` in memory and with `disk`, each time in a new engine.
+
+    Raises InputError if the text is too short.
+    """
     with LLM(model, dtype=config.dtype, policy=config.policy) as llm:
         tokens = llm.encode(text)
         size = llm.geometry.kv_bytes(config.context, llm.runner.adapter.dtype)

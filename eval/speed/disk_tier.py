@@ -1,8 +1,8 @@
-"""A context on disk, step by step: what a step reads of it and how long that takes, beside the disk's own speed.
+"""Benchmark of decode steps with a context on disk: bytes read and time, compared with the speed of the disk.
 
-Rows are random numbers, and no model runs: a step asks for each layer's rows while the layer before attends, as a model
-does, attends to them and appends one row. What is selected is what a model selected (`generate --record`), or drawn:
-runs of neighbouring tokens, most of which were selected a step before. Everything passes the page cache by.
+KV is random and no model runs. As in a real step, the KV of a layer is fetched while the previous layer attends; then
+the layer attends to it and appends one entry. Selections are recorded from a model (`generate --record`) or drawn as
+runs of neighbouring tokens, most of which were already selected in the previous step. All reads bypass the page cache.
 """
 
 from __future__ import annotations
@@ -32,19 +32,30 @@ from ..core.report import Column, Report, Row
 
 CPU = torch.device("cpu")
 SINKS, RECENT = 4, 64
-"""Resident tokens."""
+"""Numbers of resident tokens."""
 
 WARM_UP = 0.4
-"""Share of the steps that fill the memory for rows, and are not counted."""
+"""Fraction of the steps that warm up the host memory and are not counted."""
 
 SPEED_BYTES = 1 << 30
-"""Of the file that the disk's speed is measured with."""
+"""Size of the file for measuring the speed of the disk."""
 
 
 @dataclass(frozen=True)
 class DiskCase:
-    """A context of `context` tokens; of each layer and KV head `fraction` of it is selected in a step. neighbours:
-    tokens of a run; stay: share of the runs that the next step selects again, of steps that are drawn."""
+    """Shape and selection parameters of a benchmark.
+
+    Attributes:
+        layers: Number of layers.
+        kv_heads: Number of KV heads.
+        head_dim: Head dimension.
+        context: Context length in tokens.
+        group: Query heads per KV head.
+        fraction: Fraction of the context selected per step, layer and KV head.
+        neighbours: Mean length of a drawn run in tokens.
+        stay: Fraction of the drawn runs that the next step selects again.
+        dtype: Data type of the KV.
+    """
 
     layers: int
     kv_heads: int
@@ -58,7 +69,7 @@ class DiskCase:
 
     @property
     def geometry(self) -> ModelGeometry:
-        """The shape as a model's, of which only rows matter here."""
+        """Model geometry; only the KV shape is relevant."""
         heads = self.kv_heads * self.group
         return ModelGeometry(
             self.layers, heads * self.head_dim, heads, self.kv_heads, self.head_dim, vocab=2,
@@ -68,16 +79,16 @@ class DiskCase:
 
     @property
     def kv_bytes(self) -> int:
-        """Of all rows of the context."""
+        """Size of the KV of the context in bytes."""
         return self.geometry.kv_bytes(self.context, self.dtype)
 
 
 Step = list[torch.Tensor]
-"""Of each layer, int64 `[Hkv, n]`: what is selected."""
+"""Selected tokens of each layer, int64 `[Hkv, n]`."""
 
 
 def recorded_case(recording: Recording, head_dim: int) -> tuple[DiskCase, list[Step]]:
-    """The case that a recording is of, of a model with `head_dim`, and its steps, without what is resident here."""
+    """Return the case of a recording (of a model with `head_dim`) and its steps, without resident tokens."""
     info = recording.info
     steps = [[torch.from_numpy(one).long() for one in step] for _, step in recording.steps()]
     if len(steps) < 5:
@@ -89,14 +100,14 @@ def recorded_case(recording: Recording, head_dim: int) -> tuple[DiskCase, list[S
 
 
 def _within(tokens: torch.Tensor, context: int) -> torch.Tensor:
-    """Tokens `[Hkv, n]` that are candidates of a context: as many of each head as the head with the fewest has."""
+    """Return the tokens `[Hkv, n]` that are candidates of a context, truncated to the shortest head."""
     own = [row[(row >= SINKS) & (row < context - RECENT)] for row in tokens]
     least = min(len(row) for row in own)
     return torch.stack([row[:least] for row in own])
 
 
 def drawn_steps(case: DiskCase, steps: int, seed: int = 0) -> Iterator[Step]:
-    """Selections of a case, step after step."""
+    """Draw the selections of a case step by step."""
     generator = np.random.default_rng(seed)
     first, stop = SINKS, case.context - RECENT
     count = max(1, round(case.fraction * (stop - first)))
@@ -114,7 +125,7 @@ def drawn_steps(case: DiskCase, steps: int, seed: int = 0) -> Iterator[Step]:
 def _runs(
     generator: np.random.Generator, case: DiskCase, count: int, first: int, stop: int, kept: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
-    """`count` tokens of [first, stop), rising: those of `kept`, and runs of new ones."""
+    """Draw `count` sorted tokens in [first, stop): the tokens `kept`, and runs of new ones."""
     chosen = kept
     while len(chosen) < count:
         runs = max(1, int((count - len(chosen)) / case.neighbours))
@@ -127,12 +138,12 @@ def _runs(
 
 
 class DiskContext:
-    """A case's context in a pool on disk, of which `host_bytes` may be in memory."""
+    """The context of a case in a pool on disk, with a host memory limit of `host_bytes`."""
 
     def __init__(self, case: DiskCase, folder: Path, host_bytes: int, speed: DiskSpeed, scratch: torch.Tensor) -> None:
-        """scratch: where `read_in_order` and `read_alone` read to."""
+        """Fill the context. `scratch` is the target of `read_in_order` and `read_alone`."""
         self.case, geometry = case, case.geometry
-        # Steps' new tokens besides; and a few chunks of each slab may stay unused.
+        # Includes room for the new tokens of the steps and for unused blocks of each slab.
         room = geometry.kv_bytes(case.context + case.context // 64 + 4096, case.dtype)
         self.pool = HostPool(geometry, case.dtype, host_bytes, disk=DiskTier(folder, room, speed))
         self.link = DiskLink(self.pool, geometry, CPU)
@@ -140,7 +151,7 @@ class DiskContext:
         self.file = self.pool.file
         self.blocks = self.pool.new_block_table(case.context)
         self._fill()
-        give_back()  # as the runner does behind a prompt
+        give_back()  # as the runner does after a prompt
         self.link.storage.open(self.blocks, SINKS, RECENT)
         self._q = torch.randn(geometry.heads, case.head_dim).to(case.dtype)
         self._scratch, self._read_from = scratch, 0
@@ -148,7 +159,7 @@ class DiskContext:
         self._row = torch.randn(case.kv_heads, 1, case.head_dim).to(case.dtype)
 
     def _fill(self, at_once: int = 4096) -> None:
-        """The same random rows again and again."""
+        """Fill the context with repeated random KV."""
         shape = (2, self.case.kv_heads, at_once, self.case.head_dim)
         k, v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.case.dtype)
         for layer in range(self.case.layers):
@@ -159,7 +170,7 @@ class DiskContext:
 
     @torch.inference_mode()
     def step(self, selected: Step | None) -> None:
-        """A token: all layers, each attending to what is selected (None: to everything)."""
+        """Decode one token: each layer attends to its selection (None: to all tokens)."""
         position = self.blocks.length
         self.pool.reserve(self.blocks, position + 1)
         visible = Visible.of(position + 1, sinks=SINKS, recent=RECENT, window=None)
@@ -172,13 +183,13 @@ class DiskContext:
         self.pool.commit(self.blocks, position + 1)
 
     def wanted_bytes(self, selected: Step | None) -> int:
-        """Of the rows that a step attends to, besides the resident ones."""
+        """Return the size of the KV that a step attends to, without resident tokens."""
         if selected is None:
             return self.case.kv_bytes
         return sum(one.numel() for one in selected) * self.file.places.pair_bytes
 
     def read_in_order(self, size: int) -> float:
-        """Seconds that so many bytes of the same file take, read in order in requests of 1 MiB, all at once."""
+        """Return the time in seconds to read `size` bytes of the file sequentially in concurrent requests of 1 MiB."""
         count = max(1, min(size, self.case.kv_bytes) // SEQUENTIAL)
         size = max(BLOCK, min(size // count, SEQUENTIAL) // BLOCK * BLOCK)
         self._read_from = (self._read_from + count * size) % max(1, self.case.kv_bytes - count * size + 1)
@@ -190,8 +201,10 @@ class DiskContext:
         return time.perf_counter() - began
 
     def read_alone(self, requests: int, size: int) -> float:
-        """Seconds that so many requests, together `size` bytes, whole blocks, take in the same file, scattered over it
-        and as many at once as there is room for."""
+        """Return the time in seconds of `requests` scattered reads of the file, `size` bytes in total.
+
+        Requests cover whole disk blocks. As many as fit into the scratch buffer are issued at once.
+        """
         blocks, larger = divmod(size // BLOCK, max(1, requests))
         sizes = (np.full(requests, blocks, np.int64) + (np.arange(requests) < larger)) * BLOCK
         end = self.case.kv_bytes // BLOCK - blocks - 1
@@ -214,7 +227,7 @@ class DiskContext:
 
 
 def disk_speeds(folder: Path) -> tuple[list[Row], DiskSpeed]:
-    """The disk by itself: reads of several sizes, scattered and in order, and the two numbers that sum them up."""
+    """Measure scattered and sequential reads of several sizes. Returns the rows and the fitted speed model."""
     file = DirectFile(folder)
     try:
         fill(file, SPEED_BYTES)
@@ -237,8 +250,7 @@ def disk_speeds(folder: Path) -> tuple[list[Row], DiskSpeed]:
 def measure_case(
     case: DiskCase, steps: Sequence[Step], folder: Path, host_shares: Sequence[float], speed: DiskSpeed, full_steps: int
 ) -> list[Row]:
-    """Steps under full attention, with the largest of the shares of the context in host memory, then selected ones with
-    each."""
+    """Measure steps under full attention with the largest host memory, then sparse steps with each host memory."""
     small = replace(case, layers=1, context=4096)
     _measured(
         small, [None, *drawn_steps(small, 1)], folder, 4.0, speed, "libraries are loaded, memory is counted after"
@@ -253,7 +265,7 @@ def measure_case(
 def _measured(
     case: DiskCase, steps: Sequence[Step | None], folder: Path, share: float, speed: DiskSpeed, what: str
 ) -> Row:
-    scratch = aligned(64 * SEQUENTIAL).fill_(1)  # the measurement's own, and resident from here on
+    scratch = aligned(64 * SEQUENTIAL).fill_(1)  # part of the benchmark; resident from here on
     before = _reset_peak()
     context = DiskContext(case, folder, int(share * case.kv_bytes), speed, scratch)
     file, skipped = context.file, int(len(steps) * WARM_UP)
@@ -298,13 +310,13 @@ def _measured(
 
 
 def _peak() -> int:
-    """The most bytes that were resident since `_reset_peak`."""
+    """Return the peak resident memory since `_reset_peak` in bytes."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) << 10
 
 
 def _reset_peak() -> int:
-    """What is resident, without what was freed and is kept for the next who asks."""
+    """Release free memory, reset the peak, and return the resident memory in bytes."""
     gc.collect()
     give_back()
     Path("/proc/self/clear_refs").write_text("5")
@@ -347,7 +359,7 @@ NOTES = (
 
 
 def report(about: dict[str, Any], speeds: list[Row], rows: list[Row]) -> list[Report]:
-    """The disk's table and the steps' table."""
+    """Return the reports of the disk and of the steps."""
     for row in rows:
         row["mb_wanted"], row["mb_read"] = row["wanted_bytes"] / 1e6, row["read_bytes"] / 1e6
     return [

@@ -1,5 +1,7 @@
-"""Exact decoding of a trained model from each kind of draft: what full attention accepts of them, the bytes of rows
-that a token takes, and its time, beside policy "full" on the same prompt."""
+"""Speculative decoding of a trained model with each kind of draft, compared with the policy "full".
+
+Measures the acceptance rate, the KV bytes transferred per token, and the time per token.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from ...utils.config_fields import check_choice
 from ..core.report import Column, Report, Row
 
 FULL = "full"
-"""Without drafts: what all kinds are compared with."""
+"""Baseline without drafts."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A policy with its options, and `LLM`'s field `exact`."""
+    """A policy with its options, and the argument `exact` of `LLM`."""
 
     policy: str
     options: Mapping[str, Any]
@@ -43,8 +45,11 @@ KINDS: dict[str, Kind] = {
     "both": Kind("infinigen", {}, {"method": "both", "adaptive": False}),
     "default": Kind("infinigen", {}, {}),
 }
-"""By name. 8 drafts each time but where the name says 4, 16, or adaptive; 2 % of the rows exact beside a tail, or 5 %.
-"default" is `exact=True`."""
+"""Kinds of drafts by name.
+
+The number of drafts is 8 unless the name contains 4, 16 or adaptive. Sparse drafts attend to 2 % or 5 % of the tokens
+exactly, and to approximate KV otherwise. "default" is `exact=True`.
+"""
 
 COLUMNS = (
     Column("text", "text"),
@@ -63,8 +68,16 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class DraftsConfig:
-    """contexts: tokens of the prompt, which begins a third into the text. tokens: decoded behind it. temperatures: 0 is
-    greedy; sampled texts have seed 1. kinds: of `KINDS`."""
+    """Settings of the measurement.
+
+    Attributes:
+        contexts: Prompt lengths in tokens. A prompt starts at one third of the text.
+        tokens: Number of tokens decoded after the prompt.
+        temperatures: Sampling temperatures; 0 is greedy. The seed is 1.
+        kinds: Keys of `KINDS`.
+        dtype: Data type of the model.
+        threads: Number of threads.
+    """
 
     contexts: tuple[int, ...] = (16_384,)
     tokens: int = 96
@@ -79,8 +92,11 @@ class DraftsConfig:
 
 
 def run_drafts(model: str, name: str, text: str, config: DraftsConfig, out: Path, say: Callable[[str], None]) -> Report:
-    """Rows of one text, which go into drafts.{json,csv,md} in `out` beside those of other texts and contexts. A prompt
-    is prefilled once, for all kinds. Raises InputError where the text is too short, and what loading raises."""
+    """Measure all kinds on one text and merge the rows into drafts.{json,csv,md} in `out`.
+
+    Each prompt is prefilled once for all kinds. Raises InputError if the text is too short; errors of loading the model
+    propagate.
+    """
     torch.set_num_threads(config.threads)
     full = LLM(model, policy="full", dtype=config.dtype)
     kinds = {FULL: full} | {name: _under(full, KINDS[name]) for name in config.kinds}
@@ -113,7 +129,7 @@ def _under(full: LLM, kind: Kind) -> LLM:
 
 
 def _measure(llm: LLM, prompt: list[int], params: SamplingParams) -> Row:
-    """Of the tokens behind the first, which the prefill gives."""
+    """Measure the tokens after the first one, which belongs to the prefill."""
     tokens: list[int] = []
     read = _clock(llm)
     for event in llm.stream(prompt, params):
@@ -132,7 +148,7 @@ def _measure(llm: LLM, prompt: list[int], params: SamplingParams) -> Row:
 
 
 def _clock(llm: LLM) -> Callable[[], float]:
-    """The process' CPU time; on a device wall time, which a token that is there has waited for."""
+    """Return the clock: CPU time of the process, or wall time on an accelerator."""
     return time.process_time if llm.runner.adapter.device.type == "cpu" else time.perf_counter
 
 
@@ -142,7 +158,7 @@ def _told(row: Row) -> str:
 
 
 def _beside(row: Row, full: Row) -> Row:
-    """A row with what it is of `full`'s."""
+    """Add the columns relative to `full` to a row."""
     pairs = enumerate(zip(row["samples"], full["samples"], strict=True))
     parts = next((i for i, (mine, theirs) in pairs if mine != theirs), None)
     return row | {
@@ -152,7 +168,7 @@ def _beside(row: Row, full: Row) -> Row:
 
 
 def _entered(about: dict[str, Any], row: Row, out: Path) -> Report:
-    """The report that `out` holds, with `row` in it in place of what it held of the same."""
+    """Load the report in `out`, and add `row` or replace the row with the same key."""
     try:
         held = json.loads((out / "drafts.json").read_text(encoding="utf-8"))
         rows: list[Row] = held["rows"] if held["about"] == about else []

@@ -1,6 +1,7 @@
-"""What only the hardware can settle, and what the rest stands on: how fast the link and the memory are, what a launch
-costs, whether rows cross the link while the device computes, whether a step can be captured while other threads wait,
-and what page-locking takes. On a CPU all of it runs, to see that it does; its numbers say nothing."""
+"""Hardware benchmarks: bandwidths, launch costs, overlap of transfer and compute, graph capture, page-locking.
+
+Everything also runs on a CPU as a check, but those numbers are meaningless.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +23,22 @@ from .kernels import milliseconds
 Facts = dict[str, Any]
 
 ROW_NUMBERS = 128
-"""Of a gathered row: 256 bytes, as a head of 128 numbers in half precision."""
+"""Elements of a gathered row: 256 bytes, as a head of dimension 128 in half precision."""
 
 
 @dataclass(frozen=True)
 class HardwareSize:
-    """copied: bytes of a copy. rows: that are gathered from `among` rows of `ROW_NUMBERS` 2-byte numbers. width: of the
-    square matrices that are multiplied meanwhile. launches: that a launch's cost is the mean of. locked: bytes that are
-    page-locked. repeats: of each time."""
+    """Sizes of the benchmarks.
+
+    Attributes:
+        copied: Bytes per copy.
+        rows: Number of gathered rows of `ROW_NUMBERS` 2-byte elements.
+        among: Number of rows to gather from.
+        width: Width of the square matrices multiplied during transfers.
+        launches: Number of launches to average over.
+        locked: Number of page-locked bytes.
+        repeats: Number of repeats of each time.
+    """
 
     copied: int = 1 << 28
     rows: int = 104_857
@@ -44,7 +53,7 @@ SMALL = HardwareSize(1 << 20, 64, 1024, 64, 10, 1 << 20, 2)
 
 
 def measure(device: torch.device, size: HardwareSize) -> Iterator[tuple[str, Any]]:
-    """Names and what was found, one after the other; what comes first is needed most."""
+    """Run all benchmarks and yield (name, result) in order of importance."""
     yield "bandwidth", bandwidth(device, size.copied, size.repeats)
     yield "launch", launches(device, size)
     yield "overlap", overlap(device, size)
@@ -53,8 +62,11 @@ def measure(device: torch.device, size: HardwareSize) -> Iterator[tuple[str, Any
 
 
 def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]:
-    """Bytes a second: host to device and back through pinned memory, one after the other and both at once (the sum),
-    and of device memory (a copy reads and writes: its bytes count twice). On a CPU all are copies in memory."""
+    """Measure bandwidths in bytes per second.
+
+    Covers pinned transfers from host to device, back, and in both directions at once (the sum), and copies in device
+    memory (bytes count twice, for read and write). On a CPU, all are copies in memory.
+    """
     pinned, back = (torch.zeros(size, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(2))
     there = torch.zeros(size, dtype=torch.uint8, device=device)
     other, side = torch.zeros_like(there), _stream(device)
@@ -80,7 +92,7 @@ def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]
 
 
 def launches(device: torch.device, size: HardwareSize) -> dict[str, dict[str, float]]:
-    """Microseconds of the host for each launch, and until the device is done with all, divided by their number."""
+    """Measure the time per launch in microseconds: on the host, and until the device has finished."""
     x, row = torch.zeros(1, device=device), torch.zeros(1, ROW_NUMBERS, dtype=torch.int16, device=device)
     ids, counts = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int32, device=device)
     out, side = torch.empty(1, 1, ROW_NUMBERS, dtype=torch.int16, device=device), _stream(device)
@@ -124,8 +136,11 @@ def _each(call: Callable[[], Any], count: int, device: torch.device) -> dict[str
 
 
 def overlap(device: torch.device, size: HardwareSize) -> list[Facts]:
-    """For each way across the link and each kind of work: milliseconds of the one, of the other, of both at once, and
-    what share of the shorter was hidden (1: all of it, 0: one after the other)."""
+    """Measure the overlap of each transfer method with each kind of compute.
+
+    Returns the times in ms of the transfer, of the compute and of both at once, and the hidden fraction of the shorter
+    one (1: fully overlapped, 0: sequential).
+    """
     side = _stream(device)
     rows = torch.zeros(size.among, ROW_NUMBERS, dtype=torch.int16, pin_memory=device.type != "cpu")
     ids = torch.randint(0, size.among, (1, size.rows), device=device)
@@ -144,7 +159,7 @@ def overlap(device: torch.device, size: HardwareSize) -> list[Facts]:
 
 
 def _work(device: torch.device, width: int) -> dict[str, Callable[[], Any]]:
-    """What multiplies, and what reads weights: a prefill's and a decode step's work."""
+    """Return the compute kinds: compute-bound as in a prefill, and memory-bound as in a decode step."""
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     square, one = torch.ones(width, width, device=device, dtype=dtype), torch.ones(1, width, device=device, dtype=dtype)
     out, line = torch.empty_like(square), torch.empty_like(one)
@@ -157,7 +172,7 @@ def _work(device: torch.device, width: int) -> dict[str, Callable[[], Any]]:
 def _hidden(
     move: Callable[[], Any], step: Callable[[], Any], side: Stream, device: torch.device, repeats: int
 ) -> Facts:
-    """Work is repeated until it takes about as long as the rows do."""
+    """Measure the overlap, repeating the compute until it takes about as long as the transfer."""
 
     def moved() -> None:
         with side.behind_compute():
@@ -189,8 +204,10 @@ def _hidden(
 
 
 def capture(device: torch.device, size: HardwareSize) -> Facts:
-    """A graph of two streams is captured while another thread waits for events, as the saver of sessions does; then
-    replayed with other numbers. `error` says what was refused, if it was."""
+    """Capture a graph of two streams while another thread waits for events, then replay it with other inputs.
+
+    The waiting thread acts like the saver thread of sessions. If the capture fails, the result contains `error`.
+    """
     if device.type != "cuda":
         return {"skipped": "no CUDA device"}
     side, x = _stream(device), torch.zeros(1024, device=device)
@@ -234,11 +251,11 @@ def capture(device: torch.device, size: HardwareSize) -> Facts:
 
 
 def locking(device: torch.device, size: HardwareSize) -> Facts:
-    """Seconds to page-lock memory of the host pool that nobody has touched yet."""
+    """Measure the time to page-lock untouched memory of the host pool."""
     if device.type != "cuda":
         return {"skipped": "no CUDA device"}
     memory = torch.frombuffer(reserve(size.locked, "a measurement"), dtype=torch.uint8)
-    owner = threading.Event()  # anything that can be referred to weakly: the memory is given back with it
+    owner = threading.Event()  # any weakly referenceable object; the memory is released with it
     began = time.perf_counter()
     page_lock(memory, owner)
     seconds = time.perf_counter() - began

@@ -1,5 +1,8 @@
-"""The link of the benchmark's "ideal": every row is on the device, so nothing crosses. What the link costs a policy is
-the distance to it (the paper's Figure 18 has it as "Ideal")."""
+"""Link of the baseline "ideal": all KV is on the device, so there are no transfers.
+
+The baseline corresponds to "Ideal" in Figure 18 of the paper. The difference to this baseline is the transfer cost of
+a policy.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,7 @@ from ...transfer.link import PrefilledLayer, Savings, Ticket
 
 @dataclass(frozen=True)
 class _Ticket:
-    """Rows `[2, Hkv, room, d]` of a layer, of which `tokens` are attended to: the candidates (None: all of `all`), with
-    `counts` of them meant, and the resident ones."""
+    """Pending fetch from KV `[2, Hkv, room, d]` of a layer: resident tokens and `selection`, or all of `all`."""
 
     rows: torch.Tensor
     all: range
@@ -26,7 +28,7 @@ class _Ticket:
     savings: Savings | None = None
 
     def wait(self) -> list[KVPart]:
-        """The rows to attend to, by part; they are here already."""
+        """Return the KV to attend to, by part, without waiting."""
         if self.selection is None:
             k, v = self.rows[:, :, self.all.start : self.all.stop]
             return [KVPart(k, v)]
@@ -41,18 +43,18 @@ class _Ticket:
 
 
 class _Rows:
-    """Rows `[L, 2, Hkv, room, d]` of each open sequence, on the device, by block table."""
+    """KV `[L, 2, Hkv, room, d]` of each open sequence on the device, by block table."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry, device: torch.device, room: int) -> None:
         self._pool, self._geometry, self._device, self._room = pool, geometry, device, room
         self.of: dict[int, torch.Tensor] = {}
 
     def layer(self, blocks: BlockTable, layer: int) -> torch.Tensor:
-        """`[2, Hkv, room, d]`."""
+        """Return the KV `[2, Hkv, room, d]` of a layer."""
         return self.of[id(blocks)][layer]
 
     def load(self, blocks: BlockTable) -> None:
-        """Copies what the pool has of a sequence to the device."""
+        """Copy the KV of a sequence from the pool to the device."""
         geometry = self._geometry
         shape = (geometry.layers, 2, geometry.kv_heads, self._room, geometry.head_dim)
         rows = torch.empty(shape, dtype=self._pool.format.dtype, device=self._device)
@@ -66,40 +68,40 @@ class _Rows:
 
 
 class IdealStorage:
-    """`KVStorage` that writes nothing back."""
+    """`KVStorage` on the device, without write-back."""
 
     def __init__(self, rows: _Rows) -> None:
         self._rows = rows
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
-        """Copies the sequence's rows to the device."""
+        """Copy the KV of the sequence to the device."""
         self._rows.load(blocks)
 
     def close(self, blocks: BlockTable) -> None:
-        """Drops the sequence's rows."""
+        """Drop the KV of the sequence."""
         del self._rows.of[id(blocks)]
 
     def settle(self, blocks: BlockTable) -> None:
-        """Returns at once: nothing is on its way."""
+        """Do nothing, because there are no pending copies."""
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Keeps k, v `[Hkv, m, d]` on the device; nothing is written back."""
+        """Store k, v `[Hkv, m, d]` on the device. Returns 0 bytes written back."""
         rows = self._rows.layer(blocks, layer)
         rows[0, :, start : start + k.shape[1]] = k
         rows[1, :, start : start + k.shape[1]] = v
         return 0
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copies a row on the device."""
+        """Copy a KV entry on the device."""
         rows = self._rows.layer(blocks, layer)
         rows[:, :, target] = rows[:, :, source]
 
     def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copies a row on the device."""
+        """Copy a KV entry on the device."""
         self.move(blocks, layer, source, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Appends the slices; all rows of the layer are on the device."""
+        """Append the slices and return all KV of the layer."""
         stop = start
         for part in slices:
             self.append(blocks, layer, stop, part.k, part.v)
@@ -108,22 +110,22 @@ class IdealStorage:
         return PrefilledLayer(KVPart(k, v), 0, 0, 0)
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """As `prefill_layer`."""
+        """Append `new` like `prefill_layer`."""
         return self.prefill_layer(blocks, layer, start, [new])
 
 
 class IdealRows:
-    """`RowFetch` of rows that are on the device already."""
+    """`RowFetch` of KV that is already on the device."""
 
     def __init__(self, rows: _Rows) -> None:
         self._rows = rows
 
     def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
-        """A ticket of zero bytes."""
+        """Return a pending fetch of zero bytes."""
         return _Ticket(self._rows.layer(blocks, layer), visible.all, visible, selection)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
-        """A ticket of zero bytes."""
+        """Return a pending fetch of zero bytes."""
         return _Ticket(self._rows.layer(blocks, layer), tokens)
 
     def fetch_together(
@@ -133,21 +135,23 @@ class IdealRows:
         visible: Sequence[Visible],
         selections: Sequence[Selection],
     ) -> list[Ticket]:
-        """A ticket of zero bytes for each sequence."""
+        """Return a pending fetch of zero bytes for each sequence."""
         each = zip(block_tables, visible, selections, strict=True)
         return [self.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
-        """A ticket of zero bytes."""
+        """Return a pending fetch of zero bytes."""
         return _Ticket(self._rows.layer(blocks, layer), range(0), None, extra)
 
 
 class IdealLink:
-    """`Link` whose rows of each open sequence are on the device, copied there when it opens; the pool gets none of the
-    new ones."""
+    """`Link` that keeps the KV of each open sequence on the device.
+
+    The KV is copied from the pool when a sequence is opened. New KV is not written to the pool.
+    """
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry, device: torch.device, room: int) -> None:
-        """room: tokens that a sequence may come to."""
+        """Create the link; `room` is the maximum number of tokens of a sequence."""
         self._held = _Rows(pool, geometry, device, room)
         self.storage = IdealStorage(self._held)
         self.rows = IdealRows(self._held)
@@ -155,13 +159,13 @@ class IdealLink:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the rows of all open sequences."""
+        """Size of the KV of all open sequences in bytes."""
         return sum(rows.nbytes for rows in self._held.of.values())
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
-        """0: there is no working set."""
+        """Return 0, because there is no working set."""
         return 0
 
     def check_integrity(self) -> None:
-        """Asserts that every sequence has rows of the same shape."""
+        """Assert that the KV of all sequences has the same shape."""
         assert len({rows.shape for rows in self._held.of.values()}) <= 1

@@ -1,5 +1,8 @@
-"""Each operation of the decode step on its own: time against the floor of the bytes that it must move, and error
-against float64. On a CUDA device the Triton kernels run, elsewhere the torch definitions (to see that this runs)."""
+"""Benchmark of each operation of the decode step.
+
+Reports the time relative to the lower bound given by the bytes moved, and the error relative to float64. Triton kernels
+run on CUDA devices; elsewhere the torch definitions run, only to check that the benchmark works.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +23,32 @@ from ...policies.infinigen.scoring import row_width
 from ..core.report import Row
 
 KV_HEADS, GROUP, D, COLUMNS = 8, 4, 128, 38
-"""One layer of an 8B Llama; columns of the scoring keys at partial_ratio 0.3."""
+"""Shape of one layer of an 8B Llama; `COLUMNS` of the scoring keys correspond to partial_ratio 0.3."""
 
 WARM_UP = 3
-"""Calls that are not counted: the first one compiles."""
+"""Number of untimed calls; the first one compiles."""
 
 CACHES = 1 << 28
-"""Bytes that are written between replayed calls: more than any device's cache holds."""
+"""Bytes written between replayed calls; more than the cache of any device."""
 
 REPLAYED = 8
-"""Calls in a graph."""
+"""Number of calls per graph."""
 
 
 @dataclass(frozen=True)
 class KernelSize:
-    """tokens: in context. share: of them fetched. batch, prefix, own: sequences on a shared prefix, and their own.
-    repeats: calls of each. programs: of a gather, timed beside its own number: too few leave the link idle, too many
-    keep other kernels waiting."""
+    """Sizes of the benchmark.
+
+    Attributes:
+        tokens: Context length in tokens.
+        share: Fraction of the tokens fetched.
+        batch: Number of sequences with a shared prefix.
+        prefix: Length of the shared prefix in tokens.
+        own: Number of tokens of each sequence after the prefix.
+        repeats: Number of timed calls of each operation.
+        programs: Numbers of Triton programs of a gather, timed besides the default number. Too few programs do not
+            saturate the transfer; too many delay other kernels.
+    """
 
     tokens: int = 131_072
     share: float = 0.05
@@ -52,8 +64,16 @@ SMALL = KernelSize(1024, 0.05, 3, 128, 64, 3, (8,))
 
 @dataclass(frozen=True)
 class Case:
-    """One operation. moved: bytes it must move, across the link where `over_link`. error: largest distance to float64,
-    in units of what is allowed (kernels/README.md); it runs the operation once."""
+    """One operation.
+
+    Attributes:
+        name: Name of the operation.
+        moved: Bytes that the operation must move.
+        over_link: Whether the bytes are moved from host to device rather than within device memory.
+        call: Runs the operation.
+        error: Runs the operation once and returns the maximum deviation from float64, relative to the tolerance
+            (kernels/README.md).
+    """
 
     name: str
     moved: int
@@ -63,7 +83,7 @@ class Case:
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float]:
-    """Median and least of `repeats` calls after `WARM_UP`: events around each, or CPU time of the process."""
+    """Return median and minimum time in ms of `repeats` calls after `WARM_UP`, by events or CPU time."""
     spent = []
     for repeat in range(WARM_UP + repeats):
         if device.type != "cpu":
@@ -83,8 +103,10 @@ def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) ->
 
 
 def replayed(call: Callable[[], Any], device: torch.device, repeats: int) -> float | None:
-    """Milliseconds of a call as a captured step replays it, without what its launches cost the host, its data not in
-    the device's cache; None on a CPU, and where it cannot be captured."""
+    """Return the time in ms of a call in a replayed CUDA graph, with a cold device cache.
+
+    Excludes the launch cost on the host. None on a CPU, or if the call cannot be captured.
+    """
     if device.type != "cuda":
         return None
     other = torch.empty(CACHES, dtype=torch.uint8, device=device)
@@ -116,8 +138,10 @@ def _repeated(step: Callable[[], Any]) -> Callable[[], tuple[torch.Tensor, ...]]
 
 
 def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> list[Row]:
-    """A row for each operation: launched from the host, and replayed. rates: bytes a second of `device` memory (read)
-    and of the `link`, measured."""
+    """Measure each operation, launched from the host and replayed.
+
+    `rates` holds the measured bandwidths in bytes per second: "device" memory and host-to-device "link".
+    """
     rows = []
     for case in cases(device, size):
         error = case.error()
@@ -132,14 +156,14 @@ def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> 
 
 
 def cases(device: torch.device, size: KernelSize) -> Iterator[Case]:
-    """All operations, one after the other; the memory of each is given back before the next."""
+    """Yield all operations. The memory of each is released before the next."""
     torch.manual_seed(0)
     for make in (_gather, _partial, _quantised, _select, _attend, _runs, _append):
         yield from make(device, size)
 
 
 def _bounds(device: torch.device, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """starts and stops of the lists of one sequence: all tokens."""
+    """Return starts and stops of the lists of one sequence, covering all tokens."""
     zeros = torch.zeros(KV_HEADS, dtype=torch.int32, device=device)
     return zeros, zeros + tokens
 
@@ -198,7 +222,7 @@ def _quantised(device: torch.device, size: KernelSize) -> Iterator[Case]:
     for bits, d in ((8, COLUMNS), (4, D), (2, D)):
         mean, step = torch.zeros(KV_HEADS, d, device=device), torch.rand(KV_HEADS, d, device=device) + 0.01
         codes = torch.randint(0, 1 << bits, (KV_HEADS, size.tokens, d), dtype=torch.uint8, device=device)
-        rows = torch.nn.functional.pad(pack(codes, bits), (0, row_width(d) - d))  # as the scoring keys lie
+        rows = torch.nn.functional.pad(pack(codes, bits), (0, row_width(d) - d))  # memory layout of the scoring keys
         packed, q = PointerTable.of([rows]), torch.randn(KV_HEADS, GROUP, d, device=device)
         del codes
 
@@ -238,7 +262,7 @@ def _select(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 
 def _half(device: torch.device) -> torch.dtype:
-    """bf16 products on a CPU say nothing about a kernel."""
+    """Return bfloat16 on CUDA, otherwise float32."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

@@ -1,5 +1,7 @@
-"""A transformers model whose weights stay in host memory and cross the link for every forward, by accelerate's own
-offload: what a user does today where a model does not fit. Exact, and every byte of the weights crosses once a step."""
+"""Weight offloading of a transformers model by accelerate, the usual choice if a model does not fit on the device.
+
+The weights stay in host memory and are copied to the device in every forward pass.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ from accelerate import cpu_offload, init_empty_weights
 
 
 def offload_weights(model: Any, device: torch.device) -> tuple[Any, int]:
-    """A twin of `model` that computes on `device` and shares nothing with it, and the bytes that cross the link for a
-    forward: of all parameters, a tied one once for each module that has it."""
+    """Copy `model` with weights in host memory and computation on `device`.
+
+    Returns the copy and the bytes transferred to the device per forward pass. Tied parameters count once per module.
+    """
     with init_empty_weights(include_buffers=False):
         twin = type(model)(model.config).requires_grad_(False).eval()
     weights = {name: weight.to("cpu", copy=True) for name, weight in model.state_dict().items()}

@@ -1,5 +1,7 @@
-"""A trained model's prompts and decode steps beside what people would use instead: the same weights, the same tokens,
-each in a process of its own, in turn."""
+"""Compare prompt and decode times of a trained model with alternative runtimes.
+
+All competitors use the same weights and tokens. Each runs in its own process; they answer alternately.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,14 @@ COLUMNS = (
 
 
 class Worker(Protocol):
-    """A competitor that answers."""
+    """Interface of a competitor."""
 
     def ask(self, prompt: Sequence[int]) -> Answer:
-        """Answers one prompt."""
+        """Answer one prompt."""
         ...
 
     def close(self) -> None:
-        """Ends it."""
+        """Release the competitor."""
         ...
 
 
@@ -50,8 +52,13 @@ def run_real_speed(
     say: Callable[[str], None],
     start: Callable[[str, str, SpeedConfig], Worker] = Child,
 ) -> Report:
-    """CPU seconds, memory and tokens of each competitor that starts; writes real_speed.{json,csv,md} to `out` after
-    each context. Raises InputError where the text is too short, or a competitor fails while it answers."""
+    """Measure CPU time, memory and tokens of each competitor; write real_speed.{json,csv,md} to `out`.
+
+    Competitors that do not start are left out. Files are written after each context length.
+
+    Raises:
+        InputError: If the text is too short, or if a competitor fails to answer.
+    """
     ids = LLM(model, policy="full", dtype=config.dtype).encode(text)
     if len(ids) < max(config.contexts) + 100 * config.repeats:
         raise InputError(f"the text has {len(ids):,} tokens; it needs {max(config.contexts) + 100 * config.repeats:,}")
@@ -80,7 +87,7 @@ def _started(
     start: Callable[[str, str, SpeedConfig], Worker],
     ends: ExitStack,
 ) -> dict[str, Worker]:
-    """Those of the competitors that start; of the others it is said why not."""
+    """Start the competitors. The reason is reported for each that does not start."""
     workers: dict[str, Worker] = {}
     for name in (FIRST, *config.who):
         try:
@@ -97,7 +104,7 @@ def _started(
 def _asked(
     workers: dict[str, Worker], ids: list[int], context: int, config: SpeedConfig, say: Callable[[str], None]
 ) -> dict[str, list[Answer]]:
-    """Every competitor's answers to each of the prompts of one length; float32 answers only the first."""
+    """Collect the answers of every competitor to the prompts of one length. float32 answers only the first prompt."""
     answers: dict[str, list[Answer]] = {name: [] for name in workers}
     begin, names = (len(ids) - context) // 3, list(workers)
     for repeat in range(config.repeats):
@@ -126,7 +133,7 @@ def _row(model: str, context: int, name: str, answers: dict[str, list[Answer]]) 
 
 
 def _same(tokens: list[int], right: list[int]) -> str:
-    """How many of the first tokens are the same ones."""
+    """Return the length of the common prefix as text."""
     pairs = enumerate(zip(tokens, right, strict=True))
     count = next((i for i, (mine, theirs) in pairs if mine != theirs), len(tokens))
     return f"{count} of {len(tokens)}"

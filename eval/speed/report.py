@@ -1,4 +1,4 @@
-"""What the speed benchmark found, as JSON, as a page, as tables and as pictures."""
+"""Report of the speed benchmark as JSON, Markdown, tables and plots."""
 
 from __future__ import annotations
 
@@ -24,8 +24,21 @@ from .step_profiler import BREAKDOWN, breakdown
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds per step of one baseline at one point (shape, batch, context): median and quartiles; `facts` are
-    its own, `stages` seconds of a step by stage, `parts` seconds of a layer's step as BREAKDOWN has them."""
+    """Result of one baseline at one point.
+
+    Attributes:
+        name: Name of the baseline.
+        shape: Name of the shape.
+        batch: Number of sequences.
+        context: Context length in tokens.
+        median: Median time of a step in ms.
+        lower: Lower quartile in ms.
+        upper: Upper quartile in ms.
+        samples: Number of timed steps.
+        facts: Further columns of the baseline.
+        stages: Seconds of a step by stage.
+        parts: Seconds of the step of a layer by part of `BREAKDOWN`.
+    """
 
     name: str
     shape: str
@@ -43,7 +56,7 @@ class Timing:
     def of(
         cls, baseline: Baseline, point: Point, seconds: Sequence[float], stages: dict[str, float], layers: int
     ) -> Timing:
-        """From the seconds of single steps."""
+        """Create the result from the seconds of single steps."""
         lower, median, upper = (1e3 * q for q in statistics.quantiles(seconds, n=4, method="inclusive"))
         parts = breakdown(stages, layers) if stages else {}
         return cls(
@@ -62,13 +75,13 @@ class Timing:
 
     @property
     def point(self) -> Point:
-        """Where it was measured."""
+        """Point of the measurement."""
         return Point(self.shape, self.batch, self.context)
 
 
 @dataclass(frozen=True)
 class Point:
-    """What is compared at once: a shape by name, sequences, tokens in each one's context."""
+    """A measured point: name of the shape, number of sequences, context length in tokens."""
 
     shape: str
     batch: int
@@ -80,7 +93,7 @@ class Point:
 
 
 def describe(config: Any, shapes: dict[str, Shape], device: torch.device, skipped: Sequence[str]) -> dict[str, Any]:
-    """What was measured, on what, with what. config: a `speed.BenchConfig`."""
+    """Describe machine, versions and settings. `config` is a `BenchConfig`."""
     made = {name: asdict(shape) for name, shape in shapes.items()}
     for shape in made.values():
         shape["dtype"] = str(shape["dtype"]).removeprefix("torch.")
@@ -121,8 +134,10 @@ def _processor() -> str:
 
 
 def write_report(out: Path, report: dict[str, Any], timings: Sequence[Timing]) -> list[Path]:
-    """`decode_step.json`, `.md`, `.png` and, where stages were read, `breakdown.png` in `out`; their paths. Raises
-    InputError where one cannot be written."""
+    """Write `decode_step.json`, `.md`, `.png` and, if stages were measured, `breakdown.png` to `out`.
+
+    Returns the paths. Raises InputError if a file cannot be written.
+    """
     write_atomic(out / "decode_step.json", json.dumps(report, indent=1) + "\n")
     write_atomic(out / "decode_step.md", markdown(report, timings))
     plot(timings, out / "decode_step.png")
@@ -137,7 +152,7 @@ def write_report(out: Path, report: dict[str, Any], timings: Sequence[Timing]) -
 
 
 def points(timings: Sequence[Timing]) -> list[Point]:
-    """Where was measured, in order."""
+    """Return the distinct points in order."""
     return list(dict.fromkeys(timing.point for timing in timings))
 
 
@@ -146,7 +161,7 @@ def _at(point: Point, timings: Sequence[Timing]) -> list[Timing]:
 
 
 def _rows(here: Sequence[Timing]) -> list[list[str]]:
-    """One row of text per baseline at one point."""
+    """Return the table cells of each baseline at one point."""
     medians = {timing.name: timing.median for timing in here}
     rivals = [medians.get(name) for name in ("StaticCache", "DynamicCache")]
     rows = []
@@ -172,7 +187,7 @@ _HEAD = ["baseline", "ms/step", "quartiles", "x Static", "x Dynamic", "dense lay
 
 
 def table(point: Point, timings: Sequence[Timing]) -> Table:
-    """Times and how many times faster than transformers."""
+    """Return a table of times and speedups over transformers."""
     made = Table(title=f"Decode step: {point}", title_justify="left")
     for name in _HEAD:
         made.add_column(name, justify="left" if name == _HEAD[0] else "right", no_wrap=name == _HEAD[0])
@@ -190,7 +205,7 @@ def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def markdown(report: dict[str, Any], timings: Sequence[Timing]) -> str:
-    """The report as a page."""
+    """Return the report as Markdown."""
     keys = (
         "date", "commit", "processor", "native_code", "device", "python", "torch", "transformers", "clock", "keys",
         "shapes",
@@ -219,13 +234,15 @@ _AXES = {"context": "tokens in context", "batch": "sequences", "shape": "shape"}
 
 
 def _swept(timings: Sequence[Timing]) -> str:
-    """The axis along which most points lie."""
+    """Return the axis with the most distinct values."""
     return max(_AXES, key=lambda axis: len({getattr(timing, axis) for timing in timings}))
 
 
 def plot(timings: Sequence[Timing], path: Path) -> None:
-    """Milliseconds per step, with quartiles, along whatever was varied (InfiniGen's Figures 14 to 16); where several
-    things were, along the one with most values, each line being one of the others."""
+    """Plot the time per step with quartiles over the varied parameter (InfiniGen, Figures 14 to 16).
+
+    If several parameters vary, the x axis is the one with the most values, and the others distinguish lines.
+    """
     from matplotlib.figure import Figure
 
     axis = _swept(timings)
@@ -252,7 +269,7 @@ def plot(timings: Sequence[Timing], path: Path) -> None:
 
 
 def plot_breakdown(timings: Sequence[Timing], path: Path) -> None:
-    """A stacked bar of a layer's step for each of ours at each point (InfiniGen's Figure 18)."""
+    """Plot the breakdown of the step of a layer as stacked bars (InfiniGen, Figure 18)."""
     from matplotlib.figure import Figure
 
     staged = [timing for timing in timings if timing.parts]

@@ -1,5 +1,8 @@
-"""Time to first token of a session's next turn: recomputed, from host memory, from disk warm and cold; with a reader
-throttled to a stated bandwidth, with and without the read buffer (CachedAttention §3.2.1, figures 14 and 19)."""
+"""Time to first token (TTFT) of the next turn of a session: recomputed, from host memory, from disk (warm and cold).
+
+Also measures a reader throttled to a fixed bandwidth, with and without the read buffer (CachedAttention §3.2.1,
+Figures 14 and 19).
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ from ...storage.disk_store import DiskChunk, DiskStore
 from ..core.report import Column, Report, Row
 
 TURN = 64
-"""Tokens of the new turn."""
+"""Number of tokens of the new turn."""
 LONG_TURN = 512
-"""Tokens of the turn where pre-loading is compared: computing them takes about as long as loading."""
+"""Tokens of the turn in the read buffer comparison; computing them takes about as long as loading the history."""
 EARLY = 0.5
-"""Seconds that a read buffer has to fill before the turn begins."""
+"""Seconds between the prefetch request and the start of the turn."""
 SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-"""An answer that goes on behind its first token: what ends a turn (writing the history) is not timed."""
+"""Generates two tokens, so that the work at the end of a turn (saving the history) is not timed."""
 
 COLUMNS = (
     Column("model", "model"), Column("history", "history", ",d"), Column("from", "source"),
@@ -42,7 +45,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class TimedModel:
-    """A model to time. `make` gives a fresh `LLM` with nothing in its pool."""
+    """A model to time. `make` creates an `LLM` with an empty pool."""
 
     name: str
     make: Callable[[], LLM]
@@ -50,7 +53,7 @@ class TimedModel:
 
 
 def shape_model(layers: int = 12, hidden: int = 512, heads: int = 8, kv_heads: int = 4) -> Any:
-    """A random Llama; time does not depend on what weights say."""
+    """Create a Llama with random weights; the time does not depend on their values."""
     from transformers import LlamaConfig
     from transformers.models.auto import AutoModelForCausalLM
 
@@ -64,9 +67,9 @@ def shape_model(layers: int = 12, hidden: int = 512, heads: int = 8, kv_heads: i
 
 
 def fresh(timed: TimedModel, history: int) -> LLM:
-    """A runtime that knows nothing of the history. What is not asked about has happened: its weights have been used,
-    and memory for `history` tokens and a turn has been touched, as pinned memory is (on a busy machine the first touch
-    of a page can take longer than reading it from disk)."""
+    """Create a warmed-up runtime without the history."""
+    # Touch the pool memory for `history` tokens and a turn, as for pinned memory. On a busy machine, the first touch
+    # of a page can take longer than reading it from disk.
     llm = timed.make()
     list(llm.stream(tokens(TURN, "warm up"), SHORT))
     pool = llm.runner.pool
@@ -81,15 +84,16 @@ def fresh(timed: TimedModel, history: int) -> LLM:
 
 
 def tokens(count: int, name: str) -> list[int]:
-    """Uniform token ids. Other names, other tokens: a turn that was taken before would be found, not computed."""
+    """Draw uniform token ids, seeded by `name`."""
+    # Different names give different tokens, so that a turn is not found in the prefix cache.
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     found: list[int] = torch.randint(1, 2048, (count,), generator=generator).tolist()
     return found
 
 
 def first_token(ask: Callable[[], Iterator[TokenOutput]]) -> float:
-    """Seconds from asking to the first event."""
-    gc.collect()  # what was closed gives its memory back before, not meanwhile
+    """Return the seconds from the request to the first event."""
+    gc.collect()  # release the memory of closed objects outside the timed section
     began = time.perf_counter()
     events = ask()
     next(events)
@@ -99,8 +103,10 @@ def first_token(ask: Callable[[], Iterator[TokenOutput]]) -> float:
 
 
 def begin(timed: TimedModel, history: int, store: Path, turn: int) -> tuple[LLM, float]:
-    """Stores a session "s" of `history` tokens. Returns a runtime that has its rows in host memory, and the seconds
-    that history and turn take as a plain prompt, with nothing to reuse or to save."""
+    """Store a session "s" of `history` tokens.
+
+    Returns a runtime with the KV of the session in host memory, and the TTFT of history and turn as a plain prompt.
+    """
     llm, prompt = fresh(timed, history), tokens(history, "history")
     seconds = first_token(lambda: llm.stream([*prompt, *tokens(turn, "recomputed")], SHORT))
     session = llm.session("s", store)
@@ -110,11 +116,10 @@ def begin(timed: TimedModel, history: int, store: Path, turn: int) -> tuple[LLM,
 
 
 def measure(timed: TimedModel, repeats: int, folder: Path) -> list[Row]:
-    """Rows of one model: every history from every source, `repeats` times, sources in turn. Sessions about one text
-    would find each other's chunks: each history has a store of its own."""
+    """Measure every history from every source, `repeats` times, alternating between sources."""
     rows = []
     for history in timed.histories:
-        store = folder / f"{history}"
+        store = folder / f"{history}"  # one store per history, because stores share the blocks of equal text
         llm, recomputed = begin(timed, history, store, TURN)
         times: dict[str, list[float]] = {"recomputed": [recomputed], "host": [], "disk warm": [], "disk cold": []}
         stalls: dict[str, list[float]] = {}
@@ -137,8 +142,13 @@ def measure(timed: TimedModel, repeats: int, folder: Path) -> list[Row]:
 def timed_fork(
     llm: LLM, store: Path, name: str, bandwidth: float | None = None, ahead: int | None = None, turn: int = TURN
 ) -> tuple[float, float]:
-    """Time to the first token of a fork's turn (the session itself stays as it was), and what of it was waiting. With
-    `ahead` the session is asked to prefetch `EARLY` seconds before its turn, as while another one computes."""
+    """Time a turn of a fork of the session; the session itself is unchanged.
+
+    With `ahead`, a prefetch starts `EARLY` seconds before the turn, with a read buffer of `ahead` layers.
+
+    Returns:
+        Time to the first token and the part of it spent waiting for reads, in seconds.
+    """
     session = llm.session("s", store)
     fork = session.fork(name)
     if bandwidth is not None:
@@ -158,7 +168,7 @@ def timed_fork(
 
 
 def throttle(disk: DiskStore, bandwidth: float) -> None:
-    """Reads of `disk` take as long as at `bandwidth` bytes a second, however many threads ask at once."""
+    """Limit the reads of `disk` to `bandwidth` bytes per second in total over all threads."""
     real, alone = disk.read_layer, threading.Lock()
 
     def slow(chunk: DiskChunk, layer: int, into: memoryview) -> bool:
@@ -172,8 +182,10 @@ def throttle(disk: DiskStore, bandwidth: float) -> None:
 
 
 def buffers(timed: TimedModel, history: int, folder: Path, bandwidths: Sequence[float]) -> list[Row]:
-    """Stall of pre-loading at stated bandwidths, `EARLY` seconds before the turn and while it is computed: no buffer (a
-    layer is read when it is needed), one layer, half of all layers, all of them."""
+    """Measure the stall at several bandwidths with read buffers of zero, one, half of all, and all layers.
+
+    Without a buffer, a layer is read when it is needed.
+    """
     store, found = folder / "buffers", []
     llm, whole = begin(timed, history, store, LONG_TURN)
     for bandwidth in bandwidths:
@@ -189,7 +201,7 @@ def buffers(timed: TimedModel, history: int, folder: Path, bandwidths: Sequence[
 
 
 def row(timed: TimedModel, history: int, source: str, found: list[float], whole: float, stalls: list[float]) -> Row:
-    """One line of the table."""
+    """Return a row of the table."""
     seconds = statistics.median(found)
     return {
         "model": timed.name, "history": history, "source": source, "seconds": seconds, "samples": found,
@@ -198,13 +210,13 @@ def row(timed: TimedModel, history: int, source: str, found: list[float], whole:
 
 
 def fill_cache(folder: Path) -> None:
-    """Reads the files, so that the kernel has their pages."""
+    """Read the files into the page cache."""
     for path in folder.rglob("*.kv"):
         path.read_bytes()
 
 
 def drop_cache(folder: Path) -> None:
-    """Tells the kernel that the files' pages are not needed: the next read comes from the disk."""
+    """Drop the files from the page cache, so that the next read comes from the disk."""
     for path in folder.rglob("*.kv"):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -215,8 +227,10 @@ def drop_cache(folder: Path) -> None:
 
 
 def break_even(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Of each model and source, the history from which on it is quicker than computing: where the straight lines
-    between the measured lengths cross."""
+    """Describe, per model and source, the history length from which on loading is faster than recomputing.
+
+    Times between the measured lengths are interpolated linearly.
+    """
     notes = []
     for model, source in dict.fromkeys((row["model"], row["source"]) for row in rows if row["source"] != "recomputed"):
         here = {
@@ -229,7 +243,7 @@ def break_even(rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _crossing(gains: Sequence[tuple[int, float]]) -> str:
-    """gains: (history, seconds won), by history."""
+    """Describe the break-even point of `gains`: (history, seconds saved), sorted by history."""
     worse = [i for i, (_, gain) in enumerate(gains) if gain <= 0]
     if not worse:
         return f"quicker at every history tried, from {gains[0][0]:,} tokens on"
@@ -242,8 +256,15 @@ def _crossing(gains: Sequence[tuple[int, float]]) -> str:
 def run_session_ttft(
     out: Path, histories: Sequence[int], reference: Sequence[int], buffer_history: int, repeats: int
 ) -> list[Report]:
-    """Histories of a random shape and of the reference model, in tokens; writes resume.{json,csv,md} and
-    read_buffer.{json,csv,md} to `out`."""
+    """Measure a random shape and the reference model; write resume and read_buffer .json, .csv and .md to `out`.
+
+    Args:
+        out: Folder of the results.
+        histories: History lengths of the random shape in tokens.
+        reference: History lengths of the reference model in tokens.
+        buffer_history: History length of the read buffer comparison in tokens.
+        repeats: Number of repeats of each source.
+    """
     random = shape_model()
     shape = TimedModel(
         "random 12 layers, 8/4 heads of 64", lambda: LLM(random, policy="full", host_memory="3GiB"), histories

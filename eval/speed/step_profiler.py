@@ -1,5 +1,7 @@
-"""Where a decode step's time goes, without a profiler: the objects a step calls are wrapped, and a clock is read at
-every call's start and end."""
+"""Break down the time of a decode step by stage, without a profiler.
+
+The objects that a step calls are wrapped; a clock is read at the start and end of every call.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 REST = "bookkeeping"
-"""What runs between the wrapped calls: the loop, traces, reshapes."""
+"""Stage of the time between wrapped calls: the loop, traces, reshapes."""
 
 ADAPTER = {
     "embed": "embedding and head",
@@ -37,12 +39,11 @@ BREAKDOWN = {
     "prediction": ("speculated query", "selection", "scoring keys"),
     "rest": (REST,),
 }
-"""InfiniGen's Figure 18: the parts of a layer's step, and the stages they are made of. The embedding and the head are
-no part of a layer."""
+"""Parts of the step of a layer and their stages, as in Figure 18 of InfiniGen. Embedding and head are excluded."""
 
 
 class StageClock:
-    """Adds up seconds per stage; one stage is current at any time. `read` gives the time in seconds."""
+    """Accumulate seconds per stage. One stage is current at any time. `read` returns the time in seconds."""
 
     def __init__(self, read: Callable[[], float]) -> None:
         self._read = read
@@ -50,19 +51,19 @@ class StageClock:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def enter(self, stage: str) -> str:
-        """`stage` becomes current; returns the one that ends."""
+        """Make `stage` current and return the previous stage."""
         now, before = self._read(), self._stage
         self.seconds[before] += now - self._since
         self._stage, self._since = stage, now
         return before
 
     def reset(self) -> None:
-        """Forgets everything and starts in REST."""
+        """Clear all times and start in `REST`."""
         self.enter(REST)
         self.seconds.clear()
 
     def timed(self, function: Callable[..., Any], stage: str, after: str | None = None) -> Callable[..., Any]:
-        """`function`, its time given to `stage`; what follows belongs to `after`, or to what was current before."""
+        """Wrap `function` so that its time counts for `stage`. Then `after`, or the previous stage, becomes current."""
 
         def call(*args: Any, **options: Any) -> Any:
             before = self.enter(stage)
@@ -75,7 +76,7 @@ class StageClock:
 
 
 class Staged:
-    """`inner` with the methods named in `stages` timed (`after`: see `StageClock.timed`); all else is passed on."""
+    """Proxy of `inner` that times the methods in `stages` (`after`: see `StageClock.timed`)."""
 
     def __init__(self, inner: Any, clock: StageClock, stages: Mapping[str, str], after: str | None = None) -> None:
         self._inner = inner
@@ -87,18 +88,18 @@ class Staged:
 
 
 class StagedLink(Staged):
-    """A link whose tickets are timed too. Attention is what follows `wait`, up to the model's next call."""
+    """Link that also times its pending fetches. The time after `wait`, up to the next model call, is attention."""
 
     def __init__(self, inner: Any, clock: StageClock) -> None:
         super().__init__(inner, clock, {})
         self.storage = Staged(inner.storage, clock, {"append": LINK["append"]})
         self.rows = StagedRows(inner.rows, clock)
-        # What stages are timed of are the calls for one sequence, which a batch of lists would not make.
+        # The wrapped calls are those for single sequences; the batched path does not use them.
         self.batched = None
 
 
 class StagedRows(Staged):
-    """Fetches of single sequences whose tickets are timed too."""
+    """Fetches of single sequences, with timed pending fetches."""
 
     def __init__(self, inner: Any, clock: StageClock) -> None:
         super().__init__(inner, clock, {})
@@ -107,7 +108,7 @@ class StagedRows(Staged):
 
 
 class StagedTicket:
-    """A ticket whose `wait` is the stage GATHER and starts the stage ATTENTION."""
+    """Pending fetch whose `wait` is the stage `GATHER` and starts the stage `ATTENTION`."""
 
     def __init__(self, inner: Any, clock: StageClock) -> None:
         self._inner = inner
@@ -118,7 +119,9 @@ class StagedTicket:
 
 
 def breakdown(stages: Mapping[str, float], layers: int) -> dict[str, float]:
-    """Seconds of each part of BREAKDOWN in one layer's step, from seconds of the stages of a step of `layers` layers.
-    Between two readings of the clock everything has ended, so nothing overlaps: the parts add up to more than a step
-    takes where a device works beside the link."""
+    """Return the seconds of each part of `BREAKDOWN` per layer, from the stage times of a step of `layers` layers.
+
+    The clock synchronizes the device, so nothing overlaps. If transfers and compute overlap in a real step, the parts
+    add up to more than its time.
+    """
     return {part: sum(stages.get(stage, 0.0) for stage in names) / layers for part, names in BREAKDOWN.items()}

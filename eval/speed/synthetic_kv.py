@@ -1,10 +1,13 @@
-"""A long context without a prefill: random keys and values in which a stated share of tokens attracts every query.
+"""Synthetic KV of a long context without a prefill: a fixed fraction of "planted" tokens attracts every query.
 
-Random weights spread attention evenly, so that every threshold passes every token. Here a constant vector `c` is added
-to all queries of a KV head (one small addition a layer), keys are noise, and planted keys have `HEIGHT / |c|` along `c`
-besides: whatever the query, planted tokens score `HEIGHT` above the others, and within a nat of each other. Planted
-tokens are drawn for each layer and KV head on its own, in some heads more than in others: with the same count for all,
-a head's tokens above the threshold are its selection, and ranking, which costs time on real text, would never run.
+With random weights, attention is uniform and every threshold selects all tokens. Here, a constant vector `c` is added
+to all queries of a KV head (one small addition per layer). Keys are noise, and planted keys have an additional
+component `HEIGHT / |c|` along `c`. Planted tokens therefore score `HEIGHT` above the others for every query, and differ
+by less than one nat.
+
+Planted tokens are drawn independently for each layer and KV head, with different counts per head. With equal counts,
+the tokens above the threshold would be the selection, and the ranking step, which costs time on real text, would never
+run.
 """
 
 from __future__ import annotations
@@ -24,22 +27,30 @@ from ...skewing.artifact import SkewArtifact
 from ...skewing.guess import Correction
 
 HEIGHT = 40.0
-"""Score, scale included, that planted tokens have above the others: also int2 keys keep them apart."""
+"""Score difference (after scaling) of planted and other tokens; large enough for int2 keys."""
 
 NOISE = 0.1
-"""Standard deviation of every number of a key."""
+"""Standard deviation of the elements of a key."""
 
 CPU = torch.device("cpu")
 
 RESIDENT = (4, 64)
-"""First and last tokens of the context that are never planted: the default preset's sinks and window."""
+"""Numbers of first and last tokens that are never planted: sinks and window of the default preset."""
 
 
 @dataclass(frozen=True, eq=False)
 class SyntheticKV:
-    """directions: float32 `[L, Hkv, d]`, `c` of each KV head. tokens: of each layer and KV head int64 `[n]`, planted
-    token indices, rising. length: tokens of the context. fraction: n over the tokens that could be planted, mean over
-    the KV heads of a layer; spread: how far a head's share may lie from that, as a part of it."""
+    """A synthetic context.
+
+    Attributes:
+        geometry: Model geometry.
+        length: Context length in tokens.
+        fraction: Fraction of eligible tokens that is planted, mean over the KV heads of a layer.
+        spread: Maximum relative deviation of the fraction of a head.
+        seed: Random seed.
+        directions: `c` of each KV head, float32 `[L, Hkv, d]`.
+        tokens: Sorted indices of planted tokens, int64 `[n]`, by layer and KV head.
+    """
 
     geometry: ModelGeometry
     length: int
@@ -53,7 +64,7 @@ class SyntheticKV:
     def draw(
         cls, geometry: ModelGeometry, length: int, fraction: float, spread: float = 0.0, seed: int = 0
     ) -> SyntheticKV:
-        """Draws directions and planted tokens for a context of `length` tokens."""
+        """Draw directions and planted tokens for a context of `length` tokens."""
         generator = torch.Generator().manual_seed(seed)
         layers, kv_heads, d = geometry.layers, geometry.kv_heads, geometry.head_dim
         directions = torch.randn(layers, kv_heads, d, generator=generator)
@@ -72,7 +83,7 @@ class SyntheticKV:
         return cls(geometry, length, fraction, spread, seed, directions, tokens)
 
     def layers(self, device: torch.device = CPU) -> Iterator[KVPart]:
-        """K and V `[Hkv, N, d]` of each layer in turn, float32, drawn on `device`; the same at every call."""
+        """Yield K and V `[Hkv, N, d]` (float32) of each layer, drawn on `device`. Equal for every call."""
         geometry = self.geometry
         shape = (geometry.kv_heads, self.length, geometry.head_dim)
         for layer in range(geometry.layers):
@@ -84,12 +95,14 @@ class SyntheticKV:
             yield KVPart(k, v)
 
     def _along(self, layer: int) -> float:
-        """What a planted key has of `c`: HEIGHT = scale * along * |c|^2."""
+        """Return the factor of `c` in a planted key: HEIGHT = scale * factor * |c|^2."""
         return HEIGHT / (self.geometry.scales[layer] * float(self.directions[layer, 0].square().sum()))
 
     def artifact(self) -> SkewArtifact:
-        """The skewing that a calibration on such keys would find: `c` is the first column, the others share the rest,
-        and means and deviations are those of the planted keys."""
+        """Return the skew artifact that a calibration on these keys would find.
+
+        The first column is `c`, the others span the rest. Means and deviations are those of the keys.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         layers, kv_heads, d = self.directions.shape
         columns = torch.randn(layers, kv_heads, d, d, generator=generator)
@@ -111,8 +124,7 @@ class SyntheticKV:
 
 
 def _counts(n: int, heads: int, spread: float) -> list[int]:
-    """A count for each of `heads`, evenly from `(1 - spread) n` to `(1 + spread) n`, in all `heads * n`, each at least
-    1."""
+    """Return counts for `heads`, evenly from `(1 - spread) n` to `(1 + spread) n`, `heads * n` in total, each >= 1."""
     steps = [2 * i / (heads - 1) - 1 if heads > 1 else 0.0 for i in range(heads)]
     counts = [max(1, round(n * (1 + spread * step))) for step in steps]
     counts[-1] += heads * n - sum(counts)
@@ -120,51 +132,53 @@ def _counts(n: int, heads: int, spread: float) -> list[int]:
 
 
 class SyntheticAdapter(ForwardingAdapter):
-    """A model's adapter whose queries have `c` added; everything else is the model's own."""
+    """Model adapter that adds `c` to the queries."""
 
     def __init__(self, inner: ModelAdapter, synthetic: SyntheticKV) -> None:
         super().__init__(inner)
         group = inner.geometry.group
         added = synthetic.directions.repeat_interleave(group, dim=1).unsqueeze(2)
-        self._added = list(added.to(inner.device, inner.dtype))  # of each layer `[H, 1, d]`
+        self._added = list(added.to(inner.device, inner.dtype))  # `[H, 1, d]` of each layer
 
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The model's k and v `[Hkv, T, d]`; its q `[H, T, d]` with `c` added."""
+        """Return q `[H, T, d]` with `c` added, and k and v `[Hkv, T, d]` of the model."""
         q, k, v = super().qkv(layer, attention_input, positions)
         return q.add(self._added[layer]), k, v
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The model's q `[H, T, d]` with `c` added."""
+        """Return q `[H, T, d]` of the model with `c` added."""
         return super().query(layer, attention_input, positions).add(self._added[layer])
 
 
 class GivenState(PassiveState):
-    """Lets another state select once for each layer, and gives that selection ever after, for nothing."""
+    """Policy state that selects once per layer with another state and then repeats that selection."""
 
     def __init__(self, inner: PolicyState, given: dict[int, Selection]) -> None:
         self._inner, self._given = inner, given
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Keys `[Hkv, m, d]` matter until the layer's selection is known."""
+        """Forward keys `[Hkv, m, d]` until the selection of the layer is known."""
         if layer not in self._given:
             self._inner.on_keys(layer, k, start)
 
     def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
-        """What was selected the first time."""
+        """Return the first selection of the layer."""
         if layer not in self._given:
             self._given[layer] = self._inner.select(layer, q, visible)
         return self._given[layer]
 
     def fork(self, keys: KeyReader) -> GivenState:
-        """The same selections."""
+        """Return a state with the same selections."""
         return GivenState(self._inner.fork(keys), dict(self._given))
 
 
 class Given:
-    """The policy "ideal": what `inner` selects at its first step, without scoring anything. What selection costs is the
-    distance to it."""
+    """The policy "ideal": repeats the first selection of `inner` without scoring.
+
+    The difference to this policy is the cost of the selection.
+    """
 
     name = "ideal"
     query_source: QuerySource = "attention_input"
@@ -180,9 +194,9 @@ class Given:
         self.sinks, self.recent, self.dense_layers = inner.sinks, inner.recent, inner.dense_layers
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """As it is, `[T, D]`."""
+        """Return `attention_input` `[T, D]` unchanged."""
         return attention_input
 
     def new_state(self, keys: KeyReader) -> GivenState:
-        """A state that has not selected yet."""
+        """Return a state without selections."""
         return GivenState(self._inner.new_state(keys), {})

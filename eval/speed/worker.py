@@ -1,4 +1,4 @@
-"""A competitor in a process of its own: its memory is its own, and nobody else's threads or caches are in its way."""
+"""Run a competitor in its own process, so that memory, threads and caches are separate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .competitors import COMPETITORS, SpeedConfig
 
 @dataclass(frozen=True)
 class Answer:
-    """CPU seconds to the first token and of each behind it, the tokens, and the most memory so far, bytes."""
+    """CPU seconds to the first token and of each further token, the tokens, and peak memory so far in bytes."""
 
     prefill: float
     steps: list[float]
@@ -28,23 +28,23 @@ class Answer:
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process has had, files that it maps included. (What `getrusage` says begins with the
-    peak of the process that started it.)"""
+    """Return the peak resident memory of this process, including mapped files."""
+    # `getrusage` would start with the peak of the parent process.
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
     assert found is not None
     return 1024 * int(found[1])
 
 
 class Here:
-    """A competitor in this process."""
+    """Competitor in this process."""
 
     def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
-        """Raises what loading the model raises, ImportError where a package is missing."""
+        """Load the model. Raises ImportError if a package is missing; errors of loading propagate."""
         torch.set_num_threads(config.threads)
         self._ask, self._tokens = COMPETITORS[name](model, config), config.tokens
 
     def ask(self, prompt: Sequence[int]) -> Answer:
-        """Answers one prompt."""
+        """Answer one prompt."""
         began = time.process_time()
         times, tokens = [], []
         for token in islice(self._ask(prompt), self._tokens + 1):
@@ -55,14 +55,14 @@ class Here:
         return Answer(times[0], times[1:], tokens, _peak_bytes())
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class Child:
-    """A competitor in a process of its own, which ends with `close`."""
+    """Competitor in its own process, which ends with `close`."""
 
     def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
-        """Raises InputError with what went wrong there."""
+        """Start the process. Raises InputError with the error of the process if loading fails."""
         context = multiprocessing.get_context("spawn")
         self._end, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, name, model, config), daemon=True)
@@ -71,7 +71,7 @@ class Child:
         self._take(name)
 
     def ask(self, prompt: Sequence[int]) -> Answer:
-        """As `Here`. Raises InputError with what went wrong."""
+        """Answer one prompt. Raises InputError with the error of the process if it fails."""
         self._end.send(list(prompt))
         answer = self._take("a competitor")
         assert isinstance(answer, Answer)
@@ -87,13 +87,13 @@ class Child:
         return found
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._end.close()
         self._process.join()
 
 
 def _serve(end: Connection, name: str, model: str, config: SpeedConfig) -> None:
-    """Answers prompts until the other end is closed; a text is what went wrong."""
+    """Answer prompts until the other end is closed. Errors are sent as strings."""
     try:
         here = Here(name, model, config)
         end.send(None)

@@ -1,10 +1,12 @@
-"""Everything that only a CUDA machine can show, in parts of under ten minutes, each a JSON file: `make gpu PART=...`.
+"""Suite of all measurements that need a CUDA device: `make gpu PART=...`.
 
-    offload-rt eval gpu                                  # all parts in turn, each in a process of its own
+Each part takes less than ten minutes and writes a JSON file.
+
+    offload-rt eval gpu                                  # all parts in sequence, each in its own process
     offload-rt eval gpu --part kernels
-    offload-rt eval gpu --device cpu --small             # no GPU: shows that all of it runs
+    offload-rt eval gpu --device cpu --small             # without a GPU: checks that everything runs
 
-Without a CUDA device every part says that it was skipped, and nothing is written.
+Without a CUDA device, every part is skipped and nothing is written.
 """
 
 from __future__ import annotations
@@ -34,8 +36,10 @@ QUERY = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.gen.max",
 
 
 def machine(job: GpuJob) -> dict[str, Any]:
-    """GPU, PCIe, driver, versions, commit (OFFLOAD_RT_COMMIT says it of a copy without its repository), and the
-    bandwidths that floors are made from, measured now."""
+    """Describe the machine: GPU, PCIe, driver, versions, commit, and measured bandwidths.
+
+    OFFLOAD_RT_COMMIT overrides the commit, for copies without a repository.
+    """
     commit = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
     told = os.environ.get("OFFLOAD_RT_COMMIT") or commit.stdout.strip() or "not from a repository"
     about = environment() | {"commit": told, "cores": os.cpu_count()}
@@ -48,7 +52,7 @@ def machine(job: GpuJob) -> dict[str, Any]:
 
 
 def _nvidia_smi() -> dict[str, str]:
-    """What nvidia-smi says of the first GPU; its name alone where there is no such program, or it fails."""
+    """Query nvidia-smi for the first GPU. Returns only its name if nvidia-smi is missing or fails."""
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader", "-i", "0"]
     if shutil.which("nvidia-smi") is not None:
         found = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip().splitlines()
@@ -62,8 +66,10 @@ def _nvidia_smi() -> dict[str, str]:
 
 
 def run_part(name: str, job: GpuJob) -> bool:
-    """Runs one part in this process and writes `out`/name.json, as far as it has come; whether all of it went well.
-    What went wrong is in the file, and what to do is said."""
+    """Run one part in this process and return whether it succeeded.
+
+    Intermediate results are written to `out`/name.json. On failure, the file contains the error, and advice is printed.
+    """
     job.out.mkdir(parents=True, exist_ok=True)
     path, began = job.out / f"{name}.json", time.perf_counter()
     try:
@@ -95,7 +101,7 @@ def run_part(name: str, job: GpuJob) -> bool:
 
 
 def failures(found: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the programs that ended with an error, their own time's end excepted."""
+    """Yield the names of programs that failed. Timeouts do not count as failures."""
     if found.get("exit_code", 0) not in (0, STOPPED):
         yield "its program"
     for name, own in found.items():
@@ -104,7 +110,7 @@ def failures(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def advice(error: Exception) -> str:
-    """What to do about an error of a part."""
+    """Return advice for an error of a part."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return "the device has no room for the rest: end what else runs on it, and run this part again"
@@ -124,8 +130,10 @@ def advice(error: Exception) -> str:
 
 
 def run_gpu(part: str | None, device: str, small: bool, out: Path | None) -> int:
-    """One part, or all in turn, each in a process of its own; 1 where a part failed. Raises ConfigError for a CPU
-    without `small`."""
+    """Run one part, or all parts in sequence, each in its own process. Returns 1 if a part failed, otherwise 0.
+
+    Raises ConfigError if the device is a CPU and `small` is not set.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         for name in [part] if part else PARTS:
             print(f"{name}: skipped, there is no CUDA device here (--device cpu --small shows that it runs)")
@@ -141,7 +149,7 @@ def run_gpu(part: str | None, device: str, small: bool, out: Path | None) -> int
 
 
 def _run_all(flags: list[str], small: bool) -> int:
-    """Every part in a process of its own: what one leaves on the device, or breaks there, is not the next one's."""
+    """Run every part in its own process, so that device memory and errors of one part do not affect the next."""
     failed = []
     for name, part in PARTS.items():
         if not small:

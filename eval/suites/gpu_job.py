@@ -1,4 +1,4 @@
-"""How large the parts of `make gpu` are, and on which device."""
+"""Sizes of the parts of `make gpu`, and the job description (device, size, output folder)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..speed.hardware import HardwareSize
 from ..speed.kernels import KernelSize
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Of the repository: tests and scripts are run from there."""
+"""Root of the repository; tests and scripts run there."""
 
 BASELINES = (
     "static", "dynamic", "offloaded", "quantized", "full", "infinigen", "infinigen-residual", "infinigen-tail4",
@@ -22,10 +22,27 @@ BASELINES = (
 
 @dataclass(frozen=True)
 class GpuSize:
-    """tests: paths given to pytest beside the mark. shape, layers: of a random Llama (`baselines.SHAPES`; None: all
-    layers). contexts: tokens of the decode steps. prompts: tokens of the prefills. histories: tokens of sessions.
-    host_memory: of prefills and sessions (None: half of what is free). models: folders of reference models, whose
-    perplexity and needles are asked for with these flags. train: the training script's arguments, before where."""
+    """Sizes of all parts.
+
+    Attributes:
+        tests: Paths passed to pytest; empty for all tests.
+        hardware: Sizes of the part "device".
+        kernels: Sizes of the part "kernels".
+        shape: Name of the random Llama in `baselines.SHAPES`.
+        layers: Number of layers; None takes all layers of the shape.
+        contexts: Context lengths of the decode steps in tokens.
+        baselines: Baselines of the decode steps.
+        repeats: Number of repeats of each baseline.
+        prompts: Prefill lengths in tokens.
+        histories: Lengths of session histories in tokens.
+        turns: Number of turns of each session.
+        host_memory: Host memory limit of prefills and sessions; None takes half of the free memory.
+        models: Folders of the reference models for the part "accuracy".
+        policies: Policy flags of the part "accuracy".
+        perplexity: Flags of `offload-rt eval perplexity`.
+        needles: Flags of `offload-rt eval retrieval`.
+        train: First arguments of the training script; None only checks that the script starts.
+    """
 
     tests: tuple[str, ...] = ()
     hardware: HardwareSize = field(default_factory=HardwareSize)
@@ -64,12 +81,12 @@ SMALL = GpuSize(
     needles=("--lengths", "256", "--passages", "1"),
     train=None,
 )
-"""For a machine without a GPU: its numbers say nothing."""
+"""Tiny sizes for a machine without a GPU; the numbers are meaningless."""
 
 
 @dataclass(frozen=True)
 class GpuJob:
-    """Where, how large, and where results go."""
+    """Device, sizes and output folder of a run."""
 
     device: torch.device
     size: GpuSize
@@ -77,5 +94,5 @@ class GpuJob:
 
     @property
     def cuda(self) -> bool:
-        """Whether there is anything to measure."""
+        """Whether the device is a CUDA device."""
         return self.device.type == "cuda"

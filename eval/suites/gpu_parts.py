@@ -1,6 +1,8 @@
-"""The parts of `make gpu`. Each yields what it has found so far again and again, and each time it is written: one that
-is cut off has not run in vain. In results an `exit_code` other than 0 is a failure, unless the program was stopped
-after its time."""
+"""The parts of `make gpu`.
+
+Each part yields its accumulated results repeatedly, and each time they are written, so that an interrupted part keeps
+its results. An `exit_code` other than 0 in the results is a failure, except for a timeout.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +31,19 @@ from .gpu_job import ROOT, GpuJob
 from .programs import CLI, STOPPED, TOLD
 
 LIMIT = 570
-"""Seconds after which a part's own programs are stopped."""
+"""Timeout of the programs of a part in seconds."""
 
 RUNS = ROOT / "runs" / "llama-16k"
-"""Of the training, which goes on where it was stopped."""
+"""Output folder of the training, which resumes from its saved state."""
 
 LEAN = {"OFFLOAD_RT_LEAN": "1"}
-"""Tells the tests that packages of the extras may be missing."""
+"""Environment variable that allows the tests to run without the packages of the extras."""
 
 Results = dict[str, Any]
 
 
 def run_device(job: GpuJob) -> Iterator[Results]:
-    """What the rest stands on: bandwidths, launches, overlap of link and work, capture beside other threads."""
+    """Measure bandwidths, launch costs, overlap of transfer and compute, graph capture, and page-locking."""
     found: Results = {"size": asdict(job.size.hardware)}
     for name, facts in hardware.measure(job.device, job.size.hardware):
         found[name] = facts
@@ -49,7 +51,7 @@ def run_device(job: GpuJob) -> Iterator[Results]:
 
 
 def run_tests(job: GpuJob) -> Iterator[Results]:
-    """Every test marked gpu, then compute-sanitizer on the kernels that index memory by what they are told."""
+    """Run every test marked gpu, then compute-sanitizer on the kernels with data-dependent indices."""
     beside = ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"]
     results: Results = {"marked gpu": programs.run_tests([*job.size.tests, "-m", "gpu", *beside], LIMIT // 2, **LEAN)}
     yield results
@@ -60,7 +62,7 @@ def run_tests(job: GpuJob) -> Iterator[Results]:
     told_where = [f"tests/test_triton_{name}.py" for name in ("gather", "attention", "segments")]
     for tool in ("memcheck", "racecheck"):
         prefix = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
-        # without the allocator's cache an access behind a tensor is one behind an allocation
+        # Without the caching allocator, an access past a tensor is also an access past its allocation.
         results[tool] = programs.run_tests(
             [*told_where, "-m", "gpu", "-x"], LIMIT // 4, prefix, PYTORCH_NO_CUDA_MEMORY_CACHING="1", **LEAN
         )
@@ -68,7 +70,7 @@ def run_tests(job: GpuJob) -> Iterator[Results]:
 
 
 def run_kernels(job: GpuJob) -> Iterator[Results]:
-    """Every operation against its floor and float64."""
+    """Compare every operation with its lower time bound and with float64."""
     size = job.size.kernels
     rates = hardware.bandwidth(job.device, job.size.hardware.copied, size.repeats)
     floors = {"device": rates["device"], "link": rates["host_to_device"]}
@@ -76,7 +78,7 @@ def run_kernels(job: GpuJob) -> Iterator[Results]:
 
 
 def run_decode(job: GpuJob) -> Iterator[Results]:
-    """The decode step against transformers' caches: 8B shape, planted tokens, 5 % selected."""
+    """Compare the decode step with transformers' caches: 8B shape, planted tokens, 5 % selected."""
     found: Results = {}
     for context in job.size.contexts:
         config = BenchConfig(
@@ -97,14 +99,14 @@ def run_decode(job: GpuJob) -> Iterator[Results]:
 
 
 def run_prefill(job: GpuJob) -> Iterator[Results]:
-    """Seconds and peak device memory of the prefill of an 8B shape, `full`, 8k to 128k tokens."""
+    """Measure time and peak device memory of the prefill of an 8B shape with `full`, 8k to 128k tokens."""
     shape, lengths = SHAPES[job.size.shape], job.size.prompts
     model = shape.model(max(lengths) + 64, job.device)
     rows = []
     for length in lengths:
         llm = LLM(model, policy="full", host_memory=job.size.host_memory, enable_prefix_caching=False)
         prompt = torch.randint(1, shape.vocab, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-        llm.generate(prompt[:64], SamplingParams(max_tokens=1, temperature=0))  # what only the first call pays
+        llm.generate(prompt[:64], SamplingParams(max_tokens=1, temperature=0))  # warm-up
         if job.cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -123,7 +125,7 @@ def run_prefill(job: GpuJob) -> Iterator[Results]:
 
 
 def run_accuracy(job: GpuJob) -> Iterator[Results]:
-    """The shipped reference models in bf16: perplexity and needles under each policy."""
+    """Measure perplexity and needles of the packaged reference models in bf16 under each policy."""
     book = next(iter(_data().glob("books/war_and_peace.txt")), None)
     text = str(book or files("offload_rt").joinpath("data", "black_arrow.txt"))
     found: Results = {"text": Path(text).name}
@@ -140,7 +142,7 @@ def run_accuracy(job: GpuJob) -> Iterator[Results]:
 
 
 def run_sessions(job: GpuJob) -> Iterator[Results]:
-    """Time to the first token of a session's next turn: recomputed, from host memory, from disk (over PCIe)."""
+    """Measure the time to the first token of the next turn of a session: recomputed, from host memory, from disk."""
     name, memory = job.size.shape, job.size.host_memory
     model = SHAPES[name].model(1 << 16, job.device)
     rows = []
@@ -152,7 +154,7 @@ def run_sessions(job: GpuJob) -> Iterator[Results]:
 
 
 def run_train(job: GpuJob) -> Iterator[Results]:
-    """Training of the larger reference model; stopped after the limit it saves its state, and the next run goes on."""
+    """Train the larger reference model. At the time limit the state is saved, and the next run resumes."""
     script = [sys.executable, "scripts/reference/train.py"]
     if job.size.train is None:
         code, output = programs.run_program([*script, "--help"], 120)
@@ -177,7 +179,7 @@ def _data() -> Path:
 
 @dataclass(frozen=True)
 class Part:
-    """`minutes`: about what it takes at its real size on a GPU of this decade, reckoned from bytes and operations."""
+    """A part, and its estimated duration in minutes at full size on a current data-center GPU."""
 
     run: Callable[[GpuJob], Iterator[Results]]
     minutes: float
@@ -193,4 +195,4 @@ PARTS: dict[str, Part] = {
     "sessions": Part(run_sessions, 3),
     "train": Part(run_train, 9.5),
 }
-"""In the order in which they are run: what only hardware can settle comes first."""
+"""Parts in execution order."""

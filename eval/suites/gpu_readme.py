@@ -1,5 +1,7 @@
-"""README's section on a real GPU, written from `eval/results/gpu/*.json` and nothing else, with a plot of time per
-token over context for every baseline: `offload-rt eval gpu-readme`."""
+"""Write the GPU section of the documentation from `eval/results/gpu/*.json`: `offload-rt eval gpu-readme`.
+
+The section includes a plot of time per token over context length for every baseline.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ Record = Mapping[str, Any]
 
 
 def load(folder: Path) -> dict[str, Record]:
-    """What was measured, by part. Raises InputError for a file that is not a part's result."""
+    """Load the results by part. Raises InputError if a file is not a result of `make gpu`."""
     found: dict[str, Record] = {}
     for name in PARTS:
         path = folder / f"{name}.json"
@@ -38,7 +40,7 @@ def load(folder: Path) -> dict[str, Record]:
 
 
 def section(records: Mapping[str, Record], folder: str) -> str:
-    """The section's Markdown; `folder` is where the results lie, from README's place."""
+    """Return the section as Markdown. `folder` is the path of the results relative to the page."""
     if not records:
         return "No GPU was at hand: nothing here has been measured on one (`make gpu` does, where there is one)."
     parts = [_machine(next(iter(records.values()))["machine"])]
@@ -57,7 +59,7 @@ def section(records: Mapping[str, Record], folder: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
@@ -147,7 +149,7 @@ def _sessions(results: Record) -> str:
 
 
 def _accuracy(results: Record) -> str:
-    """A row for each model and policy: perplexity against full, and the share of needles that were found."""
+    """Return the table of models and policies with perplexity and fraction of needles found."""
     cells = []
     for model, found in results.items():
         rows: list[dict[str, Any]] = [
@@ -165,7 +167,7 @@ def _accuracy(results: Record) -> str:
 
 
 def found_rows(found: Any, report: str) -> list[dict[str, Any]]:
-    """The rows of one report of one model, if it came so far."""
+    """Return the rows of one report of one model, or an empty list if it is missing."""
     return list(found.get(report, {}).get("rows", ())) if isinstance(found, Mapping) else []
 
 
@@ -189,11 +191,11 @@ WRITERS: Mapping[str, tuple[Callable[[Record], str], tuple[str, ...]]] = {
     "sessions": (_sessions, ("rows",)),
     "train": (_train, ("log",)),
 }
-"""What writes a part's section, and what it needs: a part may have failed before it was there."""
+"""Formatter of each part with the result keys it needs; keys may be missing if the part failed."""
 
 
 def draw(results: Record, path: Path) -> None:
-    """Milliseconds a token over tokens in context, quartiles as bars; of what decodes a context, not of the floors."""
+    """Plot the time per token over the context length, with quartiles as error bars. Floors are left out."""
     series: dict[str, list[tuple[float, float]]] = {}
     errors: dict[str, list[tuple[float, float]]] = {}
     for t in (t for t in results["timings"] if t["name"] != "ideal" and not t["name"].startswith("floor")):
@@ -205,7 +207,7 @@ def draw(results: Record, path: Path) -> None:
 
 
 def write_readme(readme: Path, folder: Path) -> None:
-    """Replaces what stands between the two marks. Raises InputError where they are missing."""
+    """Replace the section between the two markers. Raises InputError if they are missing."""
     text = readme.read_text("utf-8")
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)

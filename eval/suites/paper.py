@@ -1,10 +1,10 @@
-"""Counterparts of the paper's tables and figures for models of ours: one command, `make paper`.
+"""Reproduction of the tables and figures of the InfiniGen paper for the reference models: `make paper`.
 
     offload-rt eval paper --out eval/results --book BOOK [--processes 2] [--quick]
 
-Each picture is named by what it shows, has its data beside it, and stands in a folder named by the model. Rows are kept
-by what they were measured with, the model's fingerprint among it: what is done is not done again, and another model is
-measured anew. Accuracy axes are needles found and perplexity; harness tasks too where their files are.
+Plots and their data are written to a folder named after the model. Rows are stored under their settings, including the
+fingerprint of the model, so that finished rows are reused. Accuracy is measured by needles and perplexity, and by
+harness tasks if their files are available.
 """
 
 from __future__ import annotations
@@ -31,39 +31,51 @@ from ..quality.retrieval import RetrievalConfig, run_retrieval
 
 POLICIES = ("infinigen", "quest", "h2o", "streaming", "oracle")
 CONTEXTS = (256, 512, 1024, 2048, 4096)
-"""Windows of Figure 19b, as far as they fit."""
+"""Window lengths of Figure 19b; longer ones than the context are skipped."""
 
 MILLISECONDS = 0.45
-"""Of one decoded position in one layer, mean of the policies, on one core of an AMD EPYC."""
+"""Time of one decoded position in one layer, mean over policies, on one core of an AMD EPYC."""
 
 LAYERS = 8
-"""Of the reference model."""
+"""Number of layers of the reference model."""
 
 ASKED = 60
-"""Decoded positions that a needle's passage or a harness document costs, its prefill included."""
+"""Cost of a passage with needles or a harness document, including prefill, in decoded positions."""
 
 TASKS = ("copa_local", "openbookqa_local", "winogrande_local", "piqa_local", "rte_local")
 FORMATS = ("int8", "int4", "int2")
 WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16}
-"""Resident tokens of every policy where budgets are compared: few enough that the smallest budget can select."""
+"""Resident tokens of every policy in budget comparisons; small enough for the smallest budget."""
 
 ROWS: dict[str, Any] = {"preset": "rows"}
-"""InfiniGen as everywhere in these tables: what is not selected is left out, as in the paper."""
+"""InfiniGen options of these tables: tokens that are not selected are dropped, as in the paper."""
 
 Say = Callable[[str], None]
 
 
 def compared(budgets: Sequence[float], options: Mapping[str, Any]) -> list[Variant]:
-    """full, and every policy at every budget with `options`."""
+    """Return full, and every policy at every budget with `options`."""
     made = grid(POLICIES, budgets, options)
     return [replace(v, options=ROWS | dict(v.options)) if v.policy == "infinigen" else v for v in made]
 
 
 @dataclass(frozen=True)
 class PaperSize:
-    """How much is measured. context: tokens of a window; windows: of the perplexity of all policies, the other tables'
-    are given by themselves; lengths, passages: of needles; limit: documents of a harness task; timed_tokens: of each of
-    three timings; also_dense: choices of dense layers with which all policies are compared too."""
+    """Sample sizes.
+
+    Attributes:
+        context: Tokens per window.
+        windows: Number of windows of the perplexity of all policies.
+        budgets: Budgets of all policies, as fractions of the context.
+        length_windows: Number of windows per context of Figure 19b.
+        pool_windows: Number of windows of Table 2.
+        ablation_windows: Number of windows of the ablation.
+        lengths: Passage lengths of needles in tokens.
+        passages: Number of passages with needles per kind and length.
+        limit: Number of documents per harness task.
+        timed_tokens: Number of tokens of each of three timings.
+        also_dense: Further choices of dense layers with which all policies are compared.
+    """
 
     context: int = 2048
     windows: int = 14
@@ -78,8 +90,7 @@ class PaperSize:
     also_dense: tuple[tuple[int, ...], ...] = ()
 
     def positions(self) -> dict[str, int]:
-        """Decoded positions of each step, all variants together, as far as they can be counted beforehand: what the
-        time of a step goes by."""
+        """Estimate the decoded positions of each step over all variants, which determine its duration."""
         compared = 1 + len(POLICIES) * len(self.budgets) * (1 + len(self.also_dense)) + 2 * len(FORMATS)
         asked = 5 * self.passages * ASKED
         contexts = sum(c for c in CONTEXTS if c <= self.context)
@@ -106,15 +117,17 @@ SIBLING = PaperSize(
     lengths=(1024,),
     passages=10,
 )
-"""Of every model but the first. The second layer of the OPT sibling attends to nearly everything a little, as first
-layers do."""
+"""Size for every model except the first.
+
+The second layer of the OPT model spreads its attention as widely as first layers do, so it is also tested as dense.
+"""
 
 QUICK = PaperSize(1024, 4, (0.05, 0.1), 2, 2, 2, (512,), 4, 10, 16)
 
 
 @dataclass(frozen=True)
 class Paper:
-    """One model's counterparts. `book` is called `name`; results go to `out`."""
+    """Tables and figures of one model, on the text `book` (called `name`). Results go to `out`."""
 
     tested: ModelUnderTest
     book: str
@@ -125,11 +138,11 @@ class Paper:
 
     @property
     def title(self) -> str:
-        """For pictures."""
+        """Title suffix of plots."""
         return f"{self.tested.name} on {self.name}"
 
     def run(self, steps: Sequence[str]) -> None:
-        """Makes what the named steps (of STEPS) stand for."""
+        """Run the named steps (keys of `STEPS`)."""
         for name in steps:
             began, step = time.monotonic(), STEPS[name]
             step(self)
@@ -137,19 +150,21 @@ class Paper:
             self.say(f"{self.title}: {(step.__doc__ or name).splitlines()[0]} Took {took:.0f} s.")
 
     def attention(self) -> None:
-        """Table 1, Figures 4, 5, 13, 17b, 20: what attention looks like."""
+        """Table 1, Figures 4, 5, 13, 17b, 20: attention analysis."""
         context = self.size.context
         config = PerplexityConfig(context, max(1, self.size.windows // 12), decode_from=context // 4)
         run_analysis(self.tested, self.book, self.name, config, self.out, self.say)
 
     def perplexity(self) -> None:
-        """Figures 12 and 19a: perplexity by attended share and along the text; rounded rows beside it."""
+        """Figures 12 and 19a: perplexity by attended fraction and along the text, also with quantized KV."""
         config = PerplexityConfig(self.size.context, self.size.windows)
         run_perplexity(self.tested, self.book, self.name, self._compared(), config, self.out, self.say)
 
     def _compared(self) -> list[Variant]:
-        """Every policy at every budget and choice of dense layers; full and infinigen at a tenth, rows rounded in the
-        pool and on the link."""
+        """Return every policy at every budget and choice of dense layers, and variants with quantized KV.
+
+        The latter are full, and infinigen at a budget of 10 %.
+        """
         rounded: list[Variant] = []
         for kv_cache_dtype in FORMATS:
             engine = {"kv_cache_dtype": kv_cache_dtype}
@@ -160,7 +175,7 @@ class Paper:
         return found + rounded
 
     def lengths(self) -> None:
-        """Figure 19b: perplexity by context, 64 tokens attended."""
+        """Figure 19b: perplexity by context length with 64 attended tokens."""
         series: dict[str, list[tuple[float, float]]] = {}
         rows: list[Row] = []
         for context in (c for c in CONTEXTS if c <= self.size.context):
@@ -178,7 +193,7 @@ class Paper:
         Report("perplexity_by_context", title, shared, COLUMNS, rows, NOTES).write(self.out)
 
     def pool_limit(self) -> None:
-        """Table 2: a pool of 80 % of the KV cache; perplexity, and needles that are old when they are asked for."""
+        """Table 2: perplexity and needles with a pool of 80 % of the KV cache."""
         config = BoundedPoolConfig(self.size.context, self.size.pool_windows)
         run_bounded_pool(self.tested, self.book, self.name, config, self.out, self.say, ROWS)
         length, kinds = self.size.lengths[0], ("single", "several queries")
@@ -190,12 +205,12 @@ class Paper:
         run_retrieval(self.tested, self.book, self.name, variants, needles, out, self.say)
 
     def retrieval(self) -> None:
-        """Figure 11's question on needles: accuracy by attended share."""
+        """Figure 11 with needles: accuracy by attended fraction."""
         config = RetrievalConfig(self.size.lengths, self.size.passages)
         run_retrieval(self.tested, self.book, self.name, self._compared(), config, self.out, self.say)
 
     def sensitivity(self) -> None:
-        """Figures 13 and 17: needles found by skew, alpha and partial ratio, with the cost of each."""
+        """Figures 13 and 17: needles found and cost by skew, alpha and partial ratio."""
         ours = ROWS | {"scorer": "partial", "columns": "prompt"}
         skews = [Variant("infinigen", ours | {"budget": 0.2, "skew": skew}) for skew in ("svd", "balanced", "none")]
         alphas = [Variant("infinigen", ROWS | {"alpha": float(a), "max_fraction": 1.0}) for a in (1, 2, 3, 4, 5, 7, 9)]
@@ -215,7 +230,7 @@ class Paper:
             axis.set(xlabel="skew (20 % attended, columns by prompt)", ylabel="needles found")
 
     def _draw_cost(self, swept: dict[str, list[Variant]], found: dict[str, Row]) -> None:
-        """Accuracy above, time of a decode step below, for each swept option (Figure 17 with its latency axis)."""
+        """Plot accuracy (top) and decode time (bottom) over each swept option (Figure 17)."""
         data: dict[str, list[dict[str, Any]]] = {}
         for option, variants in swept.items():
             for variant in variants:
@@ -232,7 +247,7 @@ class Paper:
                 lines(axes[2 + column], time_of, x=option, y="ms per token")
 
     def _milliseconds(self, variant: Variant) -> float:
-        """Mean of a decode step on this machine, one sequence; the median of three runs."""
+        """Return the mean time of a decode step of one sequence in ms, median of three runs."""
         store = RowStore(self.out)
         key = {
             "suite": "cost",
@@ -256,13 +271,13 @@ class Paper:
         return float(row["ms_per_token"])
 
     def ablation(self) -> None:
-        """Figure 13's question: each part of the selection replaced."""
+        """Figure 13: ablation of the selection."""
         context = self.size.context
         config = PerplexityConfig(context, self.size.ablation_windows, decode_from=context * 7 // 8)
         run_ablation(self.tested, self.book, self.name, (0.1, 0.2), config, self.out, self.say)
 
     def tasks(self) -> None:
-        """Figure 11: harness tasks by attended share, 5-shot."""
+        """Figure 11: harness tasks by attended fraction, 5-shot."""
         from ..quality.lm_eval_tasks import TasksConfig, run_tasks
 
         config = TasksConfig(TASKS, num_fewshot=5, limit=self.size.limit)
@@ -286,12 +301,12 @@ STEPS: dict[str, Callable[[Paper], None]] = {
     "attention": Paper.attention,
     "tasks": Paper.tasks,
 }
-"""What is made, by name; the longest first."""
+"""Steps by name, the longest first."""
 
 
 @dataclass(frozen=True)
 class PaperJob:
-    """One step for one model, for a process of its own."""
+    """One step for one model; can be sent to another process."""
 
     model: str
     step: str
@@ -300,7 +315,7 @@ class PaperJob:
     out: Path
 
     def __call__(self) -> str:
-        """Runs it; its name."""
+        """Run the step and return its name."""
         tested = ModelUnderTest(self.model, batch=1)
         out = self.out / Path(self.model).name
         Paper(tested, read_file(str(self.book)), self.book.name, self.size, out, _say).run([self.step])
@@ -308,15 +323,17 @@ class PaperJob:
 
 
 def estimate(jobs: Sequence[PaperJob], processes: int) -> str:
-    """How long the jobs take where nothing is done yet."""
+    """Return a message with the estimated duration of all jobs."""
     seconds = [job.size.positions()[job.step] * LAYERS * MILLISECONDS / 1000 + 15 for job in jobs]
     most = max(sum(seconds) / processes, *seconds) / 60
     return f"{len(jobs)} steps, {processes} at a time: about {most:.0f} min on a quiet machine, less what is done"
 
 
 def run_jobs(jobs: Sequence[PaperJob], processes: int) -> None:
-    """Runs the jobs in order, `processes` at a time, each with the threads that this process' environment gives it.
-    What the first failed one raises is raised, after those that run have ended."""
+    """Run the jobs in order, `processes` at a time.
+
+    If a job fails, its error is raised after the running jobs have ended; waiting jobs are cancelled.
+    """
     if processes == 1:
         for job in jobs:
             job()
@@ -333,8 +350,10 @@ def run_jobs(jobs: Sequence[PaperJob], processes: int) -> None:
 def run_paper(
     models: Sequence[str], book: Path, out: Path, *, steps: Sequence[str], processes: int = 1, quick: bool = False
 ) -> None:
-    """Makes `steps` (of STEPS) for each model, the first measured most thoroughly; raises InputError where the book
-    cannot be read."""
+    """Run `steps` (keys of `STEPS`) for each model; the first model gets the largest samples.
+
+    Raises InputError if the book cannot be read.
+    """
     sizes = [QUICK if quick else SIBLING if i else PaperSize() for i in range(len(models))]
     jobs = [PaperJob(m, step, size, book, out) for m, size in zip(models, sizes, strict=True) for step in steps]
     read_file(str(book))

@@ -1,4 +1,4 @@
-"""Programs that a part of a suite runs beside itself: tests, other measures, training."""
+"""Run other programs from a suite: tests, other measures, training."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from typing import Any
 from .gpu_job import ROOT
 
 CLI = (sys.executable, "-P", "-m", "offload_rt")
-"""The command line, wherever its script was installed."""
+"""Command line of `offload-rt`, independent of the location of the script."""
 
 STOPPED = 124
-"""Exit code of a program that was stopped after its time."""
+"""Exit code of a program stopped at its time limit."""
 
 TOLD = 6000
-"""Characters of a failed program's output that are kept."""
+"""Number of characters kept of the output of a failed program."""
 
 
 def run_program(command: Sequence[str], limit: float, **variables: str) -> tuple[int, str]:
-    """Exit code and output of a program in the repository's folder; `STOPPED` where it was stopped after `limit`
-    seconds. It may end by itself for a while, as one does that saves its work."""
+    """Run a program in the root of the repository. Returns exit code and output.
+
+    After `limit` seconds the program is interrupted and the exit code is `STOPPED`.
+    """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, **variables})
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)  # lets the program save its state
             try:
                 process.wait(25)
             except subprocess.TimeoutExpired:
@@ -44,7 +46,7 @@ def run_program(command: Sequence[str], limit: float, **variables: str) -> tuple
 
 
 def run_tests(arguments: Sequence[str], limit: float, prefix: Sequence[str] = (), **variables: str) -> dict[str, Any]:
-    """pytest's exit code and counts, and the end of its output where something failed."""
+    """Run pytest. Returns exit code and counts, and the end of the output if a test failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [*prefix, sys.executable, "-P", "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
@@ -52,7 +54,7 @@ def run_tests(arguments: Sequence[str], limit: float, prefix: Sequence[str] = ()
         suite = ElementTree.parse(report).getroot().find("testsuite") if report.exists() else None
     counts = {} if suite is None else {k: int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped")}
     passed = counts.get("tests", 0) - sum(counts.get(k, 0) for k in ("failures", "errors", "skipped"))
-    none_of_it = 5  # pytest's code where nothing was selected
+    none_of_it = 5  # exit code of pytest if no test was selected
     return {"exit_code": 0 if code == none_of_it else code, "passed": passed, **counts} | (
         {} if code in (0, none_of_it) else {"output": output[-TOLD:]}
     )

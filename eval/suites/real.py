@@ -1,9 +1,9 @@
-"""What a selection loses on trained models that people use: `make real`, `offload-rt eval real`.
+"""Quality evaluation on widely used trained models: `make real`, `offload-rt eval real`.
 
-Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS). Everything is measured in parts; a part stops
-beginning new rows after `--minutes`, what is done is not done again, and its tables are written from what there is: a
-second run goes on. Perplexity and ablation are computed layer by layer in bfloat16 with few windows; RULER and question
-tasks go through the LM Evaluation Harness and the decode path. Tables: eval/results/MODEL.
+Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS). The evaluation consists of parts. A part starts
+no new rows after `--minutes`; its tables contain the rows measured so far, and a further run continues. Perplexity and
+ablation are computed layer by layer in bfloat16 with few windows. RULER and question tasks run through the LM
+Evaluation Harness and the decode path. Tables are written to eval/results/MODEL.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from ..quality.perplexity import NOTES, WHAT, PerplexityConfig, measure_all
 from ..quality.retrieval import RetrievalConfig, run_retrieval
 
 WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16, "dense_layers": ()}
-"""Resident tokens of every policy where budgets are compared. Every layer selects: a budget is a share of all rows."""
+"""Options of every policy in budget comparisons. There are no dense layers, so a budget applies to all KV entries."""
 
 ALONE = 1e-4
-"""A budget below the window: no exact rows but the resident ones, so that low bits stand alone."""
+"""A budget below the window: only resident tokens are exact, all others use low-bit KV."""
 
 BUDGETS = (0.05, 0.02)
 CONTEXTS = {"smollm2": (4096, 8192), "qwen": (8192, 16384)}
-"""Tokens of a window, by model; of any other the first that are below its positions."""
+"""Tokens per window by model. Lengths above the maximum context length are skipped."""
 
 RULER = (
     "ruler_cwe", "ruler_fwe", "ruler_vt", "niah_multikey_2", "niah_multivalue_local", "niah_multiquery_local",
     "niah_multikey_3", "niah_single_1",
 )  # fmt: skip
-"""Those that a selection of few rows may fail at first."""
+"""RULER tasks most sensitive to selecting few tokens."""
 
 TASKS = ("piqa_local", "copa_local", "openbookqa_local", "winogrande_local", "rte_local", "lambada_local")
 
@@ -53,9 +53,17 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RealSize:
-    """How much is measured. windows, decoded: of a text, and tokens of each that are decoded; limit: documents of a
-    task; passages: of needles, of each kind; contexts: tokens of a window (none: the model's own list); texts: kinds
-    of text; tasks: of part ruler or tasks (none: all of the part)."""
+    """Sample sizes.
+
+    Attributes:
+        windows: Number of windows per text.
+        decoded: Number of decoded tokens per window.
+        limit: Number of documents per task.
+        passages: Number of passages with needles per kind.
+        contexts: Tokens per window; empty for the lengths in `CONTEXTS`.
+        texts: Kinds of text.
+        tasks: Tasks of the parts "ruler" and "tasks"; empty for all.
+    """
 
     windows: int = 3
     decoded: int = 512
@@ -73,12 +81,15 @@ class RealSize:
 
 
 SMALL = RealSize(1, 16, 2, 1, (256,))
-"""Shows that all of it runs; measures nothing."""
+"""Tiny sizes to check that everything runs."""
 
 
 def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
-    """full; infinigen as it is; at every budget infinigen with and without the tail, and the true top tokens; the
-    rivals at the first budget; low bits alone; infinigen without a tail, and as in its paper."""
+    """Return the variants of the perplexity tables.
+
+    These are full and the default infinigen; infinigen with and without approximate KV, and the oracle, at every
+    budget; other policies at the first budget; low-bit KV alone; and the presets "rows" and "paper".
+    """
     found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
     for budget in budgets:
         sized = WINDOW | {"budget": budget}
@@ -90,8 +101,11 @@ def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
 
 
 def looked_up(budget: float = BUDGETS[0]) -> list[Variant]:
-    """full; infinigen as it is, and at `budget` with and without the tail; quest and streaming: whether what is asked
-    for is still found."""
+    """Return the variants of the retrieval and task tables.
+
+    These are full and the default infinigen, and at `budget` infinigen with and without approximate KV, quest and
+    streaming.
+    """
     sized = WINDOW | {"budget": budget}
     ours = [Variant("infinigen", sized | {"tail": tail}) for tail in ("int4", "off")]
     rivals = [Variant(policy, sized) for policy in ("quest", "streaming")]
@@ -100,8 +114,17 @@ def looked_up(budget: float = BUDGETS[0]) -> list[Variant]:
 
 @dataclass(frozen=True)
 class Real:
-    """One model's tables. `out`: its folder; `until`: when no new row is begun, of `time.monotonic`; `chosen`: the rows
-    that are measured, full first, where they are not each part's own."""
+    """Tables of one model.
+
+    Attributes:
+        tested: Model under test.
+        size: Sample sizes.
+        out: Output folder of the model.
+        data: Folder of the texts.
+        until: Deadline for starting new rows (`time.monotonic`).
+        say: Called with progress lines.
+        chosen: Variants to measure, full first; empty for the default variants of each part.
+    """
 
     tested: ModelUnderTest
     size: RealSize
@@ -113,18 +136,19 @@ class Real:
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """Tokens of windows, at most the model's positions."""
+        """Tokens per window, limited to the maximum context length of the model."""
         most = self.tested.geometry.max_positions
         wanted = self.size.contexts or CONTEXTS.get(self.tested.name, (4096, 8192))
         return tuple(context for context in wanted if context <= most)
 
     def late(self) -> bool:
-        """Whether no new row is to be begun."""
+        """Return whether the deadline has passed."""
         return time.monotonic() > self.until
 
     def texts(self) -> list[tuple[str, str, str]]:
-        """(kind, name, text): a held-out novel, code, Wikipedia. Code is Python source of the installed standard
-        library, since no corpus is at hand: the models may have seen it, so it shows code's attention, not skill."""
+        """Load the texts as (kind, name, text): a held-out novel, code, Wikipedia."""
+        # The code is the installed Python standard library, which may be part of the training data of the models.
+        # It shows the attention patterns of code, not the skill of a model.
         novel, wiki = self.data / "books" / "war_and_peace.txt", self.data / "wikitext-2" / "valid_raw.txt"
         library = Path(sysconfig.get_paths()["stdlib"])
         sources = (library / name for name in ("argparse.py", "tarfile.py", "typing.py", "subprocess.py", "ast.py"))
@@ -137,7 +161,7 @@ class Real:
         return [text for text in found if text[0] in self.size.texts]
 
     def perplexity(self) -> None:
-        """Perplexity of three kinds of text under every policy at stated budgets."""
+        """Measure the perplexity of three kinds of text under every policy at fixed budgets."""
         rows: list[Row] = []
         for context in self.contexts:
             config = PerplexityConfig(context, self.size.windows, context - self.size.decoded)
@@ -146,7 +170,7 @@ class Real:
         self._write("perplexity", f"Perplexity of {self.tested.name} under each policy", rows)
 
     def ablation(self) -> None:
-        """Each part of the selection replaced in turn at 5 %, on a novel."""
+        """Run the ablation of the selection at a budget of 5 % on the first text."""
         _, name, text = self.texts()[0]
         config = PerplexityConfig(self.contexts[0], self.size.windows, self.contexts[0] - self.size.decoded)
         variants = [Variant("full"), *(variant for _, variant in ablation_parts(BUDGETS[0]))]
@@ -154,7 +178,7 @@ class Real:
         self._write("ablation", f"Parts of the selection replaced, {self.tested.name}", rows)
 
     def bytes(self) -> None:
-        """Low bits alone and with exact rows: what each point costs and loses, on a novel."""
+        """Compare low-bit KV with and without exact KV, on the first text."""
         _, name, text = self.texts()[0]
         config = PerplexityConfig(self.contexts[0], self.size.windows, self.contexts[0] - self.size.decoded)
         rounded = [Variant("full", {}, {"kv_cache_dtype": bits}) for bits in ("int8", "int4", "int2")]
@@ -164,32 +188,32 @@ class Real:
         self._write("bytes", f"Low bits with and without exact rows, {self.tested.name}", rows)
 
     def needles(self) -> None:
-        """Needles in a held-out novel, 5 % attended."""
+        """Run the needle retrieval in the first text at a budget of 5 %."""
         _, name, text = self.texts()[0]
         config = RetrievalConfig(self.contexts[:1], self.size.passages)
         run_retrieval(self.tested, text, name, self.chosen or looked_up(), config, self.out, self.say, self.late)
 
     def ruler(self) -> None:
-        """RULER's tasks that need no download."""
+        """Run the tasks of RULER that need no download."""
         lengths = tuple(context for context in self.contexts if context >= 4096)[:1]
         self._tasks("ruler", TasksConfig(self._of(RULER), limit=self.size.limit, lengths=lengths or (4096,)))
 
     def tasks(self) -> None:
-        """Question tasks with five examples."""
+        """Run the question tasks with five examples."""
         self._tasks("questions", TasksConfig(self._of(TASKS), num_fewshot=5, limit=self.size.limit))
 
     def _of(self, tasks: Sequence[str]) -> tuple[str, ...]:
-        """Those of `tasks` that were asked for."""
+        """Return the requested tasks among `tasks`; all of them if none is requested."""
         return tuple(task for task in tasks if task in self.size.tasks) or tuple(tasks)
 
     def _tasks(self, name: str, config: TasksConfig) -> None:
-        """Harness tasks one by one, each under every variant, as far as the time goes."""
+        """Run harness tasks one by one, each under every variant, until the deadline."""
         done = run_tasks(self.tested, self.chosen or looked_up(), config, self.out / name, say=self.say, late=self.late)
         about = {**self.tested.identity, **config.about}
         Report(name, f"{name} under {self.tested.name}", about, TASK_COLUMNS, done.rows).write(self.out)
 
     def _rows(self, text: str, name: str, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
-        """Rows of the variants that were measured before the time was up, or in an earlier run."""
+        """Return the rows of variants measured before the deadline or in an earlier run."""
         rows: list[Row] = []
         for variant in variants[1:]:
             both = [variants[0], variant]
@@ -202,7 +226,7 @@ class Real:
         return rows
 
     def _write(self, name: str, title: str, rows: list[Row]) -> None:
-        """The table of `rows`, and of what it held of other texts, contexts, sizes and variants."""
+        """Write the table of `rows`, merged with existing rows of other texts, contexts, sizes and variants."""
         found = {_what(row): row for row in rows}
         for row in self._held(name):
             found.setdefault(_what(row), row)
@@ -210,7 +234,7 @@ class Real:
         Report(name, title, self.tested.identity, COLUMNS, ordered, NOTES).write(self.out)
 
     def _held(self, name: str) -> list[Row]:
-        """Rows of the table that an earlier run wrote, as far as their model and words mean today what they meant."""
+        """Load the rows of an earlier run whose model and resolved policy options are unchanged."""
         try:
             rows: list[Row] = json.loads((self.out / f"{name}.json").read_text(encoding="utf-8"))["rows"]
         except (OSError, ValueError, KeyError):
@@ -219,7 +243,7 @@ class Real:
         return [row for row in same if self._lineage(row) == row["lineage"]]
 
     def _lineage(self, row: Row) -> str | None:
-        """What the words of a row mean today; None where they mean nothing."""
+        """Return the current `lineage` of the variant of a row, or None if its options are no longer valid."""
         try:
             return self.tested.policy(Variant(row["policy"], row["options"], row["engine"])).lineage
         except ConfigError:
@@ -227,12 +251,12 @@ class Real:
 
 
 def _what(row: Row) -> tuple[Any, ...]:
-    """What tells a row of a table from its others."""
+    """Return the columns that identify a row of a table."""
     return tuple(row[name] for name in ("text", "context", "windows", "scored_tokens", "variant"))
 
 
 def estimated(policy: Policy, exact: float) -> float:
-    """Share of the rows of selecting layers that are read in low bits: with a tail all that are not read exactly."""
+    """Return the fraction of KV entries of sparse layers read in low bits: with a tail, all that are not exact."""
     options = policy.options if isinstance(policy, InfiniGen) else None
     return 0.0 if options is None or options.tail == "off" else 1.0 - exact
 
@@ -245,7 +269,7 @@ PARTS: dict[str, Callable[[Real], None]] = {
     "tasks": Real.tasks,
     "ruler": Real.ruler,
 }
-"""What `PART=` may say."""
+"""Parts by name."""
 
 COLUMNS = (
     *WHAT,
@@ -263,8 +287,10 @@ COLUMNS = (
 
 
 def model_folders(names: Sequence[str], folder: Path | None = None) -> list[Path]:
-    """The models' folders: paths as they are, names below `folder` (default: $OFFLOAD_RT_MODELS). Raises InputError
-    with what to do where one is not there."""
+    """Resolve model folders: existing paths, otherwise names below `folder` (default: $OFFLOAD_RT_MODELS).
+
+    Raises InputError if a model does not exist.
+    """
     place = folder or Path(os.environ.get("OFFLOAD_RT_MODELS", Path.home() / ".cache" / "offload-rt-models"))
     found = [Path(name) if Path(name).is_dir() else place / name for name in names]
     for path in found:
@@ -286,8 +312,21 @@ def run_real(
     say: Say,
     chosen: Sequence[Variant] = (),
 ) -> None:
-    """Runs `parts` for each model, each within `minutes`, with the rows `chosen` where there are any. Raises InputError
-    where a model or text is missing."""
+    """Run `parts` for each model.
+
+    Args:
+        names: Model folders, or names below $OFFLOAD_RT_MODELS.
+        parts: Keys of `PARTS`.
+        out: Folder of the results.
+        data: Folder of the texts.
+        minutes: Time limit of each part for starting new rows.
+        size: Sample sizes.
+        say: Called with progress lines.
+        chosen: Variants to measure; empty for the default variants of each part.
+
+    Raises:
+        InputError: If a model or a text is missing.
+    """
     for part in parts:
         check_choice("part", part, PARTS)
     for folder in model_folders(names):

@@ -1,11 +1,11 @@
-"""Answers a file of questions about one long document: the document is computed once, the questions in batches.
+"""Answer a file of questions about one long document, which is computed only once.
 
     python scripts/examples/answer_many.py --document book.txt --questions questions.txt --out answers.jsonl
     python scripts/examples/answer_many.py --document book.txt --questions - --model Qwen/Qwen3-8B --policy full
 
-Questions are lines of a text file; blank lines are left out. An instruct model is asked through its chat template.
-Answers are written as JSON lines in the order of the questions, each batch when it is done, so that Ctrl-C loses at
-most a batch: started again with the same arguments, the script goes on behind the answers that are there.
+Questions are lines of a text file; blank lines are skipped. Instruct models are prompted with their chat template.
+Answers are written as JSON lines in the order of the questions after each batch, so Ctrl-C loses at most one batch.
+If started again with the same arguments, the script continues after the existing answers.
 """
 
 from __future__ import annotations
@@ -25,17 +25,22 @@ from offload_rt.utils.small_files import parse_json, read_small
 from offload_rt.utils.texts import read_prompts, read_text
 
 TEMPLATE = "\n\nQuestion: {question}\nAnswer:"
-"""For a model without a chat template."""
+"""Prompt template for models without a chat template."""
 
 DOCUMENT, QUESTION = "<<document>>", "<<question>>"
-"""What stands for them where a chat template is rendered."""
+"""Placeholders for rendering the chat template."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What a prompt has around document and question. `before`: text in front of the document; `special_tokens`:
-    whether the tokenizer puts its own there; `behind`: text behind it, with the question in it; `stop` ends an
-    answer."""
+    """Prompt parts around document and question.
+
+    Attributes:
+        before: Text before the document.
+        special_tokens: Whether the tokenizer adds its special tokens before the document.
+        behind: Text after the document, including the placeholder of the question.
+        stop: Strings that end an answer.
+    """
 
     before: str
     special_tokens: bool
@@ -44,7 +49,7 @@ class Frame:
 
     @classmethod
     def of(cls, llm: LLM) -> Frame:
-        """The model's chat template, or for a model that has none a line that asks for an answer."""
+        """Create the frame from the chat template of the model, or from `TEMPLATE` if there is none."""
         if getattr(llm.tokenizer, "chat_template", None) is None:
             return cls("", True, TEMPLATE.format(question=QUESTION), "\n")
         text, _ = llm.chat_prompt([{"role": "user", "content": f"{DOCUMENT}\n\n{QUESTION}"}])
@@ -61,10 +66,18 @@ def document_tokens(
     *,
     special_tokens: bool = True,
 ) -> list[int]:
-    """The first `wanted` tokens of the document; None: all, shortened by `truncate` to what leaves `room` positions for
-    question and answer.
+    """Tokenize the document.
 
-    Raises InputError where the document does not have or the model does not hold that many.
+    Args:
+        llm: Model.
+        text: Text of the document.
+        room: Number of positions reserved for question and answer.
+        wanted: Number of tokens to take from the start. None takes all, shortened by `truncate` to fit.
+        truncate: Part of a longer document to drop ("head", "tail" or "middle").
+        special_tokens: Whether to add special tokens.
+
+    Raises:
+        InputError: If the document has fewer tokens, or if they do not fit into the context length of the model.
     """
     ids = llm.encode(text, special_tokens=special_tokens)
     most = llm.geometry.max_positions - room
@@ -83,8 +96,8 @@ def document_tokens(
 def answers(
     llm: LLM, document: Sequence[int], questions: Sequence[Sequence[int]], params: SamplingParams, batch: int
 ) -> Iterator[list[str]]:
-    """Answers to tokenized questions, a batch at a time. Every prompt begins with the document's tokens, which is all
-    that sharing needs."""
+    """Yield the answers to tokenized questions, one batch at a time."""
+    # All prompts start with the document, so prefix caching computes it only once.
     for start in range(0, len(questions), batch):
         prompts = [[*document, *question] for question in questions[start : start + batch]]
         began = time.perf_counter()
@@ -101,7 +114,7 @@ def answers(
 
 
 def answered(path: Path, questions: Sequence[str]) -> int:
-    """How many of the questions, from the first on, the file answers. Raises InputError where it answers others."""
+    """Count the leading questions answered in the file. Raises InputError if it answers other questions."""
     if not path.exists():
         return 0
     try:
@@ -124,7 +137,7 @@ def answer_file(
     document_limit: int | None = None,
     truncate: str | None = None,
 ) -> None:
-    """Appends to `out` a JSON line for every question that has none yet."""
+    """Append a JSON line to `out` for every question without an answer."""
     frame = Frame.of(llm)
     before = llm.encode(frame.before, special_tokens=False) if frame.before else []
     encoded = [llm.encode(frame.behind.replace(QUESTION, question), special_tokens=False) for question in questions]
@@ -142,7 +155,7 @@ def answer_file(
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--document", required=True, metavar="FILE", help="the text that all questions are about")
     parser.add_argument("--questions", required=True, metavar="FILE", help="a question a line; '-' is stdin")
@@ -159,7 +172,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Answers what is not answered yet."""
+    """Answer the remaining questions."""
     args = arguments()
     quiet_transformers()
     try:

@@ -1,12 +1,12 @@
-"""Writes a long document chapter by chapter into a file, each chapter with everything before it as its context.
+"""Write a long document chapter by chapter, each chapter with all previous text as its context.
 
     python scripts/examples/generate_document.py --out novel.txt --chapters 12 --chapter-tokens 1500
     python scripts/examples/generate_document.py --out novel.txt --model meta-llama/Llama-3.1-8B --host-memory 64GiB
 
-Text is appended as it comes, so Ctrl-C or a crash loses nothing: started again with the same arguments, the script
-reads the file back, sees how far the last chapter had come, and goes on from there. Where chapters begin is noted in a
-second file (novel.txt.chapters): a model of novels writes headings of its own. Without it, or where the text has been
-edited, headings are found by their numbers.
+Text is appended as it is generated, so Ctrl-C or a crash loses nothing. If started again with the same arguments, the
+script continues the last chapter. The start of each chapter is recorded in a second file (novel.txt.chapters), because
+a model of novels generates headings too. Without this file, or if the text was edited, headings are found by their
+numbers.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ OPENING = "THE BOOK OF THE ROAD\n\nBeing a true account of a journey on foot, as
 
 
 def read_document(path: Path) -> str:
-    """The document to the letter: line ends as they are, so that places in it stay."""
+    """Read the document without converting line ends, so that character positions remain valid."""
     return read_small(path).decode("utf-8")
 
 
 def chapters_file(path: Path) -> Path:
-    """Where it is noted at which characters the headings of a document begin."""
+    """Return the path of the file with the positions of the headings."""
     return path.with_name(f"{path.name}.chapters")
 
 
 def headings(path: Path, document: str) -> list[int]:
-    """At which characters headings begin, as noted. What was noted and has not been written yet is left out. Where
-    nothing was noted, or the text was edited since, they are found by their numbers: only the next one counts."""
+    """Return the recorded character positions of the headings.
+
+    A recorded heading that is not yet written is left out. If nothing is recorded, or the text was edited, headings are
+    searched by consecutive numbers.
+    """
     try:
         noted = [int(place) for place in read_small(chapters_file(path)).split()]
     except (OSError, ValueError):
@@ -53,21 +56,21 @@ def headings(path: Path, document: str) -> list[int]:
 
 
 def progress(llm: LLM, document: str, places: list[int]) -> tuple[int, int]:
-    """How far a document with headings at `places` has come: its last chapter's number (0 before the first) and that
-    chapter's tokens."""
+    """Return the number of the last chapter (0 if there is none) and its length in tokens."""
     written = document[places[-1] + len(HEADING.format(number=len(places))) :] if places else ""
     return len(places), len(llm.encode(written, special_tokens=False)) if written else 0
 
 
 def begin_chapter(path: Path, places: list[int]) -> None:
-    """Writes the next heading, after its place is noted: started again in between, the script writes it."""
+    """Record the position of the next heading, then write the heading."""
+    # If the script is interrupted in between, the next start writes the heading.
     places.append(len(read_document(path)))
     chapters_file(path).write_text("\n".join(map(str, places)) + "\n", encoding="utf-8")
     append(path, HEADING.format(number=len(places)))
 
 
 def append(path: Path, text: str) -> None:
-    """Adds text to the document on disk; nothing is held back in a buffer."""
+    """Append text to the document on disk, without buffering."""
     with path.open("a", encoding="utf-8", newline="") as file:
         file.write(text)
     sys.stdout.write(text)
@@ -75,17 +78,19 @@ def append(path: Path, text: str) -> None:
 
 
 def write_tokens(llm: LLM, path: Path, count: int, seed: int | None) -> None:
-    """Continues the document by `count` tokens. The context is the whole document, or as much of its end as the model's
-    positions hold beside the new tokens."""
+    """Continue the document by `count` tokens.
+
+    The context is the whole document, or as much of its end as fits into the context length of the model.
+    """
     context = llm.encode(read_document(path))[-(llm.geometry.max_positions - count) :]
-    # A novel goes on after what the model takes for its end: the number of tokens alone decides.
+    # Ignore the end-of-text token, so that only the number of tokens ends a chapter.
     params = SamplingParams(max_tokens=count, temperature=0.8, top_p=0.95, seed=seed, ignore_eos=True)
     for event in llm.stream(context, params):
         append(path, event.text)
 
 
 def write_document(llm: LLM, path: Path, chapters: int, chapter_tokens: int, seed: int | None) -> None:
-    """Writes until the document has `chapters` chapters of about `chapter_tokens` tokens each."""
+    """Write until the document has `chapters` chapters of about `chapter_tokens` tokens each."""
     document = read_document(path)
     places = headings(path, document)
     chapter, written = progress(llm, document, places)
@@ -104,7 +109,7 @@ def write_document(llm: LLM, path: Path, chapters: int, chapter_tokens: int, see
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True, help="the document; continued if it exists")
     parser.add_argument("--start", metavar="FILE", help="a text file that a new document begins with")
@@ -118,7 +123,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Starts or continues the document."""
+    """Start or continue the document."""
     args = arguments()
     quiet_transformers()
     try:

@@ -1,14 +1,14 @@
-"""Servers of OpenAI's protocol under the load of a program that is not ours (guidellm): one document that all requests
-share, a question of each request's own, several connections at a time.
+"""Compare OpenAI-compatible servers under load with guidellm. All requests share one document and ask different
+questions, over several concurrent connections.
 
     offload-rt serve MODEL --port 8000 &
     transformers serve MODEL --port 8001 --continuous-batching &
     python scripts/examples/load_table.py --document book.txt --model MODEL \
         --server ours=http://localhost:8000 --server transformers=http://localhost:8001,NAME-THERE
 
-For each number of connections the servers are asked one after the other, while the others have nothing to do. Rows of a
-Markdown table are printed as they come. `guidellm` is looked for in PATH, or named with --guidellm: it may lie in an
-environment of its own. Its inter-token latency is a mean over each answer's tokens: the percentiles are of those means.
+For each number of connections, the servers are measured one after another while the others are idle. Rows of a Markdown
+table are printed as they finish. `guidellm` is searched in PATH, or given with --guidellm, for example from a separate
+environment. Its inter-token latency is the mean over the tokens of an answer; percentiles are taken over these means.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Server:
-    """label: its name in the table. url: without a path. model: the name under which it knows the model."""
+    """A server: label in the table, URL without a path, and model name on the server."""
 
     label: str
     url: str
@@ -40,7 +40,7 @@ class Server:
 
     @classmethod
     def of(cls, text: str) -> Server:
-        """LABEL=URL or LABEL=URL,MODEL; without a model, what the server lists first."""
+        """Parse LABEL=URL or LABEL=URL,MODEL. Without a model, the first one listed by the server is used."""
         label, equals, rest = text.partition("=")
         url, _, model = rest.partition(",")
         if not equals or not url:
@@ -50,7 +50,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Load:
-    """seconds of each run, new tokens of each answer."""
+    """Load settings; `seconds` is the duration of each run, `new_tokens` the length of each answer."""
 
     guidellm: str
     tokenizer: str
@@ -59,7 +59,7 @@ class Load:
     new_tokens: int
 
     def run(self, server: Server, connections: int) -> dict[str, Any]:
-        """What guidellm measured."""
+        """Run guidellm and return its results."""
         report = self.prompts.with_name("report.json")
         backend = f"kind=openai_http,target={server.url},model={server.model},max_tokens={self.new_tokens},http2=false"
         command = [
@@ -77,7 +77,7 @@ class Load:
 
 
 def asked(url: str, body: Any = None) -> Any:
-    """JSON of an address."""
+    """Request a URL and return the JSON response."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=1800) as answer:
@@ -85,13 +85,13 @@ def asked(url: str, body: Any = None) -> Any:
 
 
 def until_idle(server: Server) -> None:
-    """Returns when a server has done what others left behind: it has answered a word of its own."""
+    """Wait until the server has finished its remaining requests, by sending a short request."""
     body = {"model": server.model, "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 1}
     asked(f"{server.url}/v1/chat/completions", body)
 
 
 def row(server: Server, connections: int, measured: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Return a row of the table."""
     metrics = measured["metrics"]
     totals = metrics["request_totals"]
 
@@ -115,7 +115,7 @@ def row(server: Server, connections: int, measured: dict[str, Any]) -> str:
 
 
 def write_prompts(path: Path, document: str, tokenizer: str, tokens: int, count: int) -> None:
-    """`count` prompts: the document's first `tokens` tokens, and a question that no other has."""
+    """Write `count` prompts: the first `tokens` tokens of the document, each with a different question."""
     from transformers import AutoTokenizer
 
     made = AutoTokenizer.from_pretrained(tokenizer)
@@ -125,7 +125,7 @@ def write_prompts(path: Path, document: str, tokenizer: str, tokens: int, count:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the table."""
+    """Measure all servers and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--document", type=Path, required=True)
     parser.add_argument("--model", required=True, help="whose tokenizer counts")

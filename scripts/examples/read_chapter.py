@@ -1,5 +1,6 @@
-"""Reads a chapter with an instruct model, answers questions about it, and continues it: one conversation, through the
-model's own chat template, in which the chapter is computed once.
+"""Read a chapter with an instruct model, answer questions about it, and continue the story.
+
+All turns form one conversation in the chat template of the model, so that the chapter is computed only once.
 
     python scripts/examples/read_chapter.py --model HuggingFaceTB/SmolLM2-135M-Instruct
     python scripts/examples/read_chapter.py --model Qwen/Qwen3-8B --document book.txt --chapter "CHAPTER XII"
@@ -29,8 +30,10 @@ CONTINUE = "Now continue the story from where the chapter ends, in the same styl
 
 
 def chapter_of(text: str, heading: str) -> str:
-    """The part of `text` from the line that begins with `heading` to the next line in capitals that begins with the
-    same word. Raises InputError where there is no such line."""
+    """Return the part of `text` from the line that begins with `heading` to the next line with the same first word.
+
+    Raises InputError if no line begins with `heading`.
+    """
     lines, word = text.splitlines(keepends=True), heading.split()[0]
     start = next((i for i, line in enumerate(lines) if line.startswith(heading)), None)
     if start is None:
@@ -40,9 +43,9 @@ def chapter_of(text: str, heading: str) -> str:
 
 
 def read_chapter(llm: LLM, chapter: str, questions: tuple[str, ...], new_tokens: int, console: Console) -> None:
-    """Prints each question and its answer as it comes, then what the last turn cost.
+    """Print each question and its streamed answer, then the statistics of the last turn.
 
-    Raises InputError where the model has no chat template, ModelError where the chapter outgrows its positions.
+    Raises InputError if the model has no chat template, ModelError if the chapter exceeds the context length.
     """
     if getattr(llm.tokenizer, "chat_template", None) is None:
         raise InputError(f"{llm.name} has no chat template: give an instruct model")
@@ -68,7 +71,7 @@ def read_chapter(llm: LLM, chapter: str, questions: tuple[str, ...], new_tokens:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", required=True, help="an instruct model: a local folder, a GGUF file or a hub id")
     parser.add_argument("--document", metavar="FILE", help="a text with chapters (default: The Black Arrow)")
@@ -81,7 +84,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Reads, answers, continues."""
+    """Read the chapter, answer the questions, continue the story."""
     args = arguments()
     quiet_transformers()
     console = Console(stderr=True)

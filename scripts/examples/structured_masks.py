@@ -1,7 +1,6 @@
-"""What structured output costs a token: the mask of `engine/structure.py` (llguidance), and xgrammar's where it is
-installed.
+"""Measure the cost of structured output per token: masks of `engine/structure.py` (llguidance) and of xgrammar.
 
-    python scripts/examples/structured_masks.py MODEL_FOLDER
+python scripts/examples/structured_masks.py MODEL_FOLDER
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ VALUE = {
 }
 ANSWERS = {"json": json.dumps(VALUE), "regex": "2024-11-22T10:15:00 and so on and so on until the end"}
 REPEATS = 5
-"""The first is not counted: the tokenizer is read once for all."""
+"""Number of repeats; the first one includes reading the tokenizer."""
 
 
 def measure(begin: Callable[[str], tuple[Callable[[], Any], Callable[[int], Any]]], kind: str, ids: list[int]) -> None:
-    """Prints milliseconds to understand a structure, microseconds of masks, milliseconds of a whole answer."""
+    """Print the time to compile a structure (ms), of masks (us), and of a whole answer (ms)."""
     for repeat in range(REPEATS):
         began = time.perf_counter()
         mask, take = begin(kind)
@@ -67,7 +66,7 @@ def measure(begin: Callable[[str], tuple[Callable[[], Any], Callable[[int], Any]
 
 
 def ours(tokenizer: PreTrainedTokenizerBase, vocab: int) -> Callable[[str], Any]:
-    """Begins an answer with what the runtime uses."""
+    """Return a function that begins an answer with llguidance, as used by the runtime."""
 
     def begin(kind: str) -> tuple[Callable[[], Any], Callable[[int], Any]]:
         asked = StructuredOutputs(json=SCHEMA) if kind == "json" else StructuredOutputs(regex=REGEX)
@@ -78,7 +77,7 @@ def ours(tokenizer: PreTrainedTokenizerBase, vocab: int) -> Callable[[str], Any]
 
 
 def xgrammars(tokenizer: PreTrainedTokenizerBase, vocab: int) -> Callable[[str], Any]:
-    """Begins an answer with xgrammar, its cache of grammars off."""
+    """Return a function that begins an answer with xgrammar, without its grammar cache."""
     import xgrammar
 
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab)
@@ -93,7 +92,7 @@ def xgrammars(tokenizer: PreTrainedTokenizerBase, vocab: int) -> Callable[[str],
 
 
 def main() -> None:
-    """Measures with the tokenizer in the folder that the one argument names."""
+    """Measure with the tokenizer of the model folder given as the only argument."""
     torch.set_num_threads(1)
     tokenizer, vocab = AutoTokenizer.from_pretrained(sys.argv[1]), AutoConfig.from_pretrained(sys.argv[1]).vocab_size
     for name, make in (("llguidance", ours), ("xgrammar", xgrammars)):

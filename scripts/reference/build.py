@@ -1,4 +1,4 @@
-"""Models, optimiser and loss of the reference training: fresh or grown weights, attention that is fast on a CPU."""
+"""Model, optimizer and loss of the reference training, with a CPU-optimized attention."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ def blocked_causal_attention(
     scaling: float | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention by blocks of queries, query `[B, H, N, d]`, key and value `[B, Hkv, N, d]` -> `[B, N, H, d]`.
+    """Compute causal attention in blocks of queries.
 
-    For training on a CPU only: torch's fused kernel is slower there (backward above all), and a plain
-    product computes the half above the diagonal. Same result up to rounding.
+    Maps query `[B, H, N, d]`, key and value `[B, Hkv, N, d]` to `[B, N, H, d]`. Equal to full causal attention up to
+    rounding.
     """
+    # Used for training on a CPU, where the fused kernel of torch is slower, in particular in the backward pass. A plain
+    # product would also compute the masked half above the diagonal.
     batch, heads, n, d = query.shape
     groups = heads // key.shape[1]
     query = query * (d**-0.5 if scaling is None else scaling)
@@ -45,9 +47,13 @@ def blocked_causal_attention(
 
 
 def grow(model: PreTrainedModel, shape: ReferenceShape) -> PreTrainedModel:
-    """The same function with more layers: copies of layers whose output projections are zero, spread evenly (stacking,
-    Gong et al. 2019, in a form that changes no logit). A model of the shape's depth is returned as it is. Raises
-    ValueError where the rest of the shape differs; OPT does not grow.
+    """Increase the number of layers without changing any logit (after stacking, Gong et al. 2019).
+
+    New layers are evenly spaced copies with zero output projections. A model with the depth of the shape is returned
+    unchanged.
+
+    Raises:
+        ValueError: If the rest of the shape differs, or if an OPT model would have to grow.
     """
     config, body = shape.config(), cast(Any, model).model
     same = (
@@ -82,7 +88,7 @@ def grow(model: PreTrainedModel, shape: ReferenceShape) -> PreTrainedModel:
 
 
 def build_model(config: TrainConfig, init_from: Path | None) -> PreTrainedModel:
-    """Fresh float32 weights from the seed, or those of `init_from` grown to the configured shape."""
+    """Create a float32 model from the seed, or load `init_from` and grow it to the configured shape."""
     torch.manual_seed(config.seed)
     if init_from is None:
         fresh: PreTrainedModel = _auto.from_config(config.shape.config(), dtype=torch.float32)
@@ -92,7 +98,7 @@ def build_model(config: TrainConfig, init_from: Path | None) -> PreTrainedModel:
 
 
 def build_optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019), no decay on vectors and embeddings."""
+    """Create AdamW (Loshchilov and Hutter 2019) without weight decay on vectors and embeddings."""
     inside = [p for name, p in model.named_parameters() if p.ndim >= 2 and "embed" not in name]
     outside = [p for name, p in model.named_parameters() if p.ndim < 2 or "embed" in name]
     groups = [{"params": inside, "weight_decay": config.weight_decay}, {"params": outside, "weight_decay": 0.0}]
@@ -102,7 +108,7 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.
 def weighted_loss(
     model: PreTrainedModel, ids: torch.Tensor, weights: torch.Tensor, first_position: int = 0
 ) -> torch.Tensor:
-    """Next-token cross-entropy of ids `[B, N]`, a token's loss times its weight `[B, N]`, over the number of tokens."""
+    """Return the mean next-token cross-entropy of ids `[B, N]`, with token losses scaled by `weights` `[B, N]`."""
     positions = torch.arange(first_position, first_position + ids.shape[1], device=ids.device)[None]
     hidden = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
     logits = cast(Any, model).lm_head(hidden[:, :-1]).float()

@@ -1,5 +1,4 @@
-"""Configurations of the reference models: shape, curriculum, schedule; presets `cpu`, `cpu-longer`, `cuda`, `opt`,
-`opt-longer`."""
+"""Training configurations of the reference models: shape, curriculum, schedule and presets."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from transformers import LlamaConfig, OPTConfig, PreTrainedConfig
 
 @dataclass(frozen=True)
 class ReferenceShape:
-    """The architecture. head_dim is 64 throughout; `kv_heads` is for Llama only (OPT has no grouped queries)."""
+    """Model architecture with head dimension 64. `kv_heads` applies to Llama only; OPT has no grouped queries."""
 
     architecture: str = "llama"
     vocab_size: int = 2048
@@ -35,7 +34,7 @@ class ReferenceShape:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
 
     def config(self) -> PreTrainedConfig:
-        """The transformers configuration of this shape."""
+        """Return the transformers configuration of this shape."""
         common: dict[str, Any] = {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden,
@@ -63,7 +62,7 @@ class ReferenceShape:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of training up to `until` (share of all tokens); sequence lengths drawn by `lengths` (length, share)."""
+    """A stage of training, up to the fraction `until` of all tokens. `lengths` are (sequence length, probability)."""
 
     until: float
     lengths: tuple[tuple[int, float], ...]
@@ -78,8 +77,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides the result. Units: tokens, steps; the learning rate is constant after `warmup_steps` and
-    falls as a half cosine over the last `decay_share` of training (1.0: a cosine schedule all the way).
+    """All settings that determine the trained weights.
+
+    The learning rate is constant after `warmup_steps` and decays as a half cosine over the last fraction `decay_share`
+    of training (1.0: cosine schedule for the whole training).
     """
 
     shape: ReferenceShape
@@ -98,7 +99,7 @@ class TrainConfig:
     evaluate_every: int = 200
     evaluate_lengths: tuple[int, ...] = (256, 1024)
     evaluate_passages: int = 24
-    shifted: float = 0.0  # share of steps whose sequences begin at a random position (SHAPE, Kiyono et al. 2021)
+    shifted: float = 0.0  # fraction of steps with a random start position (SHAPE, Kiyono et al. 2021)
 
     def __post_init__(self) -> None:
         if not self.stages or [s.until for s in self.stages] != sorted({s.until for s in self.stages}):
@@ -119,32 +120,32 @@ class TrainConfig:
             raise ValueError(f"shifted is a share of steps in [0, 1], got {self.shifted}")
 
     def longest(self) -> int:
-        """The longest sequence of any stage, in tokens."""
+        """Return the maximum sequence length of all stages in tokens."""
         return max(length for stage in self.stages for length, _ in stage.lengths)
 
     def steps(self) -> int:
-        """Optimiser steps of the whole training."""
+        """Return the number of optimizer steps."""
         return self.total_tokens // self.tokens_per_step
 
     def stage(self, step: int) -> Stage:
-        """The stage that a step falls in."""
+        """Return the stage of a step."""
         return next(stage for stage in self.stages if step < stage.until * self.steps() or stage.until == 1.0)
 
     def length(self, step: int) -> int:
-        """The sequence length of a step: a function of (seed, step), like the batch itself."""
+        """Return the sequence length of a step, determined by (seed, step) like the batch."""
         lengths, shares = zip(*self.stage(step).lengths, strict=True)
         rng = np.random.default_rng([self.seed, step, 1])
         return int(rng.choice(lengths, p=np.array(shares) / sum(shares)))
 
     def first_position(self, step: int) -> int:
-        """Where the sequences of a step begin: 0, or for a share `shifted` of the steps anywhere that they fit."""
+        """Return the first position of the sequences of a step: 0, or random for the fraction `shifted` of steps."""
         rng = np.random.default_rng([self.seed, step, 2])
         if rng.random() >= self.shifted:
             return 0
         return int(rng.integers(self.shape.max_positions - self.length(step) + 1))
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, constant, half cosine to `final_lr_share` of the peak."""
+        """Return the learning rate: linear warm-up, constant, half cosine to `final_lr_share` of the peak."""
         steps = self.steps()
         warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
         done = max(0.0, (step - (1 - self.decay_share) * steps) / (self.decay_share * steps))
@@ -171,7 +172,7 @@ PRESETS: dict[str, TrainConfig] = {
         peak_lr=1e-3,
         decay_share=0.8,
     ),
-    # Goes on from a checkpoint of `cpu` (--init-from), which lacks text at 2,048 tokens.
+    # Continues a checkpoint of `cpu` (--init-from), which has seen little text at 2,048 tokens.
     "cpu-longer": TrainConfig(
         shape=ReferenceShape(),
         stages=_curriculum(
@@ -215,8 +216,8 @@ PRESETS: dict[str, TrainConfig] = {
         peak_lr=1.5e-3,
         decay_share=0.6,
     ),
-    # Goes on from a checkpoint of `opt`, whose positions beyond 512 are hardly trained: short sequences, shifted, teach
-    # them as well as long ones do.
+    # Continues a checkpoint of `opt`, whose positions beyond 512 are hardly trained. Shifted short sequences train them
+    # as well as long sequences.
     "opt-longer": TrainConfig(
         shape=_OPT,
         stages=_curriculum(

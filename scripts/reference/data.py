@@ -1,8 +1,8 @@
-"""Training data of the reference models: novels, packed, and recall passages made on the fly.
+"""Training data of the reference models: packed novels, and recall passages generated on the fly.
 
-A recall passage states facts about people, has text of the novels between them, and asks for every fact once, later.
-A fact is asked in the words it was told in, so that the skill to learn is one of looking back, not of rephrasing
-(`paraphrase` is the exception). Everything is a pure function of the generator's seed: a batch needs no state.
+A recall passage states facts about people, separated by text of the novels, and later asks for every fact once. A
+question repeats the wording of its statement, so that the model learns to look back rather than to rephrase
+(`paraphrase` is the exception). All data is determined by the seed; a batch needs no state.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
-TEST_BOOK = "war_and_peace.txt"  # bits per byte are reported on it: never trained on, never chosen by
-VALIDATION_BOOK = "Stevenson_Arrow_1888.txt"  # watched during training
+TEST_BOOK = "war_and_peace.txt"  # test text for bits per byte; not used for training or model selection
+VALIDATION_BOOK = "Stevenson_Arrow_1888.txt"  # evaluated during training
 HELD_OUT_BOOKS = frozenset({TEST_BOOK, VALIDATION_BOOK})
 
 Ids = NDArray[np.uint16]
@@ -59,24 +59,26 @@ OBJECTS = _words(
     "lamp rope bell book knife sword candle basket bottle mirror key pipe drum stone shell hammer needle button "
     "letter pistol clock violin spoon plate blanket ribbon pencil ladder barrel lantern"
 )
-TRAINING_DIET = _words("number birthplace attribute attribute paraphrase values values chain chain")  # hard ones twice
-MOST_TRIES = 1000  # passages drawn before we say that facts do not fit
+TRAINING_DIET = _words(
+    "number birthplace attribute attribute paraphrase values values chain chain"
+)  # difficult kinds appear twice
+MOST_TRIES = 1000  # number of draws before facts are reported as too long
 ORDINALS = ("first", "second", "third")
 
 
 @lru_cache(maxsize=2)
 def names(held_out: bool) -> tuple[str, ...]:
-    """The names of one side of the split, in a fixed order: one in six is held out, chosen by a digest of the name."""
+    """Return the training or held-out names in a fixed order. One in six is held out, by a digest of the name."""
     every = dict.fromkeys([*_REAL_NAMES, *(first + last for first in _FIRST for last in _LAST)])
     return tuple(name for name in every if (hashlib.sha256(name.encode()).digest()[0] % 6 == 0) == held_out)
 
 
 @dataclass(frozen=True)
 class Fact:
-    """`statements` stand in the passage, in any order; `question` is (prompt, answer) pairs, read one after another."""
+    """Statements to place in the passage in any order, and a question as a sequence of (prompt, answer) pairs."""
 
     kind: str
-    key: tuple[str, ...]  # no two facts of a passage share one
+    key: tuple[str, ...]  # unique within a passage
     statements: tuple[str, ...]
     question: tuple[tuple[str, str], ...]
 
@@ -134,14 +136,15 @@ KINDS: dict[str, Callable[[Rng, Sequence[str], Sequence[str]], Fact]] = {
 
 
 def make_facts(rng: Rng, count: int, *, held_out: bool, kinds: Sequence[str] = tuple(KINDS)) -> list[Fact]:
-    """`count` facts with different keys about few people, so that neither the name nor the question alone tells.
+    """Draw `count` facts with different keys about few people.
 
-    Raises ValueError for an unknown kind or a count below 1.
+    Neither the name nor the kind of question alone determines the answer. Raises ValueError if a kind is unknown or the
+    count is below 1.
     """
     if count < 1 or not kinds or any(kind not in KINDS for kind in kinds):
         raise ValueError(f"need count >= 1 and kinds out of {sorted(KINDS)}, got {count} and {list(kinds)}")
     pool = names(held_out)
-    single = set(kinds) <= {"number", "birthplace", "values"}  # one key a person: as many people as facts
+    single = set(kinds) <= {"number", "birthplace", "values"}  # one key per person, so as many people as facts
     crowd = max(2, count if single else (count + 1) // 2)
     drawn = [pool[int(i)] for i in rng.choice(len(pool), size=crowd + 4 * count, replace=False)]
     people, others = drawn[:crowd], drawn[crowd:]
@@ -156,7 +159,10 @@ def make_facts(rng: Rng, count: int, *, held_out: bool, kinds: Sequence[str] = t
 
 
 class Encoder:
-    """Token ids of short pieces of text, remembered. A piece begins with a blank or is a stop: BPE merges over none."""
+    """Cached tokenization of short pieces of text.
+
+    Pieces begin with a space or are a period, so BPE does not merge across pieces.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -168,7 +174,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Corpus:
-    """All books in one row of tokens, an end-of-text token after each. `starts` [n]: where sentences begin."""
+    """All books as one token sequence, each followed by an end-of-text token. `starts` `[n]` are sentence starts."""
 
     ids: Ids
     starts: NDArray[np.int64]
@@ -181,14 +187,14 @@ class Corpus:
         return cls(ids, starts[starts < len(ids) - 1])
 
     def window(self, rng: Rng, length: int) -> Ids:
-        """`[length]` consecutive tokens from a random place."""
+        """Return consecutive tokens `[length]` from a random position."""
         if length > len(self.ids):
             raise ValueError(f"the corpus has {len(self.ids)} tokens, fewer than one sequence of {length}")
         start = int(rng.integers(len(self.ids) - length + 1))
         return self.ids[start : start + length]
 
     def sentences(self, rng: Rng, at_most: int) -> Ids:
-        """Whole sentences of `at_most` tokens together; none where the first drawn does not fit."""
+        """Return whole sentences with at most `at_most` tokens in total; empty if the first sentence does not fit."""
         first = int(rng.integers(len(self.starts)))
         begin = int(self.starts[first])
         last = int(np.searchsorted(self.starts, begin + at_most, side="right")) - 1
@@ -197,8 +203,13 @@ class Corpus:
 
 @dataclass(frozen=True)
 class FactPassage:
-    """ids `[length]`, answer `[length]` (True on answers' tokens), and for every question its kind, the positions of
-    its answers' tokens, and the distance in tokens from its earliest statement to its first answer.
+    """A recall passage.
+
+    Attributes:
+        ids: Token ids `[length]`.
+        answer: Mask of answer tokens `[length]`.
+        questions: For each question its kind, the positions of its answer tokens, and the distance in tokens from its
+            earliest statement to its first answer.
     """
 
     ids: Ids
@@ -207,7 +218,10 @@ class FactPassage:
 
 
 def _order(rng: Rng, facts: Sequence[Fact], interleave: bool) -> list[tuple[int, int]]:
-    """Events (fact, statement), statement -1 being the question: all questions last, or each soon after its facts."""
+    """Return events (fact, statement), with statement -1 for the question.
+
+    All questions come last, or with `interleave` each at a random position after its statements.
+    """
     told = [(i, j) for i, fact in enumerate(facts) for j in range(len(fact.statements))]
     told = [told[int(i)] for i in rng.permutation(len(told))]
     asked = [(int(i), -1) for i in rng.permutation(len(facts))]
@@ -228,11 +242,10 @@ def make_passage(
     interleave: bool = False,
     fills: Sequence[float] = (0.95,),
 ) -> FactPassage | None:
-    """One recall passage of exactly `length` tokens, or None where the facts and questions alone are longer.
+    """Build a recall passage of exactly `length` tokens, or return None if facts and questions are longer.
 
-    Text fills what the facts leave: whole sentences in random gaps before the statements and, unless interleaved, one
-    gap of random size between the last statement and the first question. Of the room left, a share drawn from `fills`
-    goes to the gaps; the rest is text in front of it all.
+    The remaining tokens are text. A fraction drawn from `fills` is distributed over random gaps before the statements
+    and after the last statement, as whole sentences. The rest precedes the passage.
     """
     events = _order(rng, facts, interleave)
     pieces = [_pieces(facts[i], j, encoder) for i, j in events]
@@ -247,7 +260,7 @@ def make_passage(
     told: dict[int, int] = {}
     found: list[tuple[str, list[int], int]] = []
     for (fact, j), event in zip(events, pieces, strict=True):
-        if j >= 0 or stated == gaps - 1:  # a gap before every statement, one after the last
+        if j >= 0 or stated == gaps - 1:  # one gap before every statement and one after the last
             size = next(sizes, 0)
             row.extend(map(int, corpus.sentences(rng, size)) if size > 4 else ())
         if j >= 0:
@@ -279,7 +292,7 @@ def _pieces(fact: Fact, statement: int, encoder: Encoder) -> list[tuple[tuple[in
 
 
 def copy_passage(rng: Rng, length: int, corpus: Corpus) -> FactPassage:
-    """Text, a stretch of shuffled tokens, text, the stretch again: looking back and nothing else."""
+    """Build a copy passage: text, a section of shuffled tokens, text, and the same section again."""
     stretch = rng.permutation(corpus.window(rng, int(rng.integers(length // 8, length // 3 + 1))))
     rest = length - 2 * len(stretch)
     middle = int(rng.integers(rest + 1))
@@ -290,9 +303,9 @@ def copy_passage(rng: Rng, length: int, corpus: Corpus) -> FactPassage:
 
 
 def recall_passage(rng: Rng, length: int, corpus: Corpus, encoder: Encoder) -> FactPassage:
-    """A training passage: 2 facts up to one every 20 tokens (48 at most), layouts mixed, names of the training side.
+    """Draw a training passage with training names, a random layout and 2 facts up to one per 20 tokens (at most 48).
 
-    Raises ValueError where hardly any drawn facts fit into `length` tokens.
+    Raises ValueError if hardly any drawn facts fit into `length` tokens.
     """
     for _ in range(MOST_TRIES):
         most = min(48, max(3, length // 20))
@@ -308,7 +321,7 @@ def recall_passage(rng: Rng, length: int, corpus: Corpus, encoder: Encoder) -> F
 
 @dataclass(frozen=True)
 class Mixture:
-    """Shares of sequences: `recall` and `copy` (the rest is text), and loss weights in recall and copy sequences."""
+    """Fractions of recall and copy sequences (the rest is text), and the loss weights in these sequences."""
 
     recall: float = 0.5
     copy: float = 0.04
@@ -325,7 +338,7 @@ class Mixture:
 def make_batch(
     seed: int, step: int, rows: int, length: int, mixture: Mixture, corpus: Corpus, encoder: Encoder
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """ids and loss weights `[rows, length]`: a function of (seed, step) and nothing else, so that resuming is exact."""
+    """Return ids and loss weights `[rows, length]`, determined by (seed, step), so that resuming is exact."""
     rng = np.random.default_rng([seed, step])
     recall = int(rows * mixture.recall + rng.random())
     copies = int(rows * mixture.copy + rng.random())
@@ -343,7 +356,7 @@ def make_batch(
 
 
 def training_books(data: Path) -> list[Path]:
-    """The .txt files to train on, sorted, without the held-out books. Raises FileNotFoundError if there is none."""
+    """Return the sorted .txt files without the held-out books. Raises FileNotFoundError if there is none."""
     books = sorted(path for path in data.glob("*.txt") if path.name not in HELD_OUT_BOOKS)
     if not books:
         raise FileNotFoundError(f"{data} holds no .txt file to train on (held-out books do not count)")
@@ -351,7 +364,7 @@ def training_books(data: Path) -> list[Path]:
 
 
 def train_tokenizer(books: Sequence[Path], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) of `vocab_size` tokens, end of text being token 0."""
+    """Train byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) of `vocab_size` tokens; 0 is end of text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -364,7 +377,7 @@ def train_tokenizer(books: Sequence[Path], vocab_size: int) -> Tokenizer:
 
 
 def load_corpus(books: Sequence[Path], tokenizer: Tokenizer) -> Corpus:
-    """Tokenise and pack the books. Raises ValueError where a vocabulary does not fit 16 bits."""
+    """Tokenize and pack the books. Raises ValueError if the vocabulary does not fit into 16 bits."""
     if tokenizer.get_vocab_size() > 1 << 16:
         raise ValueError(f"token ids are packed in 16 bits; {tokenizer.get_vocab_size()} tokens do not fit")
     end = tokenizer.token_to_id(END_OF_TEXT)

@@ -1,6 +1,6 @@
-"""What a reference model is worth: bits per byte by context length, and recall of facts by kind, number and distance.
+"""Evaluation of a reference model: bits per byte by context length, and fact recall by kind, number and distance.
 
-One copy of the evaluation for the training loop, the model card and the test that pins the shipped checkpoint.
+Used by the training loop, the model card and the regression test of the packaged checkpoint.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from transformers import PreTrainedModel
 
 
 def _hidden(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """ids `[B, N]` -> last hidden states `[B, N, hidden]`, full attention."""
+    """Map ids `[B, N]` to the last hidden states `[B, N, hidden]` with full attention."""
     hidden: torch.Tensor = cast(Any, model).base_model(input_ids=ids, use_cache=False).last_hidden_state
     return hidden
 
 
 def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """Bytes of text behind each token id `[vocab]`: byte-level BPE writes a character a byte; special tokens are 0."""
+    """Return the text size of each token id in bytes `[vocab]`; 0 for special tokens."""
+    # Byte-level BPE represents each byte by one character.
     special = set(tokenizer.get_added_tokens_decoder())
     sizes = np.zeros(tokenizer.get_vocab_size(), np.int64)
     for token, index in tokenizer.get_vocab().items():
@@ -39,11 +40,13 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64]:
 def nats_by_context(
     model: PreTrainedModel, ids: NDArray[np.integer], contexts: Sequence[int], *, windows: int, scored: int, batch: int
 ) -> dict[int, NDArray[np.float64]]:
-    """Summed nats of the same tokens under each context length: `{context: [windows]}`.
+    """Return the summed nats of the same tokens under each context length: `{context: [windows]}`.
 
-    `windows` pieces of max(contexts) tokens are spread evenly over `ids`; of each the last `scored` tokens are scored,
-    once a context length c from the last c tokens of the piece (so a scored token has c - scored to c - 1 before it).
-    Raises ValueError where the text is shorter than a piece or a context is not longer than `scored`.
+    `windows` sections of max(contexts) tokens are evenly spaced over `ids`. For each context length c, the last
+    `scored` tokens of a section are scored from its last c tokens. A scored token has c - scored to c - 1 predecessors.
+
+    Raises:
+        ValueError: If the text is shorter than a section, or if a context is not longer than `scored`.
     """
     longest = max(contexts)
     if len(ids) < longest or min(contexts) <= scored:
@@ -68,21 +71,22 @@ def nats_by_context(
 def scored_bytes(
     tokenizer: Tokenizer, ids: NDArray[np.integer], longest: int, *, windows: int, scored: int
 ) -> NDArray[np.int64]:
-    """Bytes of the tokens that `nats_by_context` scores: `[windows]`."""
+    """Return the size of the tokens scored by `nats_by_context` in bytes `[windows]`."""
     begins = np.linspace(0, len(ids) - longest, windows).astype(int)
     sizes = token_bytes(tokenizer)
     return np.array([sizes[ids[b + longest - scored : b + longest]].sum() for b in begins])
 
 
 def bits_per_byte(nats: NDArray[np.float64], sizes: NDArray[np.int64]) -> float:
-    """All windows together: `nats` and `sizes` (bytes) are `[windows]`."""
+    """Return the bits per byte over all windows; `nats` and `sizes` (bytes) are `[windows]`."""
     return float(nats.sum() / sizes.sum() / math.log(2))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One question's outcome. `right`: every token of every answer of it is the model's first choice (teacher forced,
-    which for greedy decoding from the prompt is the same event).
+    """Result of one question. `right`: all answer tokens are the most probable ones.
+
+    Scores are teacher-forced, which is equivalent to greedy decoding from the prompt.
     """
 
     kind: str
@@ -92,7 +96,7 @@ class Answer:
 
 @torch.no_grad()
 def ask(model: PreTrainedModel, passages: Sequence[FactPassage], *, batch: int = 8) -> list[Answer]:
-    """All questions of passages of one length, in order."""
+    """Answer all questions of passages of one length, in order."""
     answers = []
     rows = max(1, batch * 512 // len(passages[0].ids))
     for i in range(0, len(passages), rows):
@@ -119,9 +123,9 @@ def recall(
     held_out: bool = True,
     kinds: Sequence[str] = tuple(KINDS),
 ) -> list[Answer]:
-    """Ask `passages` recall passages of `length` tokens with `facts` facts each; all questions stand at the end.
+    """Evaluate `passages` recall passages of `length` tokens with `facts` facts each and all questions at the end.
 
-    Raises ValueError where the facts do not fit.
+    Raises ValueError if the facts do not fit.
     """
     rng = np.random.default_rng([seed, length, facts, passages])
     made: list[FactPassage] = []
@@ -136,18 +140,18 @@ def recall(
 
 
 def share_right(answers: Sequence[Answer]) -> float:
-    """The accuracy of at least one answer."""
+    """Return the accuracy; `answers` must not be empty."""
     return sum(answer.right for answer in answers) / len(answers)
 
 
 def by_kind(answers: Sequence[Answer]) -> dict[str, float]:
-    """The accuracy of every kind that was asked, in the order of KINDS."""
+    """Return the accuracy by kind, in the order of `KINDS`."""
     present = dict.fromkeys(answer.kind for answer in answers)
     return {kind: share_right([a for a in answers if a.kind == kind]) for kind in KINDS if kind in present}
 
 
 def by_distance(answers: Sequence[Answer], edges: Sequence[int]) -> dict[str, tuple[float, int]]:
-    """Share right and number of questions in each band of distance `[edges[i], edges[i + 1])`, empty bands left out."""
+    """Return accuracy and number of questions by distance band `[edges[i], edges[i + 1])`, without empty bands."""
     table = {}
     for low, high in pairwise(edges):
         band = [answer for answer in answers if low <= answer.distance < high]
@@ -158,8 +162,7 @@ def by_distance(answers: Sequence[Answer], edges: Sequence[int]) -> dict[str, tu
 
 @dataclass(frozen=True)
 class Pinned:
-    """A few seconds' worth of scores that tell this checkpoint from any other: bits per byte of the first `window`
-    tokens after the first of a fixed text, and the number of held-out questions right."""
+    """Scores that identify a checkpoint: bits per byte of a fixed text, and number of held-out questions right."""
 
     bits_per_byte: float
     right: int
@@ -167,9 +170,9 @@ class Pinned:
 
 
 def pinned_scores(model: PreTrainedModel, tokenizer: Tokenizer, text: str, *, window: int = 1024) -> Pinned:
-    """Score `text` (which also fills the recall passages); a function of the checkpoint and the text alone.
+    """Score the first `window` tokens of `text`, and recall passages filled with `text`.
 
-    Raises ValueError where the text has fewer than window + 1 tokens.
+    The result depends only on the checkpoint and the text. Raises ValueError if the text is shorter than `window`.
     """
     ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint16)
     sample = {"windows": 1, "scored": window - 1}

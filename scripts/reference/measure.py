@@ -1,4 +1,4 @@
-"""Measure a reference checkpoint: writes measured.json and the tables of README.md (between its two marks) beside it.
+"""Measure a reference checkpoint and write measured.json and the tables of its README.md (between two markers).
 
 python scripts/reference/measure.py offload_rt/reference/llama --data ../shared/data/books
 """
@@ -34,19 +34,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from offload_rt.eval.core.stats import paired_bootstrap
 
 BASE_CONTEXT = 512
-SCORED = 128  # tokens at the end of a window: with a context of c they have c - 128 to c - 1 tokens before them
-TOKENS_PER_FACT = 40  # with its question, about; fewer would leave out the longer kinds
+SCORED = 128  # tokens at the end of a window; with context c they have c - 128 to c - 1 predecessors
+TOKENS_PER_FACT = 40  # approximate, including the question; fewer would exclude the longer kinds
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 def sha256_of(folder: Path) -> dict[str, str]:
-    """The digest of every weight and tokenizer file in the folder."""
+    """Return the digest of every weight and tokenizer file and of config.json in the folder."""
     files = sorted([*folder.glob("*.safetensors"), folder / "tokenizer.json", folder / "config.json"])
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def load_model(folder: Path) -> tuple[PreTrainedModel, Tokenizer]:
-    """The stored (bf16) weights, computing in float32: bf16 products would add noise of their own."""
+    """Load the stored bf16 weights for computation in float32."""
+    # Products in bf16 would add noise.
     auto: Any = AutoModelForCausalLM  # untyped in transformers
     model: PreTrainedModel = auto.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
     return model.train(False), Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -55,7 +56,7 @@ def load_model(folder: Path) -> tuple[PreTrainedModel, Tokenizer]:
 def measure_text(
     model: PreTrainedModel, tokenizer: Tokenizer, book: Path, contexts: Sequence[int], windows: int
 ) -> dict[str, Any]:
-    """Bits per byte of the same tokens by context length, and its difference from `BASE_CONTEXT` with an interval."""
+    """Measure bits per byte of the same tokens by context length, and the difference from `BASE_CONTEXT`."""
     ids = load_corpus([book], tokenizer).ids[:-1]
     sample = {"windows": windows, "scored": SCORED}
     nats = nats_by_context(model, ids, contexts, batch=8, **sample)
@@ -78,7 +79,7 @@ def measure_text(
 def measure_recall(
     model: PreTrainedModel, tokenizer: Tokenizer, book: Path, lengths: Sequence[int], counts: Sequence[int], asked: int
 ) -> dict[str, Any]:
-    """Recall with full attention, names held out, text of a book never trained on between the facts."""
+    """Measure recall with full attention, held-out names, and text of a held-out book."""
     corpus, encoder = load_corpus([book], tokenizer), Encoder(tokenizer)
     found: dict[int, dict[int, list[Answer]]] = {}
     for length in lengths:
@@ -112,7 +113,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def tables(measured: dict[str, Any]) -> str:
-    """The measured part of the model card, in Markdown."""
+    """Return the measured part of the model card as Markdown."""
     text, asked = measured["bits_per_byte"], measured["recall"]
     differences = text[f"difference_from_{BASE_CONTEXT}"]
     rows = []
@@ -147,9 +148,9 @@ def tables(measured: dict[str, Any]) -> str:
 
 
 def write_card(folder: Path, measured: dict[str, Any]) -> None:
-    """measured.json, and README.md's part between the marks; the rest of the card is written by hand.
+    """Write measured.json, and the part of README.md between the markers.
 
-    Raises ValueError where README.md has no marks.
+    Raises ValueError if README.md has no markers.
     """
     (folder / "measured.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     card = folder / "README.md"
@@ -161,7 +162,7 @@ def write_card(folder: Path, measured: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Measure one folder; minutes on a CPU."""
+    """Measure one folder. Takes minutes on a CPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a checkpoint with a README.md that has the two marks")
     parser.add_argument("--data", type=Path, required=True, help=f"folder with {TEST_BOOK} and {VALIDATION_BOOK}")

@@ -6,7 +6,7 @@
     python scripts/reference/train.py opt  --data ../shared/data/books --out runs/opt --tokenizer FOLDER
     python scripts/reference/train.py opt-longer --data ../shared/data/books --out runs/opt2 --init-from CHECKPOINT
 
-Started again with the same arguments it goes on from its last checkpoint, bit for bit (on a CPU).
+If started again with the same arguments, training resumes from its last checkpoint, bit-exactly on a CPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _tokenizer: Any = PreTrainedTokenizerFast
 
 
 def save_atomically(state: Any, path: Path) -> None:
-    """A reader, or a run killed at any moment, sees the old file or the new one."""
+    """Save `state` atomically: after a crash, the file is either the old or the new one."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         torch.save(state, file)
@@ -97,7 +97,7 @@ class TrainingRun:
         self.validation = load_corpus([watched], self.tokenizer) if watched.exists() else self.corpus
 
     def _fingerprint(self) -> dict[str, Any]:
-        """What must not change between a run and its continuation; the length of training may."""
+        """Return the settings that must not change when a run resumes. The length of training may change."""
         kept = json.loads(json.dumps(asdict(replace(self.config, total_tokens=self.config.tokens_per_step))))
         return {"config": kept, "corpus_tokens": len(self.corpus.ids)}
 
@@ -114,7 +114,7 @@ class TrainingRun:
         self.step = state["step"]
 
     def save(self) -> None:
-        """Write all that the next step depends on; the data depend on the step alone."""
+        """Save the full training state. The data depends only on the step."""
         state = {
             "fingerprint": self._fingerprint(),
             "step": self.step,
@@ -125,7 +125,7 @@ class TrainingRun:
         save_atomically(state, self.out / "state.pt")
 
     def train_step(self) -> float:
-        """One optimiser step; returns the weighted loss in nats."""
+        """Run one optimizer step. Returns the weighted loss in nats."""
         config, length = self.config, self.config.length(self.step)
         ids, weights = make_batch(
             config.seed,
@@ -151,7 +151,7 @@ class TrainingRun:
         return float(loss.detach())
 
     def evaluate(self) -> dict[str, float]:
-        """Recall of held-out names (4 facts) and bits per byte on the validation book, small samples, for watching."""
+        """Measure recall of held-out names (4 facts) and bits per byte on the validation book with small samples."""
         self.model.train(False)
         self.model.set_attn_implementation("sdpa")
         found: dict[str, float] = {}
@@ -172,16 +172,17 @@ class TrainingRun:
         return found
 
     def log(self, **values: float) -> None:
-        """Add a line to log.jsonl."""
+        """Append a line to log.jsonl."""
         with (self.out / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(
                 json.dumps({"step": self.step, "tokens": self.step * self.config.tokens_per_step, **values}) + "\n"
             )
 
     def train(self, console: Console) -> None:
-        """Train to the end, logging, evaluating and saving on the way.
+        """Train to the end, with periodic logging, evaluation and saving.
 
-        SIGTERM and Ctrl-C end it after the current step, saved; a kill loses what followed the last save.
+        SIGTERM and Ctrl-C stop the training after the current step and save it. A kill loses the steps since the last
+        save.
         """
         config, steps = self.config, self.config.steps()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -217,7 +218,7 @@ class TrainingRun:
                 signal.signal(number, handler)
 
     def export(self, folder: Path) -> None:
-        """An ordinary transformers folder, bf16 safetensors in shards under 16 MiB."""
+        """Write a transformers model folder with bf16 safetensors in shards under 16 MiB."""
         self.model.set_attn_implementation("sdpa")
         stored = _auto.from_config(self.model.config, dtype=torch.bfloat16)
         stored.load_state_dict(self.model.state_dict())
@@ -227,7 +228,7 @@ class TrainingRun:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """The command line; see the module's text for examples."""
+    """Parse the command line; the module docstring shows examples."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", choices=sorted(PRESETS))
     parser.add_argument("--data", type=Path, required=True, help="folder of .txt books")
@@ -240,7 +241,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Train, or export; 2 on arguments that cannot work."""
+    """Train or export. Returns 2 if the arguments are invalid."""
     args = parse_arguments(arguments)
     console = Console(stderr=True)
     config = PRESETS[args.preset]

@@ -1,5 +1,7 @@
-"""RULER's several values and several queries in a haystack that needs no download: the packaged public-domain novel in
-place of the essays, sentences cut by a regular expression in place of a trained splitter."""
+"""RULER's multi-value and multi-query tasks without downloads.
+
+The packaged public-domain novel replaces the essays, and a regular expression replaces the trained sentence splitter.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +13,26 @@ from unittest.mock import patch
 SENTENCE_END = re.compile(r"(?<=[.!?][\"'”’])\s+(?=[\"'“‘A-Z])|(?<=[.!?])\s+(?=[\"'“‘A-Z])")
 
 SAMPLES = 500
-"""Documents of a task and length, as in RULER; `metadata` may say "samples": fewer are made faster."""
+"""Default number of documents per task and length, as in RULER; "samples" in `metadata` overrides it."""
 
 
 def sentences(text: str) -> list[str]:
-    """`text` cut behind marks that end a sentence."""
+    """Split `text` into sentences."""
     return SENTENCE_END.split(text)
 
 
 def multivalue(**metadata: Any) -> Any:
-    """One key with four values, all asked for."""
+    """Create documents with one key and four values, all of which are queried."""
     return _hidden(metadata, num_needle_v=4)
 
 
 def multiquery(**metadata: Any) -> Any:
-    """Four keys with a value each, all asked for."""
+    """Create documents with four keys of one value each, all of which are queried."""
     return _hidden(metadata, num_needle_q=4)
 
 
 def _hidden(metadata: dict[str, Any], **needles: int) -> Any:
-    """Documents of every length in `max_seq_lengths` (tokens), by RULER's own generator."""
+    """Create documents of every length in `max_seq_lengths` (tokens) with RULER's generator."""
     from lm_eval.tasks.ruler import niah_utils, prepare_niah
     from lm_eval.tasks.ruler.common_utils import DEFAULT_SEQ_LENGTHS, get_tokenizer, resolve_tokenizer_name
 
@@ -54,7 +56,7 @@ def _hidden(metadata: dict[str, Any], **needles: int) -> Any:
 
 
 def process_results(document: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """RULER's own score of a document, under its length."""
+    """Return RULER's score of a document, keyed by its length."""
     from lm_eval.tasks.ruler.common_utils import process_results as score
 
     found: dict[str, float] = score(document, results)
@@ -62,7 +64,7 @@ def process_results(document: dict[str, Any], results: list[str]) -> dict[str, f
 
 
 def aggregate_metrics(scores: list[float]) -> float:
-    """RULER's own mean, -1 where no document has the length."""
+    """Return RULER's mean score, or -1 if no document has the length."""
     from lm_eval.tasks.ruler.common_utils import aggregate_metrics as mean
 
     return float(mean(scores))

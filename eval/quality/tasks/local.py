@@ -1,4 +1,4 @@
-"""Documents of the local tasks, read from the files below $OFFLOAD_RT_DATA/tasks (no network, no copies)."""
+"""Load the documents of the local tasks from $OFFLOAD_RT_DATA/tasks, without network access."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Documents = dict[str, Any]
 
 
 def _folder() -> Path:
-    """Where the files are. Raises FileNotFoundError with what to do."""
+    """Return the folder of the task files. Raises FileNotFoundError if it does not exist."""
     folder = Path(os.environ.get("OFFLOAD_RT_DATA", Path("..") / "shared" / "data")) / "tasks"
     if not folder.is_dir():
         raise FileNotFoundError(f"no task files in {folder}: set OFFLOAD_RT_DATA to the folder that holds tasks/")
@@ -26,13 +26,13 @@ def _dataset(documents: list[dict[str, Any]]) -> Any:
 
 
 def lines(file: str, **metadata: Any) -> Documents:
-    """A JSONL file as the split "validation"."""
+    """Load a JSONL file as the split "validation"."""
     text = (_folder() / file).read_text(encoding="utf-8")
     return {"validation": _dataset([json.loads(line) for line in text.splitlines() if line.strip()])}
 
 
 def rte(**metadata: Any) -> Documents:
-    """RTE's train.tsv and dev.tsv (label 0 is entailment)."""
+    """Load train.tsv and dev.tsv of RTE. Label 0 is entailment."""
     found = {}
     for split, file in (("train", "train.tsv"), ("validation", "dev.tsv")):
         with (_folder() / "rte" / file).open(encoding="utf-8", newline="") as rows:
