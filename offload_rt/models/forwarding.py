@@ -1,4 +1,4 @@
-"""An adapter around another: what does more than the model itself overrides the calls that it changes."""
+"""Base class for adapters that wrap another adapter."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class GPT2Adapter(BaseAdapter):
         return self._split_heads(k), self._split_heads(v)
 
     def _fused(self, layer: int, attention_input: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Compute the given output columns of Conv1D `c_attn` for inputs `[T, D]`, without copying its weight `[D, 3 D]`."""
+        """Compute the given output columns of Conv1D `c_attn` for `[T, D]`, without copying its weight `[D, 3 D]`."""
         c_attn = self._attentions[layer].c_attn
         return torch.addmm(c_attn.bias[columns], attention_input, c_attn.weight[:, columns])
 

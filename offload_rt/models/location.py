@@ -50,7 +50,7 @@ def hub_of(config: EngineConfig) -> Hub:
 
 
 OPEN = Hub()
-"""Newest revision, no token of its own, no remote code."""
+"""Default options: newest revision, no explicit token, no remote code."""
 
 
 @dataclass(frozen=True)
