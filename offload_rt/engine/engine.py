@@ -88,7 +88,7 @@ class Engine:
         return request
 
     def submit(self, request: Request) -> None:
-        """Queue a request that was made elsewhere, such as a turn of a session, whose KV cache the session owns."""
+        """Queue an existing request, such as a turn of a session. Its KV cache belongs to the session."""
         self._queue(request, swaps=False)
 
     def _queue(self, request: Request, *, swaps: bool) -> None:
@@ -236,7 +236,7 @@ class Engine:
         return events
 
     def _retire(self, request: Request) -> Exception | None:
-        """Take a request that has ended out of the queues. Return what went wrong when it was freed, or None."""
+        """Remove an ended request from the queues. Return the error raised while its memory was freed, or None."""
         request.times.ended()
         return self.scheduler.finish(request)
 

@@ -40,7 +40,7 @@ class OPTAdapter(BaseAdapter):
         return hidden + learned
 
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the norm before attention to the layer's input `[T, D]`. Return the input itself if norms come after."""
+        """Return the norm of the layer's input `[T, D]`, or the input itself if norms come after attention."""
         if not self._norm_first:
             return hidden
         normed: torch.Tensor = self._layers[layer].self_attn_layer_norm(hidden)
@@ -68,7 +68,7 @@ class OPTAdapter(BaseAdapter):
         return self._split_heads(k), self._split_heads(v)
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return `hidden` `[T, D]` plus the output projection of `attended` `[T, H * d]`, normed if norms come after."""
+        """Return `hidden` `[T, D]` plus the projection of `attended` `[T, H * d]`, normed if norms come after."""
         output: torch.Tensor = self._attentions[layer].out_proj(attended)
         residual = hidden + output
         if self._norm_first:

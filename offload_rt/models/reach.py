@@ -21,7 +21,7 @@ FOLLOWS = ("dynamic", "longrope")
 def hold_frequencies(model: Any, reach: int | None) -> None:
     """Fix the rotary frequencies of `model` in place to those for texts of `reach` tokens.
 
-    If the frequencies are only valid up to the training length, `max_position_embeddings` is reduced to it. Models with
+    If `reach` is at most the training length, `max_position_embeddings` is set to the training length. Models with
     other RoPE types, or with several, are left unchanged.
 
     Args:
