@@ -120,7 +120,10 @@ class Scheduler:
             self.fail(request, self.member.describe(error))
 
     def _swap_in(self, request: Request, width: int) -> bool:
-        """Restore the KV cache of a preempted request from disk. Return whether it was. Raises PoolFullError."""
+        """Restore the KV cache of a preempted request from disk, if possible. Return whether it was restored.
+
+        Raises PoolFullError.
+        """
         tokens = request.tokens
         if self._swap is None or tokens is None or request not in self._swapped_out:
             return False

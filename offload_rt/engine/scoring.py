@@ -107,7 +107,7 @@ class _Batches:
         self._origin = None
 
     def _retry_after_decoding(self, make: Callable[[], Sequence], chunks: int) -> Sequence:
-        """Call `make`, which needs up to `chunks` blocks. If there is no room, decode and free pending sequences first."""
+        """Call `make`, which needs up to `chunks` blocks. If the pool is full, decode and free pending sequences."""
         pool = self._runner.pool
         crowded = self._sliding + chunks > pool.free_chunks + pool.idle_chunks if self._groups.sliding else False
         if self._pending and (crowded or len(self._pending) >= self._size):

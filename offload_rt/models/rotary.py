@@ -167,7 +167,8 @@ class Rotary:
 def _order_of(attention: Any, waves: Rotation) -> Order:
     """Detect the order of the rotation in the source file of `attention`, with cos and sin `waves` `[1, T, w/2]`.
 
-    The default is `Halves` if the file contains no rotation function. The check at load detects a wrong default.
+    Without `apply_rotary_pos_emb` in the file, the order is `Neighbours` if there is an `apply_rotary_emb` (Llama 4),
+    else `Halves`. The check at load detects a wrong guess.
     """
     file = sys.modules[type(attention).__module__]
     apply = getattr(file, "apply_rotary_pos_emb", None)
