@@ -18,7 +18,7 @@ from ..policies.base import PolicyState
 from ..transfer.link import KVStorage, PrefilledLayer
 from .sequence import Sequence
 
-LOGITS_AT_ONCE = 64  # tokens whose logits are in memory together
+LOGITS_AT_ONCE = 64  # maximum number of tokens with logits in memory
 
 
 class Prefill:
