@@ -1,1 +1,1 @@
-"""Requests, their order, and what runs them."""
+"""Requests, scheduling and execution."""

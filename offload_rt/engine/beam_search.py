@@ -95,7 +95,7 @@ class Beams:
         return [(parents[i], tokens[i]) for i in best]
 
     def _finish(self, grown: list[list[int]], scores: torch.Tensor, ends: torch.Tensor) -> None:
-        """Merge those of the first `num_beams` candidates that end into the finished ones."""
+        """Merge the ending candidates among the first `num_beams` into the finished continuations."""
         params, width = self._params, self._params.num_beams
         ending = ends & (torch.arange(len(grown)) < width) & (scores > -torch.inf)  # -inf: forbidden
         penalised = scores / len(grown[0]) ** params.length_penalty
@@ -210,8 +210,11 @@ class BeamSearchRequest:
         return []
 
     def _move(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
-        """Replace the sequences by those of the chosen beams. Sequences that no beam continues are freed first. The
-        first beam that continues a sequence keeps it, the others fork it."""
+        """Replace the sequences by those of the chosen (parent, token) pairs.
+
+        Sequences without a chosen continuation are freed first. The first continuation of a sequence keeps it, the
+        others fork it.
+        """
         before, parents = list(self.sequences), {parent for parent, _ in chosen}
         for i, sequence in enumerate(before):
             if i not in parents:
@@ -294,7 +297,7 @@ class BeamSearchRequest:
         return text[: at + len(stop) * keep]
 
     def _stops(self, tokens: list[int]) -> list[tuple[int, str]]:
-        """Return position and text of the stop strings that end behind the first `min_tokens`."""
+        """Return position and text of the stop strings found after the first `min_tokens` tokens."""
         text, least = self._decode(tokens), self.params.min_tokens
         early = len(self._decode(tokens[:least])) if least else 0
         return [(at, stop) for stop in self.params.stop if (at := text.find(stop, early)) >= 0]

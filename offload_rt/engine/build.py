@@ -243,7 +243,10 @@ def _reads_in_place(pool: HostPool) -> bool:
 
 
 def _bring_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedModel, HostWeights | None]:
-    """Return the model with weights streamed as `placement` says, and the streams; None if all are on the device."""
+    """Set up the weight streams of `placement`.
+
+    Return the model and the streams, or None instead of the streams if all weights are on the device.
+    """
     if not placement:
         return loaded, None
     device, adapter, stream = loaded.adapter.device, loaded.adapter, None

@@ -69,7 +69,7 @@ def _first_character(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) 
 
 
 def _has_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> bool:
-    """Return whether a token has a text in any context. A single space has one only behind another token."""
+    """Return whether a token has a text in any context. A single space has one only after another token."""
     return decode(tokenizer, [token, token]) != ""
 
 
@@ -81,8 +81,8 @@ def known_texts(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int]
 
 
 def added_text(known: Sequence[str], both: str) -> str:
-    """Return what `both` adds to the first of the `known` texts that it begins with."""
-    rest = known[0].rstrip(_PENDING)  # of no use in valid UTF-8
+    """Remove the first of the `known` texts that is a prefix of `both`, and return the rest."""
+    rest = known[0].rstrip(_PENDING)  # fallback; not needed for valid UTF-8
     return both[len(next((text for text in known if both.startswith(text)), rest)) :]
 
 
@@ -144,8 +144,10 @@ class TextStream:
         return fresh
 
     def _incomplete_tokens(self, text: str) -> int:
-        """Return how many tokens at the end of the window, whose text is `text`, can belong to an incomplete
-        character."""
+        """Return the number of tokens at the end of the window that may form an incomplete character.
+
+        `text` is the text of the window.
+        """
         if not text.endswith(_PENDING):
             return 0
         window = self._window
@@ -170,6 +172,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,5 +1,7 @@
-"""The engine: `step()` allocates, admits, decodes (or drafts and verifies), prefills and samples. Requests join and
-leave between steps."""
+"""The engine. `step()` allocates, admits, decodes (or drafts and verifies), prefills and samples.
+
+Requests join and leave between steps.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ class Engine:
         return request
 
     def submit(self, request: Request) -> None:
-        """Queue a request that was made elsewhere, such as a turn of a session, whose KV cache the session owns."""
+        """Queue an existing request, such as a turn of a session. Its KV cache belongs to the session."""
         self._queue(request, swaps=False)
 
     def _queue(self, request: Request, *, swaps: bool) -> None:
@@ -127,7 +129,7 @@ class Engine:
                 scheduler.failed.extend(self._persist())
 
     def _persist(self) -> list[tuple[Request, Exception]]:
-        """Persist the requests that have ended. Return those that could not be, with their errors."""
+        """Persist the requests that have ended. Return the requests for which this failed, with their errors."""
         ended, lost = self.scheduler.ended, list[tuple[Request, Exception]]()
         while ended:
             try:
@@ -145,8 +147,12 @@ class Engine:
             self._on_failure(request, error)
 
     def cancel(self, request: Request) -> None:
-        """End a request with all its completions; nothing happens to completions that have ended. Raises StoreError if
-        the result cannot be written, EngineError if that failed unexpectedly."""
+        """End a request and all its completions that have not ended yet.
+
+        Raises:
+            StoreError: The result cannot be written to disk.
+            EngineError: Writing the result failed unexpectedly.
+        """
         with self.runner.pool.lock:
             for sample in request.samples:
                 if sample.finish_reason is None:
@@ -155,7 +161,7 @@ class Engine:
             raise error
 
     def _decode(self) -> list[TokenOutput]:
-        """Decode all running requests together, or one after the other while one of them is suspected of an error."""
+        """Decode all running requests together, or one at a time while any of them is a suspect."""
         running = [] if self.scheduler.stalled else self.scheduler.running
         return [event for group in self._suspects.groups(running) for event in self._decode_group(group)]
 
@@ -236,7 +242,7 @@ class Engine:
         return events
 
     def _retire(self, request: Request) -> Exception | None:
-        """Take a request that has ended out of the queues. Return what went wrong when it was freed, or None."""
+        """Remove an ended request from the queues. Return the error raised while its memory was freed, or None."""
         request.times.ended()
         return self.scheduler.finish(request)
 

@@ -1,4 +1,4 @@
-"""Failed requests: what their callers are told, and which request of a batch is to blame."""
+"""Errors of failed requests, and isolation of the request in a batch that caused an error."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def failure(request: Request, error: Exception) -> OffloadError:
-    """Return what the caller of `request` is told: `error` itself if it is an OffloadError, else an EngineError that
-    names it as its cause. The traceback of the latter is logged here, once."""
+    """Return the error to report for `request`: `error` if it is an OffloadError, else an EngineError caused by it.
+
+    The traceback of an unexpected error is logged here.
+    """
     if isinstance(error, OffloadError):
         return error
     logger.error("request %s failed", request.prompt.id, exc_info=error)
@@ -27,8 +29,10 @@ def failure(request: Request, error: Exception) -> OffloadError:
 
 
 class Suspects:
-    """The requests of a decode step that failed: any of them can be the cause. Each is computed in a step of its own
-    until it has passed the position at which it failed, or has failed alone."""
+    """Requests of a failed decode step. Any of them may be the cause.
+
+    Each is decoded in a separate step until it has passed the position of the failure or has failed alone.
+    """
 
     def __init__(self) -> None:
         self._positions: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
@@ -38,13 +42,13 @@ class Suspects:
         self._positions[request] = request.sequences[0].position
 
     def groups(self, running: Seq[Request]) -> list[list[Request]]:
-        """Return which of the `running` requests to decode together."""
+        """Split the `running` requests into groups to decode together."""
         if any(request in self._positions for request in running):
             return [[request] for request in running]
         return [list(running)] if running else []
 
     def decoded(self, request: Request) -> None:
-        """Take note that `request` was decoded without an error."""
+        """Clear the suspicion of `request` if it has passed the position at which the step failed."""
         failed_at = self._positions.get(request)
         if failed_at is not None and request.sequences and request.sequences[0].position > failed_at:
             del self._positions[request]

@@ -63,7 +63,7 @@ class PoolOrder:
         return member
 
     def ticket(self) -> int:
-        """Return the place of a new request. Lower tickets are older."""
+        """Return the ticket of a new request. Lower tickets are older."""
         return next(self._tickets)
 
     def members(self) -> list[PoolMember]:
@@ -131,7 +131,7 @@ class PoolMember:
         self._gave_way_at, self._seen = self.order.ends, self.order.frees
 
     def may_admit(self) -> bool:
-        """Return False if an older request of another engine waits for memory, or needs what this engine gave up."""
+        """Return False if an older request of another engine waits for memory or needs the memory given up here."""
         older = self._older(self._driven_others())
         waits = older and self._gave_way_at == self.order.ends
         if waits or any(other.claims for other in older):

@@ -173,7 +173,7 @@ def _pieces(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) ->
 
 
 StepSelections = list[NDArray[np.int32]]
-"""Positions `[Hkv, n]` for each layer that selects, ascending in each row."""
+"""Positions `[Hkv, n]` for each selecting layer, ascending for each KV head."""
 
 
 @dataclass(frozen=True)

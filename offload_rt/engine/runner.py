@@ -208,7 +208,7 @@ class Runner:
         shift: int = 0,
         provenance: str = "",
     ) -> Sequence:
-        """Return a sequence that owns `blocks` and whose first `known` tokens were computed before.
+        """Return a sequence that owns `blocks`. Its first `known` tokens were computed before.
 
         KV of `blocks.length` tokens is in the block table. The rest is loaded before the next prefill reaches its
         layer. The block table is released if PoolFullError is raised.

@@ -62,7 +62,7 @@ class Sampler:
         return twin
 
     def pick(self, logits: torch.Tensor, tokens: list[int], prompt: int | None = None) -> int:
-        """Return the next token id from float32 logits `[V]` after `tokens`, whose first `prompt` are the prompt.
+        """Return the next token id from float32 logits `[V]` after `tokens`. The first `prompt` tokens are the prompt.
 
         Raises InputError if the constraints allow no token, and LogitsError for NaN logits.
         """

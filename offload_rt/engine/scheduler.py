@@ -1,4 +1,4 @@
-"""The queues of an engine: requests that wait, the one whose prompt is prefilled, and those that decode."""
+"""Queues of waiting, prefilling and decoding requests."""
 
 from __future__ import annotations
 
@@ -115,12 +115,15 @@ class Scheduler:
         if not isinstance(error, PoolFullError):
             self.fail(request, error)
         elif self.running:
-            self._full = True  # until a request leaves: to try in every step would cost every step
+            self._full = True  # until a request leaves; trying again in every step would be slow
         elif not self.member.wait_for_others():
             self.fail(request, self.member.describe(error))
 
     def _swap_in(self, request: Request, width: int) -> bool:
-        """Whether a request that was preempted has its rows again, from disk. Raises PoolFullError."""
+        """Restore the KV cache of a preempted request from disk, if possible. Return whether it was restored.
+
+        Raises PoolFullError.
+        """
         tokens = request.tokens
         if self._swap is None or tokens is None or request not in self._swapped_out:
             return False
@@ -133,13 +136,15 @@ class Scheduler:
         return True
 
     def _discard_swapped(self, request: Request) -> None:
-        """Removes what is on disk of a request, if there is anything."""
+        """Remove the swapped KV cache of a request from disk, if there is one."""
         if self._swap is not None and (swapped := self._swapped_out.pop(request, None)) is not None:
             self._swap.discard(swapped)
 
     def prefilled(self) -> list[Request]:
-        """Move the request whose prefill is done to `running`, with the completions that fork from it. Forks without
-        room wait. Return all requests that begin to run."""
+        """Move the prefilled request to `running`, with the completions that fork from it.
+
+        Forks without room wait. Return all requests that begin to run.
+        """
         assert self.prefilling is not None and self.prefilling[1].done
         request, prefill = self.prefilling
         self.prefilling = None
@@ -189,14 +194,14 @@ class Scheduler:
                 self.member.give_way()
 
     def retry_later(self, request: Request, error: PoolFullError) -> None:
-        """Send a request that found no room within a step back to the queue: its step is half done."""
+        """Send a request that ran out of memory within a step back to the queue. The step is incomplete."""
         if self.running in ([], [request]):
             self.stall(request, error, keep=False)
         else:
             self.preempt(request)
 
     def fail(self, request: Request, error: Exception) -> None:
-        """End a request with an error, and free what it holds."""
+        """End a request with an error and free its memory."""
         self.finish(request)
         self.failed.append((request, failure(request, error)))
 
@@ -206,8 +211,10 @@ class Scheduler:
             self.fail(request, error)
 
     def finish(self, request: Request) -> Exception | None:
-        """End a request: take it out of the queues and free what it holds. It is in `ended` until it was persisted.
-        Return what went wrong, or None."""
+        """End a request: remove it from the queues and free its memory. It stays in `ended` until it is persisted.
+
+        Return the error raised while its memory was freed, or None.
+        """
         failed = None
         try:
             self.remove(request)
@@ -220,8 +227,10 @@ class Scheduler:
         return failed
 
     def _free(self, request: Request) -> None:
-        """Free what a request holds, after a first attempt failed. If this fails too, memory is lost and counts may be
-        wrong, so no engine may use the pool any more."""
+        """Free the memory of a request after a first attempt failed.
+
+        If this fails too, memory is lost and counts may be wrong, so no engine may use the pool any more.
+        """
         request.finish_reason = request.finish_reason or "abort"
         try:
             request.drop(self._runner)
@@ -234,14 +243,14 @@ class Scheduler:
             broken.__cause__ = error
 
     def preempt(self, request: Request, *, swap: bool = True) -> None:
-        """Send a request back to the head of the queue and free what it holds. swap: its KV cache may go to disk."""
+        """Send a request back to the head of the queue and free its memory. swap: its KV cache may go to disk."""
         swapped = self._swap_out(request) if swap else None
         if not self.restart(request):
             return
         if swapped is not None:
             self._swapped_out[request] = swapped
         self.preemptions += 1
-        self._full = bool(self.running)  # what was freed is for those; the request waits until one of them leaves
+        self._full = bool(self.running)  # freed memory is for running requests; this one waits until one of them leaves
         self._runner.order.freed(ended=False)
 
     def _swap_out(self, request: Request) -> SwappedSequence | None:
@@ -256,7 +265,7 @@ class Scheduler:
             return None
 
     def restart(self, request: Request) -> bool:
-        """Send a request back to the head of the queue, to start again. Return whether it has not failed by that."""
+        """Send a request back to the head of the queue, to start again. Return False if this fails the request."""
         try:
             self.remove(request)
             request.drop(self._runner)

@@ -1,4 +1,4 @@
-"""Teacher-forced log-probabilities. The token before each scored one is decoded under the policy, which is measured."""
+"""Teacher-forced log-probabilities. Scored tokens are predicted by decode steps, so the policy affects the scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .constraints import check_logits
 from .runner import Runner
 from .speculative.verification import accept, verify
 
-VERIFIED_AT_ONCE = 64  # tokens per pass with `exact`, whose logits are in memory together
+VERIFIED_AT_ONCE = 64  # tokens per pass with `exact`; their logits are in memory together
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Task:
 
     @property
     def computed(self) -> int:
-        """How many of its tokens are computed in the end."""
+        """Number of tokens to compute: all but the last one."""
         return len(self.tokens) - 1
 
 
@@ -61,18 +61,28 @@ def score(
     batch: int,
     on_done: Callable[[], None] = lambda: None,
 ) -> list[Score]:
-    """Scores `continuations[i]` (at least one token) after `prompts[i]` (at least one), up to `batch` at a time, fewer
-    where the pool has no room for more.
+    """Score `continuations[i]` after `prompts[i]`, each of at least one token.
 
-    Prefilled exactly are all but the last token of each prompt, or its first `decode_from` tokens if that is fewer;
-    equal prompts are prefilled once and forked. `on_done` is called after each continuation. With eviction they go one
-    by one: what a sequence loses must not depend on what runs beside it. Raises PoolFullError where not even one fits.
+    Equal prompts are prefilled once and forked.
+
+    Args:
+        runner: Runner of the model and the policy.
+        prompts: Token ids of the prompts.
+        continuations: Token ids to score.
+        decode_from: Maximum number of prompt tokens to prefill with exact attention. The rest is decoded. None
+            prefills all but the last token of each prompt.
+        batch: Maximum number of sequences decoded together. If the pool is full, fewer are.
+        on_done: Called after each continuation.
+
+    Raises:
+        PoolFullError: A single sequence does not fit the pool.
     """
     tasks = [_Task([*p, *c], len(p)) for p, c in zip(prompts, continuations, strict=True)]
     groups: dict[tuple[int, ...], list[_Task]] = {}
     for task in tasks:
         stop = task.scored_from - 1 if decode_from is None else min(decode_from, task.scored_from - 1)
         groups.setdefault(tuple(task.tokens[:stop]), []).append(task)
+    # With eviction, sequences run alone, because the evicted tokens must not depend on other sequences.
     batches = _Batches(runner, batch if runner.config.eviction is None else 1, on_done)
     try:
         for prefix, members in groups.items():
@@ -107,7 +117,7 @@ class _Batches:
         self._origin = None
 
     def _retry_after_decoding(self, make: Callable[[], Sequence], chunks: int) -> Sequence:
-        """Call `make`, which needs up to `chunks` blocks. Without room, decode and free waiting sequences first."""
+        """Call `make`, which needs up to `chunks` blocks. If the pool is full, decode and free pending sequences."""
         pool = self._runner.pool
         crowded = self._sliding + chunks > pool.free_chunks + pool.idle_chunks if self._groups.sliding else False
         if self._pending and (crowded or len(self._pending) >= self._size):
@@ -149,7 +159,7 @@ class _Batches:
         return fork
 
     def decode(self) -> None:
-        """Decode all waiting sequences to their ends, and free them."""
+        """Decode all pending sequences to their ends, and free them."""
         if self._runner.config.exact is not None:
             for sequence, task in self._pending:
                 self._verify(sequence, task)

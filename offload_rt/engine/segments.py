@@ -1,4 +1,4 @@
-"""Segment length of prompts whose KV lies on disk."""
+"""Segment length of prompts with KV on disk."""
 
 from __future__ import annotations
 

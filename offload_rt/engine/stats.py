@@ -36,7 +36,7 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 
 @dataclass(frozen=True)
 class Fractions:
-    """Fetched (`link`) and exactly attended fractions of visible tokens, mean over layers and decoded tokens.
+    """Fractions of visible tokens that are fetched (`link`) and attended exactly, as means over layers and tokens.
 
     `sparse_*` are means over the layers that select.
     """

@@ -178,7 +178,10 @@ class Swap:
         )  # fmt: skip
 
     def _names(self, sequence: Sequence) -> Iterator[NamedChunk]:
-        """Chunks of all computed tokens. Exact ones are named by what they hold, the others after this sequence."""
+        """Yield names for the blocks of all computed tokens.
+
+        Blocks with exact KV are named by their tokens. The names of other blocks are unique to this sequence.
+        """
         own, parent = f"{FOLDER}-{next(self._ids)}", self._disk.root
         for i, tokens in enumerate(pack_tokens(sequence.tokens, sequence.position)):
             stop = min((i + 1) * CHUNK, sequence.position)

@@ -46,7 +46,7 @@ def _known(part: KVPart) -> KVPart:
 def _attend_part(
     q: torch.Tensor, part: KVPart, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q `[Hkv, G, d]` over one part, by the fastest kernel: out `[Hkv, G, d]` and lse `[Hkv, G]`."""
+    """Attend to one part with the fastest kernel. Return out `[Hkv, G, d]` and lse `[Hkv, G]` for q `[Hkv, G, d]`."""
     if part.counts is not None:
         return attend_counted(q.contiguous(), part.k, part.v, part.counts, scale)
     if (code := decode_attention.takes(q)) is not None:

@@ -62,7 +62,7 @@ class StepInputs:
         lists = size * geometry.kv_heads
         self._newest = torch.zeros(4 * size + lists, dtype=torch.int64, device=device)
         self._bounds = torch.zeros(4 * lists + size, dtype=torch.int32, device=device)
-        # Of the newest tokens: ids, positions, slots, and places among the resident KV, int64 `[B]` each; slots `[P]`.
+        # Newest tokens: ids, positions, slots and places in the resident KV, int64 `[B]` each; slots by head `[P]`.
         parts = self._newest.split([size, size, size, size, lists])
         self.tokens, self.positions, self.slots, self.places, self.slots_by_head = parts
         starts, stops, limits, *resident = self._bounds.split([lists, lists, size, lists, lists])

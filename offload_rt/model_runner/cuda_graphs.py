@@ -56,7 +56,7 @@ class CudaGraph:
             return body()
 
     def replay(self) -> None:
-        """Launches the graph on the current stream."""
+        """Launch the graph on the current stream."""
         self._graph.replay()
 
 
@@ -93,7 +93,7 @@ def _body(batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
 
 
 class Steps(Protocol):
-    """Runs decode steps."""
+    """Runner of decode steps."""
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
         """Run a decode step. Return float32 logits `[B, V]`."""

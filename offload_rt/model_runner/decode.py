@@ -83,7 +83,7 @@ class DecodeStep:
         return self.batch.selects(layer) and self.batch.policy.query_source == query_source
 
     def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> LayerFetch:
-        """Select with the query projected from `attention_input` `[B, D]`, a guess of the layer's own."""
+        """Select with the query projected from a predicted `attention_input` `[B, D]`."""
         guess = self.batch.policy.correct_guess(layer, attention_input)
         return self.strategy.fetch(layer, self.adapter.query(layer, guess, self.positions))
 

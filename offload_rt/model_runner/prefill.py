@@ -18,7 +18,7 @@ from ..policies.base import PolicyState
 from ..transfer.link import KVStorage, PrefilledLayer
 from .sequence import Sequence
 
-LOGITS_AT_ONCE = 64  # tokens whose logits are in memory together
+LOGITS_AT_ONCE = 64  # maximum number of tokens with logits in memory
 
 
 class Prefill:
@@ -159,7 +159,7 @@ class Prefill:
             learn(state, layer, kv, rows.first, self._learn_from)
 
     def _read_slices(self) -> list[slice]:
-        """Return the slices whose outputs of the last layer are read."""
+        """Return the slices that need outputs of the last layer."""
         if self._every_logits is not None:
             return self._slices
         return self._slices[-1:] if self._logits_of and self._last else []
@@ -198,7 +198,7 @@ def go_through(
 
 
 def learn(state: PolicyState, layer: int, rows: KVPart, at: int, start: int) -> None:
-    """Pass KV of tokens from `start` on to the policy's state. `rows` begins at token `at`."""
+    """Pass KV of tokens from `start` on to the policy's state. The KV in `rows` begins at token `at`."""
     if (known := max(0, start - at)) < rows.k.shape[1]:
         state.on_keys(layer, rows.k[:, known:], at + known)
         state.on_values(layer, rows.v[:, known:], at + known)

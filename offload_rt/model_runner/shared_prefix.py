@@ -37,10 +37,10 @@ class Sharing:
 
     Attributes:
         order: Permutation of the batch such that sequences with a common block are adjacent; `restore` inverts it.
-        segments: Segments that are worth a product of their own, parents before children. Along each sequence they are
+        segments: Segments large enough for a separate product, parents before children. Along each sequence they are
             contiguous and begin at slot 0.
         private: For each sequence, in tree order, the slot at which its private part starts.
-        overlapping: Whether any two sequences share a block, even if no segment is worth it.
+        overlapping: Whether any two sequences share a block, even if no segment is large enough.
     """
 
     order: tuple[int, ...]
@@ -49,7 +49,7 @@ class Sharing:
     overlapping: bool
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return `rows` `[B, ...]`, which are in tree order, in the order of the batch."""
+        """Reorder `rows` `[B, ...]` from tree order to the order of the batch."""
         if all(i == at for at, i in enumerate(self.order)):
             return rows
         back = torch.tensor(sorted(range(len(self.order)), key=self.order.__getitem__))
@@ -92,7 +92,7 @@ def _descend(
 ) -> None:
     """Add segments of sequences [first, stop), which share a block at `depth`. Blocks before `start` are done."""
     low, high = chunks[first], chunks[stop - 1]
-    # In lexicographic order, all sequences between share what the first and the last share.
+    # Sequences are in lexicographic order, so a prefix shared by the first and the last is shared by all between.
     end = depth + 1
     while end < min(len(low), len(high)) and low[end] == high[end]:
         end += 1

@@ -27,7 +27,7 @@ def learn_from_others(sequence: Sequence, others: Iterable[Sequence]) -> None:
 
 
 def _known(other: Sequence, sequence: Sequence) -> int:
-    """Return how many of a sequence's unlearned tokens the state of `other` knows."""
+    """Return the number of `sequence.unlearned` tokens that the state of `other` covers."""
     if other.unlearned or other.interrupted:
         return 0
     pairs = zip(other.blocks.chunks, sequence.blocks.chunks, strict=False)

@@ -68,7 +68,7 @@ class WholePass:
     def _attend_past(
         self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer, known: int
     ) -> torch.Tensor:
-        """Return the attention output `[H, m, d]` over KV in parts. The policy knows the first `known` tokens."""
+        """Compute attention `[H, m, d]` over KV in parts. The policy has learned the first `known` tokens."""
         geometry = self._adapter.geometry
         attending = BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap)
         go_through(rows.past, [attending], sequence.state, layer, known)

@@ -56,7 +56,7 @@ class ModelAdapter(Protocol):
         ...
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return only q of `qkv`, `[H, T, d]`, for prefill chunks and KV speculation (paper §4.3)."""
+        """Return only q of `qkv`, `[H, T, d]`, for prefill slices and KV speculation (paper §4.3)."""
         ...
 
     def key_value(

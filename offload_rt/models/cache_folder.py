@@ -1,4 +1,4 @@
-"""Where results that are made once for a model are kept."""
+"""The folder of cached per-model results, such as fingerprints and calibrations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..utils.native_code import user_cache
 
 
 def cache_folder() -> Path:
-    """`$OFFLOAD_RT_CACHE`, else `user_cache`: `$XDG_CACHE_HOME/offload-rt` or `~/.cache/offload-rt`."""
+    """Return `$OFFLOAD_RT_CACHE` if set, else `$XDG_CACHE_HOME/offload-rt` or `~/.cache/offload-rt`."""
     if own := os.environ.get("OFFLOAD_RT_CACHE"):
         return Path(own)
     return user_cache()

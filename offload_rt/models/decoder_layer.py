@@ -97,7 +97,7 @@ class DecoderLayer:
         return residual if self._parallel else residual + self._run_mlp(residual)
 
     def _run_mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the MLP adds to the residual stream, `[T, D]`."""
+        """Return the MLP's contribution to the residual stream, `[T, D]`."""
         normed = self._before_mlp(x)
         if not self.of_experts:
             return self._scaled(self._after_mlp(self._mlp(normed)))

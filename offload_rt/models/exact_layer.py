@@ -1,5 +1,4 @@
-"""Pieces of one decoder layer with exact causal attention over a text, slice by slice: what prefill, calibration and
-teacher forcing have in common."""
+"""Steps of one decoder layer with exact causal attention, shared by prefill, calibration and teacher forcing."""
 
 from __future__ import annotations
 
@@ -14,27 +13,34 @@ from .adapter import ModelAdapter
 
 
 def slices_of(count: int, size: int) -> list[slice]:
-    """Neighbouring slices of at most `size` that cover [0, count), in order."""
+    """Split [0, count) into consecutive slices of at most `size`."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def keys_and_values(
     adapter: ModelAdapter, layer: int, inputs: Iterable[torch.Tensor], positions: Iterable[torch.Tensor]
 ) -> Iterator[KVPart]:
-    """Yields k and v `[Hkv, m, d]` of each slice, from its attention inputs `[m, D]` and positions `[m]`."""
+    """Yield k and v `[Hkv, m, d]` of each slice, from its attention inputs `[m, D]` and positions `[m]`."""
     for attention_input, at in zip(inputs, positions, strict=True):
         yield KVPart(*adapter.key_value(layer, attention_input, at))
 
 
 def attend_layer(adapter: ModelAdapter, layer: int, q: torch.Tensor, kv: KVPart, position: int) -> torch.Tensor:
-    """Exact attention `[H, m, d]` of the last m of n tokens in a layer, with queries q `[H, m, d]` and rows kv
-    `[Hkv, n, d]`; the first query's token is at `position`."""
+    """Compute exact attention `[H, m, d]` for the last m of n tokens.
+
+    Args:
+        adapter: The model.
+        layer: Layer index.
+        q: Queries of the last m tokens, `[H, m, d]`.
+        kv: KV of all n tokens, each `[Hkv, n, d]`.
+        position: Position of the first query.
+    """
     geometry, window, sinks = adapter.geometry, adapter.geometry.windows[layer], adapter.sinks(layer)
     scale, cap = geometry.scales[layer], geometry.softcap
     if window is None or not geometry.chunked:
         return attend_causal(q, kv.k, kv.v, scale, window, cap, sinks)
     outs, at, before = [], 0, kv.k.shape[1] - q.shape[1]
-    while at < q.shape[1]:  # chunk by chunk, each of which sees nothing of the others
+    while at < q.shape[1]:  # chunked attention: no token sees another chunk
         inside = (position + at) % window
         stop = min(q.shape[1], at + window - inside)
         seen = slice(max(0, before + at - inside), before + stop)
@@ -52,11 +58,16 @@ def residual_after_attention(
     seen: int,
     position: int | None = None,
 ) -> torch.Tensor:
-    """Returns the residual stream `[m, D]` behind a layer's attention, for the tokens [seen - m, seen) of a text.
+    """Return the residual stream `[m, D]` after a layer's attention, for the tokens [seen - m, seen).
 
-    hidden `[m, D]`: the layer's input; q `[H, m, d]`: the tokens' queries; kv: K and V `[Hkv, n, d]` of the text, of
-    which those of the first `seen` tokens are attended to; position: the first query's, where the rows do not begin at
-    the first token.
+    Args:
+        adapter: The model.
+        layer: Layer index.
+        hidden: The layer's input, `[m, D]`.
+        q: Queries of the m tokens, `[H, m, d]`.
+        kv: KV of n tokens, each `[Hkv, n, d]`. Only the first `seen` tokens are attended.
+        seen: Number of tokens in `kv` up to and including the last query's.
+        position: Position of the first query. Required if `kv` does not begin at the first token.
     """
     part = KVPart(kv.k[:, :seen], kv.v[:, :seen])
     attended = attend_layer(adapter, layer, q, part, seen - q.shape[1] if position is None else position)
@@ -71,9 +82,16 @@ def guessed_input(
     attention_input: torch.Tensor,
     residual: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the attention input `[T, D]` that layer `layer` is guessed to have, before any correction, from what the
-    layer before it knows (InfiniGen §4.3): its input `hidden`, its own `attention_input`, or the `residual` stream
-    behind its attention, each `[T, D]`."""
+    """Predict the attention input `[T, D]` of `layer` from the layer before it (InfiniGen §4.3), without corrections.
+
+    Args:
+        adapter: The model.
+        layer: The predicted layer.
+        source: Selects one of the three tensors below.
+        hidden: Input of the layer before, `[T, D]`.
+        attention_input: Attention input of the layer before, `[T, D]`.
+        residual: Residual stream after the attention of the layer before, `[T, D]`.
+    """
     if source == "attention_input":
         return attention_input
     return adapter.attention_input(layer, hidden if source == "normed_input" else residual)

@@ -1,6 +1,6 @@
-"""A digest of a model: its architecture, its whole configuration and every number of its weights.
+"""Digest a model's architecture, configuration and weights.
 
-Skew artifacts, the calibration cache and stored KV belong to one model and name it by this digest.
+Skew artifacts, the calibration cache and stored KV are only valid for one model. They identify it by this digest.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ _NEUTRAL = frozenset(
         "return_dict", "sep_token_id", "torch_dtype", "transformers_version", "use_cache",
     }
 )  # fmt: skip
-"""Configuration entries that cannot change results. Entries that begin with "_" are ignored too; all others count."""
+"""Configuration entries that cannot change results. Entries that begin with "_" are ignored as well."""
 
 
 def fingerprint(model: Any) -> str:
     """Return the digest of a loaded transformers model as 64 hexadecimal digits.
 
-    It covers the class, all configuration entries but `_NEUTRAL`, and name, shape and all elements of every weight (of
-    a multimodal model, those of its language model). It does not depend on the device, the checkpoint's file layout,
-    or a dtype that holds the checkpoint's numbers exactly: a bfloat16 checkpoint loaded in float32 has the same one.
-    Numbers that depend on the dtype of computation, such as stored KV, must name that dtype as well.
+    The digest covers the class, all configuration entries except `_NEUTRAL`, and the name, shape and elements of every
+    weight. Only the text decoder of a multimodal model is covered.
+
+    The digest does not depend on the device or the checkpoint's file layout. It does not depend on the dtype either, if
+    that dtype represents the weights exactly: a bfloat16 checkpoint loaded in float32 has the same digest. Data that
+    depends on the compute dtype, such as stored KV, must record that dtype in addition.
     """
     digest = hashlib.sha256(f"offload-rt model {VERSION}\n{_architecture(model)}\n".encode())
     weights = dict(model.named_parameters())
@@ -65,7 +67,7 @@ def _architecture(model: nn.Module) -> str:
 
 
 def _canonical(value: Any) -> Any:
-    """Return `value` with every number as float (checkpoints write 10000 and 10000.0) and without empty entries."""
+    """Return `value` with all numbers as float (checkpoints write 10000 or 10000.0) and without None entries."""
     if isinstance(value, dict):
         return {str(key): _canonical(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
@@ -76,10 +78,11 @@ def _canonical(value: Any) -> Any:
 
 
 def _digest(weight: torch.Tensor) -> bytes:
-    """Return a digest of all elements that does not depend on strides and device.
+    """Digest all elements, independent of strides and device.
 
-    Numbers that bfloat16 holds exactly are digested as bfloat16, so that a checkpoint has one digest however wide it is
-    loaded. A block with other numbers is digested as it is, too."""
+    All blocks are digested as bfloat16, so that the dtype in which a checkpoint is loaded does not matter. Blocks that
+    bfloat16 cannot represent exactly are digested in a wider dtype as well.
+    """
     narrow, wide = xxhash.xxh3_128(), xxhash.xxh3_128()
     for start, block in _blocks(weight):
         rounded = block.bfloat16() if block.is_floating_point() else block
@@ -93,7 +96,10 @@ def _digest(weight: torch.Tensor) -> bytes:
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the elements in order as flat CPU tensors, each with its first row. Borders depend on the shape alone."""
+    """Yield the elements in order as flat CPU blocks, each with the index of its first row.
+
+    Block boundaries depend only on the shape.
+    """
     rows = weight.reshape(1, -1) if weight.dim() < 2 else weight
     at_once = max(1, _BLOCK_ELEMENTS // max(1, rows[:1].numel()))
     for start in range(0, len(rows), at_once):

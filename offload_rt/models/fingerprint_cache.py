@@ -1,4 +1,4 @@
-"""Keep the fingerprint of a checkpoint in the user's cache, so that only the first load digests its weights."""
+"""Cache checkpoint fingerprints on disk, so that only the first load digests the weights."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from .location import Location
 
 _INDEX = "model.safetensors.index.json"
 _SETTLED_SECONDS = 2.0
-"""Age from which on a file's times tell it from a later version. File systems count time in ticks, some of a second."""
+"""Minimum age of a file before its fingerprint is cached. File systems have a time resolution of up to one second or
+more, so a later change of a younger file could leave its times unchanged."""
 
 _log = logging.getLogger(__name__)
 
 
 class FingerprintCache:
-    """The fingerprint of one checkpoint. Make it before the weights are read.
+    """Cached fingerprint of one checkpoint. Create the object before the weights are read.
 
-    An entry is named by a digest of everything that decides about the weights: name, device, inode, size, and both
-    times of each file of the checkpoint, the configuration, the shape and dtype of each weight, and the versions of
-    what reads them. It is used and written only if no file has changed since this object was made. Checkpoints on the
-    hub and those that run code of their own are digested each time.
+    The key of an entry is a digest of everything that determines the weights: name, device, inode, size, mtime and
+    ctime of each checkpoint file, the configuration, the shape and dtype of each weight, and the versions of the
+    libraries that read them. An entry is read or written only if no file has changed since this object was created.
+    Hub checkpoints and checkpoints with remote code are digested on every load.
     """
 
     def __init__(self, location: Location) -> None:
@@ -40,7 +41,7 @@ class FingerprintCache:
         self._files = _identities(location)
 
     def fingerprint(self, model: Any) -> str:
-        """Return `fingerprint(model)`, from the cache if it is there. `model` was read from the checkpoint."""
+        """Return `fingerprint(model)`, from the cache if possible. `model` must have been read from the checkpoint."""
         if self._files is None or self._files != _identities(self._location):
             return fingerprint(model)
         entry = cache_folder() / "fingerprints" / _key(model, self._files)
@@ -53,8 +54,10 @@ class FingerprintCache:
 
 
 def _identities(location: Location) -> list[tuple[Any, ...]] | None:
-    """Return name, device, inode, size, mtime and ctime of the files that the weights may come from. Return None if
-    they are unknown, or if code of the checkpoint may change what is read."""
+    """Return name, device, inode, size, mtime and ctime of each file that may contain weights.
+
+    Return None if the files cannot be determined, or if remote code or a PEFT adapter may change the weights.
+    """
     folder = location.folder
     if folder is None or location.hub.trust_remote_code or (folder / "adapter_config.json").exists():
         return None
@@ -63,27 +66,27 @@ def _identities(location: Location) -> list[tuple[Any, ...]] | None:
             paths = {folder / location.gguf}
         else:
             paths = {path for path in folder.iterdir() if path.is_file()}
-            if (index := folder / _INDEX).exists():  # may name files of other folders
+            if (index := folder / _INDEX).exists():  # may refer to files in other folders
                 paths |= {folder / shard for shard in read_json(index)["weight_map"].values()}
         return [_identity(path) for path in sorted(paths)]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None  # whatever is wrong, reading the weights reports it
+        return None  # reading the weights reports the error
 
 
 def _identity(path: Path) -> tuple[Any, ...]:
     status = path.stat()
-    # Whoever copies or restores a file can set its mtime, but not its ctime.
+    # Copying or restoring a file can preserve its mtime, but not its ctime.
     return path.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _settled(files: list[tuple[Any, ...]]) -> bool:
-    """Return whether a change of a file from now on would change its times."""
+    """Return whether all files are old enough that a later change would alter their times."""
     newest = max(int(changed) for each in files for changed in each[-2:])
     return newest < time.time_ns() - _SETTLED_SECONDS * 1e9
 
 
 def _key(model: Any, files: list[tuple[Any, ...]]) -> str:
-    """Return the name of the entry of a model that was read from `files`."""
+    """Return the cache key of a model that was read from `files`."""
     named = [*model.named_parameters(), *model.named_buffers()]
     said = {
         "versions": [VERSION, *(version(package) for package in ("offload-rt", "transformers", "torch"))],

@@ -1,4 +1,4 @@
-"""An adapter around another: what does more than the model itself overrides the calls that it changes."""
+"""Base class for adapters that wrap another adapter."""
 
 from __future__ import annotations
 
@@ -9,66 +9,56 @@ from .adapter import ModelAdapter
 
 
 class ForwardingAdapter:
-    """`ModelAdapter` that gives every call on to `inner`, as it stands; shapes and errors are `ModelAdapter`'s."""
+    """`ModelAdapter` that forwards every call to `inner`.
+
+    Subclasses override single methods. `ModelAdapter` documents shapes and errors.
+    """
 
     def __init__(self, inner: ModelAdapter) -> None:
         self._inner = inner
 
     @property
     def geometry(self) -> ModelGeometry:
-        """The model's."""
         return self._inner.geometry
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's."""
         return self._inner.dtype
 
     @property
     def device(self) -> torch.device:
-        """The model's."""
         return self._inner.device
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The model's, `[T, D]`."""
         return self._inner.embed(tokens, positions)
 
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's, `[T, D]`."""
         return self._inner.attention_input(layer, hidden)
 
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The model's q `[H, T, d]`, k and v `[Hkv, T, d]`."""
         return self._inner.qkv(layer, attention_input, positions)
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The model's, `[H, T, d]`."""
         return self._inner.query(layer, attention_input, positions)
 
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model's, each `[Hkv, T, d]`."""
         return self._inner.key_value(layer, attention_input, positions)
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        """As the model's, `[Hkv, n, d]`."""
         return self._inner.rotate_keys(layer, k, offset)
 
     def sinks(self, layer: int) -> torch.Tensor | None:
-        """The model's, `[H]`."""
         return self._inner.sinks(layer)
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The model's, `[T, D]`."""
         return self._inner.after_attention(layer, hidden, attended)
 
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-        """The model's, `[T, D]`."""
         return self._inner.mlp(layer, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's, `[T, V]`."""
         return self._inner.logits(hidden)

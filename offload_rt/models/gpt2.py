@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, one fused Conv1D for q, k and v (weights transposed against Linear), GELU."""
+"""GPT-2: learned positions, a fused Conv1D for q, k and v (its weight is the transpose of Linear's), GELU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from .packed import refuse_packed
 
 
 class GPT2Adapter(BaseAdapter):
-    """`ModelAdapter` over `GPT2LMHeadModel`. `scale_attn_by_inverse_layer_idx` and `scale_attn_weights=False` end up
-    in `geometry.scales`."""
+    """`ModelAdapter` for `GPT2LMHeadModel`.
+
+    `geometry.scales` accounts for `scale_attn_by_inverse_layer_idx` and `scale_attn_weights=False`.
+    """
 
     def __init__(self, model: Any) -> None:
         refuse_packed(model, "GPT-2's queries, keys and values are cut out of one matrix")
@@ -29,50 +31,53 @@ class GPT2Adapter(BaseAdapter):
         super().__init__(table_geometry(config, self._attentions), self._embedding.weight)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`[T, D]` of token ids `[T]` at positions `[T]`, each below `geometry.max_positions` (the caller checks)."""
+        """Embed token ids `[T]` at positions `[T]` as `[T, D]`.
+
+        The caller must check that all positions are below `geometry.max_positions`.
+        """
         hidden: torch.Tensor = self._embedding(tokens)
         learned: torch.Tensor = self._positions(positions)
         return hidden + learned
 
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The layer's norm of its input, `[T, D]`."""
+        """Apply the norm before attention to the layer's input, `[T, D]`."""
         normed: torch.Tensor = self._layers[layer].ln_1(hidden)
         return normed
 
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v, each `[H, T, d]`; q unscaled."""
+        """Return q, k and v, each `[H, T, d]`; q is unscaled."""
         q, k, v = self._attentions[layer].c_attn(attention_input).chunk(3, dim=-1)
         return self._split_heads(q), self._split_heads(k), self._split_heads(v)
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """q `[H, T, d]`, unscaled: the first third of the fused projection."""
+        """Return the unscaled q `[H, T, d]`, the first third of the fused projection."""
         return self._split_heads(self._fused(layer, attention_input, slice(None, self._geometry.hidden)))
 
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v, each `[H, T, d]`: the last two thirds of the fused projection."""
+        """Return k and v, each `[H, T, d]`, the last two thirds of the fused projection."""
         k, v = self._fused(layer, attention_input, slice(self._geometry.hidden, None)).chunk(2, dim=-1)
         return self._split_heads(k), self._split_heads(v)
 
     def _fused(self, layer: int, attention_input: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Some output columns of Conv1D `c_attn` for `[T, D]`, through views of its weight `[D, 3 D]`."""
+        """Compute the given output columns of Conv1D `c_attn` for `[T, D]`, without copying its weight `[D, 3 D]`."""
         c_attn = self._attentions[layer].c_attn
         return torch.addmm(c_attn.bias[columns], attention_input, c_attn.weight[:, columns])
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """`hidden` `[T, D]` plus the output projection of `attended` `[T, H * d]`."""
+        """Return `hidden` `[T, D]` plus the output projection of `attended` `[T, H * d]`."""
         output: torch.Tensor = self._attentions[layer].c_proj(attended)
         return hidden + output
 
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-        """`residual` `[T, D]` plus the MLP of its norm."""
+        """Return `residual` `[T, D]` plus the MLP output for its norm."""
         module = self._layers[layer]
         output: torch.Tensor = module.mlp(module.ln_2(residual))
         return residual + output
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 `[T, V]` of the last layer's output `[T, D]`."""
+        """Return float32 logits `[T, V]` for the last layer's output `[T, D]`."""
         return self._widen(self._head(self._norm(hidden)))

@@ -1,4 +1,4 @@
-"""An embedding that is looked up in host memory; only the results are copied to the device."""
+"""Embedding lookup in host memory. Only the results are copied to the device."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import nn
 
 
 class HostEmbedding(nn.Module):
-    """Replaces a model's embedding and looks tokens up in host memory."""
+    """Replacement of a model's embedding that looks up tokens in host memory."""
 
     def __init__(self, embedding: nn.Module, device: torch.device) -> None:
-        """device: where token ids come from and rows go."""
+        """device: the model's device, with token ids and results."""
         super().__init__()
         self.inner = embedding
         self.bytes = 0
         """Bytes copied to the device so far."""
         own = next(embedding.parameters())
         self.weight = own.new_empty((0, *own.shape[1:]), device=device)
-        """`[0, D]`: where the model computes and in which dtype, which adapters read off an embedding."""
+        """Empty tensor `[0, D]` with the model's device and dtype, which adapters read from the embedding."""
 
     @property
     def host_bytes(self) -> int:

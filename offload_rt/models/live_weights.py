@@ -1,4 +1,4 @@
-"""Notice that the weights of a model in use were changed in place: by an optimizer, a LoRA merge or a quantiser."""
+"""Detect in-place changes to the weights of a model in use, for example by an optimizer or a LoRA merge."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..errors import ModelError
 from .packed import packing_of, tensors_of
 
 SAMPLES = 16
-"""Elements of each weight that are compared. Changes through `.data`, as PEFT merges adapters, do not show in the
-version counter of a tensor, but they change a whole matrix."""
+"""Maximum number of compared elements per weight. Changes through `.data`, which PEFT uses to merge adapters, do not
+increase a tensor's version counter, but they change the whole matrix."""
 
 
 class LiveWeights:
-    """The weights of a model that the caller owns and may change between requests."""
+    """Weights of a model that the caller owns and may change between requests."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -24,7 +24,7 @@ class LiveWeights:
         self._seen = self._state()
 
     def changes(self) -> int:
-        """Return how many times the weights were found changed. Raises ModelError if a module was replaced."""
+        """Return the number of calls so far that found changed weights. Raises ModelError if a module was replaced."""
         if (seen := self._state()) != self._seen:
             self._seen, self._changes = seen, self._changes + 1
         return self._changes
@@ -46,7 +46,7 @@ class LiveWeights:
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """Return up to 16 elements from all over the tensor."""
+    """Return the bytes of up to `SAMPLES` elements spread over the tensor."""
     rows = weight.reshape(1, -1) if weight.dim() < 2 else weight
     step_down, step_right = (max(1, -(-length // 4)) for length in (len(rows), rows.shape[-1]))
     return rows[::step_down, ..., ::step_right].reshape(-1)[:SAMPLES].contiguous().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""From a name to the place of a checkpoint: what ships with the package, a folder, a GGUF file, or the hub."""
+"""Resolve a model name to a shipped checkpoint, a folder, a GGUF file or a hub repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..config import EngineConfig
 from ..errors import ModelError
 
 SHIPPED = {"reference": "llama", "reference-opt": "opt"}
-"""Names of the checkpoints that ship in the package, and their folders under `offload_rt/reference`."""
+"""Shipped checkpoints by name, with their folders under `offload_rt/reference`."""
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HUB_FILE = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/(\w[\w./-]*\.gguf)", re.IGNORECASE)
@@ -21,11 +21,13 @@ _HUB_FILE = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/(\w[\w./-]*\.gguf)", re.IGNORECAS
 
 @dataclass(frozen=True)
 class Hub:
-    """How what is not here is fetched from the hub, and whether code that comes with a checkpoint may run.
+    """Options for downloads from the hub.
 
-    revision: a branch, a tag or a commit; None is the newest of the main branch.
-    token: for checkpoints that are not open to all; None takes what `hf auth login` left, or $HF_TOKEN.
-    folder: where files are kept; None is the hub's own cache folder.
+    Attributes:
+        revision: Branch, tag or commit. None selects the newest commit of the main branch.
+        token: Access token for restricted checkpoints. None uses `$HF_TOKEN` or the login of `hf auth login`.
+        folder: Download folder. None selects the hub's own cache folder.
+        trust_remote_code: Whether code that comes with a checkpoint may run.
     """
 
     revision: str | None = None
@@ -35,7 +37,7 @@ class Hub:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What transformers' `from_pretrained` is told of it."""
+        """Keyword arguments for transformers' `from_pretrained`."""
         folder = None if self.folder is None else str(self.folder)
         asked = {"revision": self.revision, "token": self.token, "cache_dir": folder}
         given = {name: value for name, value in asked.items() if value is not None}
@@ -43,22 +45,23 @@ class Hub:
 
 
 def hub_of(config: EngineConfig) -> Hub:
-    """What a configuration says of it."""
+    """Return the hub options of a configuration."""
     return Hub(config.revision, config.hf_token, config.download_dir, config.trust_remote_code)
 
 
 OPEN = Hub()
-"""The newest of what is open to all, and no code but transformers'."""
+"""Default options: newest revision, no explicit token, no remote code."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a checkpoint is.
+    """Location of a checkpoint.
 
-    place: a folder or a hub id, as transformers takes it.
-    gguf: the GGUF file in it that holds configuration, weights and tokenizer; None where they are files of their own.
-    shipped: whether it ships with the package.
-    hub: how it is fetched.
+    Attributes:
+        place: Folder or hub id, in the form that transformers accepts.
+        gguf: GGUF file in `place` with configuration, weights and tokenizer. None if they are separate files.
+        shipped: Whether the checkpoint ships with the package.
+        hub: Download options.
     """
 
     place: str
@@ -68,20 +71,25 @@ class Location:
 
     @property
     def folder(self) -> Path | None:
-        """The folder that it is, None on the hub."""
+        """The local folder, or None for a hub id."""
         return Path(self.place) if Path(self.place).is_dir() else None
 
     def __str__(self) -> str:
-        """The place as messages name it, quoted."""
+        """Return the quoted place, for messages."""
         what = self.place if self.gguf is None else f"{self.place}/{self.gguf}"
         return f"'{what}'" if self.folder else f"'{what}' (no such folder, so sought on the hub)"
 
 
 def locate(model: str | os.PathLike[str], hub: Hub = OPEN) -> Location:
-    """What `model` means: a shipped name, a folder, a GGUF file, else a hub id ("name" or "owner/name"), or a GGUF file
-    on the hub ("owner/name/file.gguf"). A folder without safetensors that holds one GGUF file means that file.
+    """Resolve `model` without network access.
 
-    Raises ModelError where it is none of these; nothing that looks like a path ever reaches the network.
+    Args:
+        model: A shipped name, a folder, a GGUF file, a hub id ("name" or "owner/name"), or a GGUF file on the hub
+            ("owner/name/file.gguf"). A folder with one GGUF file and no safetensors stands for that file.
+        hub: Download options.
+
+    Raises:
+        ModelError: `model` is none of these. A missing path is never looked up on the hub.
     """
     name = os.fspath(model)
     if name in SHIPPED:
@@ -111,7 +119,7 @@ def locate(model: str | os.PathLike[str], hub: Hub = OPEN) -> Location:
 
 
 def _only_gguf(folder: Path) -> str | None:
-    """The GGUF file that `folder` means. ModelError where there are several, and no safetensors to take instead."""
+    """Return the GGUF file of a folder without safetensors, or None. Raises ModelError if there are several."""
     files = sorted(file.name for file in folder.iterdir() if file.suffix.lower() == ".gguf")
     if not files or any(folder.glob("*.safetensors")):
         return None

@@ -1,4 +1,4 @@
-"""Norms that a device computes in one launch."""
+"""RMS norms as one kernel launch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from ..kernels.dispatch import rms_norm
 
 
 def fused(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A norm's forward, x `[T, D]` to `[T, D]`; on a CUDA device one kernel, if it is the norm that `rms_norm` defines:
-    that of Llama, by its code, which most models have a copy of."""
+    """Return a function that computes a norm, `[T, D]` to `[T, D]`, in one kernel on a CUDA device if possible.
+
+    Only copies of `LlamaRMSNorm`, which most models contain, are fused. Other modules are returned unchanged.
+    """
     if not _is_llamas(module):
         return module
     known: Any = module
@@ -28,7 +30,7 @@ def fused(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _is_llamas(module: nn.Module) -> bool:
-    """Whether the module's code is that of Llama's norm."""
+    """Return whether the module's `forward` has the same bytecode as that of `LlamaRMSNorm`."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     ours, theirs = (getattr(kind.forward, "__code__", None) for kind in (type(module), LlamaRMSNorm))

@@ -54,9 +54,10 @@ def chosen_by_a_token(layer: nn.Module) -> int:
 
 
 def experts_of(layer: nn.Module) -> Any:
-    """The module with the experts of a decoder layer as transformers stacks them (`use_experts_implementation`, called
-    with hidden states, choices and their weights): `num_experts` of them, every parameter `[num_experts, ...]`. None
-    where the layer has no such module."""
+    """Return the module with the stacked experts of a decoder layer, or None if there is none.
+
+    Each of its parameters is `[num_experts, ...]`, as transformers stacks them for `use_experts_implementation`.
+    """
     for name, module in layer.named_modules():
         count, weights = getattr(module, "num_experts", None), list(module.parameters())
         own = len(list(module.parameters(recurse=False)))
@@ -67,7 +68,9 @@ def experts_of(layer: nn.Module) -> Any:
 
 
 def lone_embedding(model: Any) -> nn.Module | None:
-    """The embedding of token ids, where the head is another matrix; None where it is the same one (a tied head), which
-    every token reads whole."""
+    """Return the token embedding, or None if the head shares its weight.
+
+    Every token reads the whole matrix of a tied head, so it must stay on the device.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     return None if head is None or head.weight is embedding.weight else embedding

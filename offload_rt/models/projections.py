@@ -1,7 +1,7 @@
-"""From a layer's attention module to its queries, keys and values: projections of their own or fused, norms of queries
-and keys for each head or over all of them. Attention itself is not here, and neither are positions.
+"""Compute queries, keys and values with the projections and norms of a layer's attention module.
 
-Every parameter of the module is used, or the model is refused.
+Projections may be separate or fused. Norms may apply to each head or to all heads together. Rotary positions are in
+`rotary`, attention is in `kernels`. A module with parameters that are not used here is rejected.
 """
 
 from __future__ import annotations
@@ -19,11 +19,23 @@ Norm = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Projections:
-    """One layer's; `[heads, T, d]` each, before positions. Where keys and values are not equally wide, d is the wider
-    of both, and zeros fill the narrower up: they add nothing to a score, and are cut off what was attended."""
+    """Projections of one layer, to `[heads, T, d]`, before rotation.
+
+    If keys and values have different widths, d is the larger one and the other is padded with zeros. Zeros do not
+    change scores, and `output` removes them from attention outputs.
+    """
 
     def __init__(self, attention: Any, heads: int, kv_heads: int) -> None:
-        """heads, kv_heads: what the configuration says. Raises ModelError for a module that computes something else."""
+        """Find the projections of `attention`.
+
+        Args:
+            attention: The attention module of a layer.
+            heads: Number of query heads in the configuration.
+            kv_heads: Number of KV heads in the configuration.
+
+        Raises:
+            ModelError: The module is not supported, or does not match the configuration.
+        """
         _refuse_latent(attention)
         self.heads, self.kv_heads = heads, kv_heads
         self._key_dim = int(getattr(attention, "head_dim", None) or attention.head_size)
@@ -52,20 +64,20 @@ class Projections:
         self._check_widths(attention)
 
     def qkv(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q `[H, T, d]`, k and v `[Hkv, T, d]` of attention inputs `[T, D]`."""
+        """Return q `[H, T, d]`, k and v `[Hkv, T, d]` for attention inputs `[T, D]`."""
         if self._split is None:
             return self.query(x), *self.key_value(x)
         q, k, v = self._split(self._q(x))
         return self._wide(self._query_norm(q)), self._wide(self._key_norm(k)), self._wide(v.transpose(0, 1))
 
     def query(self, x: torch.Tensor) -> torch.Tensor:
-        """q `[H, T, d]`; a fused projection computes all three."""
+        """Return q `[H, T, d]`. A fused projection computes k and v as well and discards them."""
         if self._split is not None:
             return self._wide(self._query_norm(self._split(self._q(x))[0]))
         return self._wide(self._query_norm(self._q(x).view(len(x), self.heads, self._key_dim)))
 
     def key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v `[Hkv, T, d]`."""
+        """Return k and v `[Hkv, T, d]`. A fused projection computes q as well and discards it."""
         if self._split is not None:
             _, k, v = self._split(self._q(x))
         else:
@@ -73,37 +85,44 @@ class Projections:
         return self._wide(self._key_norm(k)), self._wide(v.transpose(0, 1))
 
     def normed_behind(self, rows: torch.Tensor) -> torch.Tensor:
-        """Queries or keys `[heads, T, d]`, rotated, through a norm that stands behind the rotation and has no gain
-        (Llama 4), so that a later rotation changes nothing of it."""
+        """Apply the norm after the rotation (Llama 4), if any, to queries or keys `[heads, T, d]`.
+
+        This norm has no gain, so it commutes with a later rotation of cached keys.
+        """
         return rows if self._behind is None else self._behind(rows)
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
-        """`[T, D]` of what was attended, `[T, H d]`."""
+        """Apply the output projection to attention outputs `[T, H * d]`. Return `[T, D]`."""
         if self._value_dim < self.head_dim:
             attended = attended.view(len(attended), self.heads, -1)[..., : self._value_dim].flatten(1)
         out: torch.Tensor = self._output(attended)
         return out
 
     def _wide(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[heads, T, d]` of keys, queries or values."""
+        """Pad the last dimension of queries, keys or values with zeros to `head_dim`."""
         missing = self.head_dim - rows.shape[-1]
         return F.pad(rows, (0, missing)) if missing else rows
 
     def _one_behind_the_other(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v `[T, heads, d]` of `[T, (H + 2 Hkv) d]`: all queries, all keys, all values (Phi-3)."""
+        """Split `[T, (H + 2 Hkv) d]`, all queries before all keys before all values (Phi-3), into `[T, heads, d]`."""
         rows = fused.view(len(fused), -1, self._key_dim)
         q, k, v = rows.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         return q, k, v
 
     def _head_by_head(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v `[T, heads, d]` of `[T, Hkv (G + 2) d]`: each KV head's queries, its key, its value (GPT-NeoX,
-        Falcon)."""
+        """Split `[T, Hkv (G + 2) d]`, with G queries, key and value of each KV head together, into `[T, heads, d]`.
+
+        GPT-NeoX and Falcon use this layout.
+        """
         rows = fused.view(len(fused), self.kv_heads, -1, self._key_dim)
         return rows[:, :, :-2].flatten(1, 2), rows[:, :, -2], rows[:, :, -1]
 
     def _norm(self, attention: Any, names: Collection[str], heads: int, used: set[str]) -> Norm:
-        """`[T, heads, d]` to `[heads, T, d]` through the first module of these names, if there is one: over a head
-        (`[d]`), over all (`[heads * d]`), or a gain for each (`[heads, d]`)."""
+        """Return a function from `[T, heads, d]` to `[heads, T, d]` that applies the first norm found under `names`.
+
+        The shape of the norm's weight selects its kind: `[d]` for each head with shared gains, `[heads * d]` over all
+        heads together, `[heads, d]` for each head with its own gains. Without a norm, the function only transposes.
+        """
         name = next((name for name in names if getattr(attention, name, None) is not None), None)
         if name is None:
             return lambda rows: rows.transpose(0, 1)
@@ -122,7 +141,7 @@ class Projections:
         )
 
     def _check_widths(self, attention: Any) -> None:
-        """Raises ModelError where keys and values are not as wide as the heads say."""
+        """Raise ModelError if the width of a projection does not match the number of heads."""
         q, k, v = (self.heads, self._key_dim), (self.kv_heads, self._key_dim), (self.kv_heads, self._value_dim)
         for name, (heads, dim) in {"q_proj": q, "k_proj": k, "v_proj": v}.items():
             width = getattr(getattr(attention, name, None), "out_features", heads * dim)
@@ -135,7 +154,7 @@ class Projections:
 
 
 def first_of(module: Any, names: Collection[str]) -> Any:
-    """The first attribute of `module` of these names that is there. Raises ModelError where none is."""
+    """Return the first attribute of `module` under `names` that is not None. Raises ModelError if there is none."""
     found = next((each for each in (getattr(module, name, None) for name in names) if each is not None), None)
     if found is None:
         raise ModelError(f"{type(module).__name__} has none of {', '.join(names)}", reason="modules")
@@ -143,7 +162,7 @@ def first_of(module: Any, names: Collection[str]) -> Any:
 
 
 def refuse_unused(module: nn.Module, used: Collection[str]) -> None:
-    """Raises ModelError where `module` has weights under a name that is not among `used`."""
+    """Raise ModelError if `module` has parameters or submodules with parameters that are not in `used`."""
     children = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
     own = [name for name, _ in module.named_parameters(recurse=False)]
     strange = sorted({*children, *own} - set(used))

@@ -1,8 +1,8 @@
-"""Rotary frequencies that follow the length of the text, held at those of the longest one that a runtime is for.
+"""Fix rotary frequencies that depend on the text length to those of the longest supported text.
 
-Cached keys were rotated when their tokens came; frequencies that change later would leave them stale. So a runtime
-decides once, as vLLM does: "longrope" (Phi) has one set for texts up to the length that the model was first trained on
-and one for longer ones, "dynamic" the trained ones up to that length and others for every length beyond.
+Keys are rotated before they are cached, so they become invalid if the frequencies change later. The frequencies are
+therefore chosen once, as in vLLM. "longrope" (Phi) has two sets: one for texts up to the original training length and
+one for longer texts. "dynamic" has one set up to the training length and different frequencies for each longer length.
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ from ..errors import ModelError
 from .text_part import text_config, text_decoder
 
 FOLLOWS = ("dynamic", "longrope")
-"""RoPE types whose frequencies follow the length."""
+"""RoPE types with frequencies that depend on the text length."""
 
 
 def hold_frequencies(model: Any, reach: int | None) -> None:
-    """From now on `model` rotates as for texts of `reach` tokens (None: of all its positions), whatever it is given;
-    its configuration says how many positions that is for. A model of other RoPE types, or with several, stays as it is.
+    """Fix the rotary frequencies of `model` in place to those for texts of `reach` tokens.
 
-    Raises ModelError where no one set of frequencies is right up to `reach`.
+    If `reach` is at most the training length, `max_position_embeddings` is set to the training length. Models with
+    other RoPE types, or with several, are left unchanged.
+
+    Args:
+        model: A loaded transformers model.
+        reach: Length of the longest text in tokens. None stands for `max_position_embeddings`.
+
+    Raises:
+        ModelError: No single set of frequencies is valid up to `reach`.
     """
     rotary, config = getattr(text_decoder(model), "rotary_emb", None), text_config(model.config)
     kind = getattr(rotary, "rope_type", None)
@@ -40,5 +47,7 @@ def hold_frequencies(model: Any, reach: int | None) -> None:
         )
     elif not rotary.inv_freq.is_meta:
         device = rotary.inv_freq.device
-        rotary(torch.zeros(1, device=device), torch.full((1, 1), trained, device=device))  # takes the long ones over
+        rotary(
+            torch.zeros(1, device=device), torch.full((1, 1), trained, device=device)
+        )  # a pass beyond `trained` switches to the long set
     rotary.rope_type = "default"

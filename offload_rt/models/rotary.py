@@ -1,8 +1,8 @@
-"""Rotary positions of a model's layers: cos and sin from its own module, in one of the two orders in which models pair
-the dimensions of a head, over all of a head or its first dimensions.
+"""Rotary position embedding with cos and sin from the model's own rotary module.
 
-How a model rotates is not declared: what `apply_rotary_pos_emb` of its file does to a few random queries is compared
-with each order here, and a model that does something else is refused.
+Models pair the dimensions of a head in one of two orders, and rotate all dimensions or only the first ones. The order
+is detected: `apply_rotary_pos_emb` of the model's source file is applied to random queries, and the result is compared
+with both orders. Models that match neither are rejected.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from ..kernels.dispatch import rotate_halves
 from .reach import FOLLOWS
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""cos and signed sin (the minus of the rotation is in it), each `[1, T, w]`, for the first w of a head's dimensions."""
+"""cos and signed sin, each `[1, T, w]`, for the first w dimensions of a head. See `Halves.signed`."""
 
 
 class Halves:
-    """Dimension i turns with dimension i + w/2: Llama and most others."""
+    """Pair dimension i with dimension i + w/2: Llama and most other models."""
 
     @staticmethod
     def spread(waves: torch.Tensor) -> torch.Tensor:
-        """Waves `[..., w/2]`, one for each pair, as `[..., w]`, one for each dimension."""
+        """Expand values `[..., w/2]`, one for each pair, to `[..., w]`, one for each dimension."""
         return torch.cat((waves, waves), dim=-1)
 
     @staticmethod
     def signed(sin: torch.Tensor) -> torch.Tensor:
-        """sin `[..., w]` with the sign that each dimension's partner enters it with."""
+        """Negate sin `[..., w]` for the first dimension of each pair."""
         first, second = sin.chunk(2, dim=-1)
         return torch.cat((-first, second), dim=-1)
 
     @staticmethod
     def partners(x: torch.Tensor) -> torch.Tensor:
-        """x `[..., w]` with the dimensions of each pair swapped, a copy."""
+        """Return a copy of x `[..., w]` with the dimensions of each pair swapped."""
         return x.roll(x.shape[-1] // 2, dims=-1)
 
 
 class Neighbours:
-    """Dimension 2i turns with dimension 2i + 1: Cohere, GLM."""
+    """Pair dimension 2i with dimension 2i + 1: Cohere, GLM."""
 
     @staticmethod
     def spread(waves: torch.Tensor) -> torch.Tensor:
-        """As `Halves.spread`."""
+        """See `Halves.spread`."""
         return waves.repeat_interleave(2, dim=-1)
 
     @staticmethod
     def signed(sin: torch.Tensor) -> torch.Tensor:
-        """As `Halves.signed`."""
+        """See `Halves.signed`."""
         first, second = sin.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((-first, second), dim=-1).flatten(-2)
 
     @staticmethod
     def partners(x: torch.Tensor) -> torch.Tensor:
-        """As `Halves.partners`."""
+        """See `Halves.partners`."""
         swapped: torch.Tensor = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         return swapped
 
@@ -66,9 +66,11 @@ Order = type[Halves] | type[Neighbours]
 
 
 def rotate(x: torch.Tensor, rotation: Rotation, order: Order) -> torch.Tensor:
-    """RoPE of `x` `[heads, T, d]`: its first w dimensions times cos plus their partners times signed sin, which gives
-    the bits of `x cos + rotate_half(x) sin` with fewer kernels. The others stay. Where the tables are of a wider dtype
-    than `x` (OLMo), so is the computation."""
+    """Rotate the first w dimensions of `x` `[heads, T, d]`. The other dimensions are unchanged.
+
+    The result is bitwise equal to `x cos + rotate_half(x) sin`, but takes fewer kernels. If the tables have a wider
+    dtype than `x` (OLMo), the computation uses it. The result has the dtype of `x`.
+    """
     cos, sin = rotation
     width = cos.shape[-1]
     if order is Halves and width == x.shape[-1]:
@@ -80,28 +82,34 @@ def rotate(x: torch.Tensor, rotation: Rotation, order: Order) -> torch.Tensor:
 
 
 class Rotary:
-    """The rotations of all layers, from the decoder's rotary module.
+    """Rotations of all layers, computed by the decoder's rotary module.
 
-    The rotations of the last positions are remembered. Layer 0 always computes them; deeper layers reuse them while
-    they are called with the same tensor object, which must not be changed in place between layer 0 and the last one. A
-    CUDA graph that captures a step from layer 0 on records their computation too.
+    The rotations of the latest positions are cached. Layer 0 always computes them again. Later layers reuse them if
+    they are called with the same tensor object, so this tensor must not be changed in place during a pass. A CUDA graph
+    that captures a step from layer 0 includes this computation.
     """
 
     def __init__(self, module: Any, kinds: Sequence[str | None], attention: Any) -> None:
-        """kinds: for each layer the name under which `module` knows its frequencies, "" where it has only one, None
-        for a layer without positions. attention: an attention module of the model, for its file."""
+        """Detect the order in which the model rotates.
+
+        Args:
+            module: The decoder's rotary module.
+            kinds: Name of each layer's frequencies in `module`. "" if there is only one set, None for layers without
+                rotary positions.
+            attention: An attention module of the model, used to find its source file.
+        """
         self._module, self._kinds = module, tuple(kinds)
         self._positions: torch.Tensor | None = None
         self._rotations: dict[str, Rotation] = {}
         self._order: Order = Halves
         self._ready = True
-        """Whether the module's tables are in this order already."""
+        """Whether the module's tables are already in this order."""
         used = sorted({kind for kind in kinds if kind is not None})
         if used and not self._inverse(used[0]).is_meta:
             self._look_at(used[0], attention)
 
     def _look_at(self, kind: str, attention: Any) -> None:
-        """Finds how the model rotates, and in which order the module's tables are."""
+        """Detect the order of the rotation and the order of the module's tables."""
         inverse = self._inverse(kind)
         cos, sin = self._tables(kind, inverse.float(), torch.arange(5, device=inverse.device))
         pairs = len(inverse)
@@ -111,7 +119,7 @@ class Rotary:
         self._ready = cos.shape[-1] == 2 * pairs and by_halves == (self._order is Halves)
 
     def rotate(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`x` `[heads, T, d]` of a layer at positions `[T]`, in its dtype; a layer without positions gives `x`."""
+        """Rotate `x` `[heads, T, d]` to positions `[T]`. Return `x` for a layer without rotary positions."""
         if layer == 0 or positions is not self._positions:
             self._rotations.clear()
             self._positions = positions
@@ -127,7 +135,10 @@ class Rotary:
         return rotate(x, self._rotations[kind], self._order)
 
     def rotate_by(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        """Rotated keys `[Hkv, n, d]` of a layer `offset` positions on; angles are float64, the product float32."""
+        """Rotate keys `[Hkv, n, d]`, which are already rotated, by `offset` more positions.
+
+        Angles are computed in float64, products in float32 or the dtype of `k` if that is wider.
+        """
         kind = self._kinds[layer]
         if kind is None:
             return k
@@ -137,26 +148,28 @@ class Rotary:
         return rotate(k.to(compute), (cos, self._order.signed(sin)), self._order).to(k.dtype)
 
     def _inverse(self, kind: str) -> torch.Tensor:
-        """The inverse frequencies `[w/2]` of a kind."""
+        """Return the inverse frequencies `[w/2]` of a kind."""
         found: torch.Tensor = getattr(self._module, f"{kind}_inv_freq" if kind else "inv_freq")
         return found
 
     def _tables(self, kind: str, x: torch.Tensor, positions: torch.Tensor) -> Rotation:
-        """cos and sin of positions `[T]` in the dtype of `x`, as the module gives them: its attention factor (YaRN) is
-        in them."""
+        """Return cos and sin for positions `[T]` from the module, including its attention factor (YaRN)."""
         at = positions[None]
-        if hasattr(self._module, "mrope_section"):  # of Qwen-VL: time, height and width, which a text has as one
+        if hasattr(self._module, "mrope_section"):  # Qwen-VL: time, height and width are equal for text
             at = at.expand(3, 1, -1)
         tables: Any = self._module(x, at, kind) if kind else self._module(x, at)
-        if isinstance(tables, torch.Tensor):  # Llama 4: one complex number for each pair of neighbours
+        if isinstance(tables, torch.Tensor):  # Llama 4: one complex number for each pair
             return tables.real, tables.imag
         rotation: Rotation = tables
         return rotation
 
 
 def _order_of(attention: Any, waves: Rotation) -> Order:
-    """The order that the file of `attention` rotates in, seen on `waves` `[1, T, w/2]`; where it says nothing, `Halves`
-    (and the proof at load has the last word)."""
+    """Detect the order of the rotation in the source file of `attention`, with cos and sin `waves` `[1, T, w/2]`.
+
+    Without `apply_rotary_pos_emb` in the file, the order is `Neighbours` if there is an `apply_rotary_emb` (Llama 4),
+    else `Halves`. The check at load detects a wrong guess.
+    """
     file = sys.modules[type(attention).__module__]
     apply = getattr(file, "apply_rotary_pos_emb", None)
     if apply is None:
@@ -180,7 +193,7 @@ def _order_of(attention: Any, waves: Rotation) -> Order:
 
 
 def refuse_length_dependent(rope_types: Sequence[str]) -> None:
-    """Raises ModelError where cached keys could not stay valid: nobody has held the frequencies (`reach`)."""
+    """Raise ModelError if frequencies depend on the text length and `reach.hold_frequencies` has not fixed them."""
     for rope_type in rope_types:
         if rope_type in FOLLOWS:
             raise ModelError(

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: fast for few rows, and for bfloat16 on processors without instructions for it."""
+"""Fast linear layers on a CPU, for few input rows and for bfloat16 without native instructions."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from torch import nn
 from ..kernels import row_products, team
 
 TILE_BYTES = 1 << 22
-"""Size of a part of a weight in float32: bfloat16 is widened in a buffer of this size."""
+"""Maximum size of a weight tile in bytes of float32. bfloat16 weights are converted tile by tile."""
 
 
 class RowLinear(nn.Linear):
-    """`nn.Linear` whose products with up to `MOST_ROWS` rows are computed by `kernels.row_products`.
+    """`nn.Linear` that computes up to `MOST_ROWS` input rows with `kernels.row_products`.
 
-    Each row is summed alone, so that its result does not depend on how many rows come together. Products with more rows
-    are torch's, shared out to threads by parts of the weight.
+    There, each row is summed separately, so its result does not depend on the number of rows. Larger inputs use torch,
+    with tiles of the weight distributed over threads.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map `[..., in]` to `[..., out]`."""
+        """Apply the layer to `[..., in]`. Return `[..., out]`."""
         if torch.is_grad_enabled() or input.dtype != self.weight.dtype or not input.numel():
             return super().forward(input)
         if input.numel() > row_products.MOST_ROWS * self.in_features:
@@ -28,7 +28,7 @@ class RowLinear(nn.Linear):
         return super().forward(input) if code is None else code.linear(input, self.weight, self.bias)
 
     def _by_parts(self, input: torch.Tensor) -> torch.Tensor:
-        # torch's product of bfloat16 is slow without instructions for it, so tiles of the weight are widened.
+        # torch multiplies bfloat16 slowly without native instructions, so tiles of the weight are converted to float32.
         widens = self.weight.dtype == torch.bfloat16 and not row_products.torch_multiplies_bfloat16()
         dtype = torch.float32 if widens else self.weight.dtype
         x = input.reshape(-1, self.in_features).to(dtype)
@@ -47,7 +47,7 @@ class RowLinear(nn.Linear):
 
 
 def use_row_linear(model: nn.Module) -> None:
-    """Turn every plain linear layer of a model into a `RowLinear` if its weight is supported."""
+    """Convert every plain linear layer with a supported weight to `RowLinear`, in place."""
     for module in model.modules():
         if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
             continue

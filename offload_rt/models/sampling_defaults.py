@@ -1,4 +1,4 @@
-"""How a model's makers would have its tokens chosen: `generation_config.json`."""
+"""Default sampling parameters from a model's `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ _NAMES = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Those that vLLM takes, by transformers' names: the parameters that they are here. `do_sample` is not among them."""
+"""Names in transformers and in `SamplingParams`. As in vLLM, `do_sample` is ignored."""
 
 
 def sampling_defaults(generation_config: Any) -> SamplingParams:
-    """`SamplingParams` with what a generation configuration says (None: nothing). What it says and cannot be is left
-    out, with a warning."""
+    """Return `SamplingParams` with the values of a generation configuration, if any.
+
+    Invalid values are ignored with a warning.
+    """
     found: dict[str, Any] = {}
     for name, ours in _NAMES.items():
         value = getattr(generation_config, name, None)

@@ -1,7 +1,7 @@
-"""The text decoder of a model: the model itself, or a part of one that takes pictures or sound too.
+"""Find the text decoder of a model, and load multimodal checkpoints without their other parts.
 
-Of a multimodal checkpoint the text part alone runs: transformers' own class is made without the modules that see and
-hear, so that their weights are never read. Given text alone, it computes what it does with them.
+The transformers class of a multimodal checkpoint is instantiated without its vision and audio modules, so that their
+weights are never read. This does not change results for text.
 """
 
 from __future__ import annotations
@@ -11,40 +11,42 @@ from typing import Any
 
 
 def is_multimodal(config: Any) -> bool:
-    """Whether a configuration holds one of a text decoder beside others."""
+    """Return whether a configuration has a separate configuration for its text decoder."""
     return config.get_text_config(decoder=True) is not config
 
 
 def text_config(config: Any) -> Any:
-    """What a configuration says of the text decoder: a part of it, or all of it."""
+    """Return the configuration of the text decoder: a part of `config`, or `config` itself."""
     return config.get_text_config(decoder=True) if is_multimodal(config) else config
 
 
 def text_decoder(model: Any) -> Any:
-    """The module with embedding, layers and last norm."""
+    """Return the module that contains the embedding, the decoder layers and the final norm."""
     if is_multimodal(model.config):
         return _inner(model.get_decoder())
     return _inner(model.base_model)
 
 
 def _inner(decoder: Any) -> Any:
-    """`decoder` without its head, where it has one (Llama 4)."""
+    """Return `decoder` without its language model head, if it has one (Llama 4)."""
     return decoder.model if hasattr(decoder, "lm_head") else decoder
 
 
 def other_parts(model: Any) -> tuple[str, ...]:
-    """Names in `model` of the modules that a text never passes, those that were left out included."""
+    """Return the names of all modules that text does not use, including those omitted by `text_only`."""
     return (*getattr(model, _LEFT_OUT, ()), *(name for name, _, _ in _others(model)))
 
 
 def is_of(part: str, weight: str) -> bool:
-    """Whether a weight of the name `weight`, in a model or in a file, belongs to the part that a model calls `part`:
-    files write "vision_tower." where a model has "model.vision_tower."."""
+    """Return whether a weight named `weight`, in a model or in a file, belongs to the module `part` of a model.
+
+    Prefixes may differ: files use "vision_tower." for the module "model.vision_tower".
+    """
     return part.rpartition(".")[2] in weight.split(".")
 
 
 def text_only(kind: type[Any]) -> type[Any]:
-    """A class like `kind`, a multimodal one of transformers, whose models have no other parts from the beginning."""
+    """Return a subclass of `kind`, a multimodal transformers class, that removes all other parts on construction."""
 
     def build(self: Any, config: Any, *args: Any, **named: Any) -> None:
         kind.__init__(self, config, *args, **named)
@@ -60,8 +62,7 @@ _LEFT_OUT = "_offload_rt_left_out"
 
 
 def _others(model: Any) -> Iterator[tuple[str, Any, str]]:
-    """(name in the model, the module that holds it, its name there) of every part beside the text decoder and its
-    head."""
+    """Yield (name in the model, parent module, name in the parent) for each part outside the text decoder and head."""
     if not is_multimodal(model.config):
         return
     decoder, head, base = text_decoder(model), model.get_output_embeddings(), model.base_model
