@@ -43,7 +43,8 @@ _SHARE = 0.75
 """Share of tokens that must agree in a mixture of experts, because rounding may change the chosen expert."""
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Maximum error relative to a layer's contribution to the residual stream. (In float64 models, norms still compute in float32.)"""
+"""Maximum error relative to a layer's contribution to the residual stream. Norms of float64 models compute in
+float32."""
 
 _HARMLESS = (
     "dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
