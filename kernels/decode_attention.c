@@ -5,15 +5,20 @@ so memory sets the floor: 2 * HEAD_DIM numbers of a row divided by the rate at w
 tokens of one KV head. Its result, not yet divided by the softmax's sum, is kept until `finish` merges all parts. */
 
 #include "simd.h"
+#include "team.h"
 
 #define KEYS 64   /* of a block, whose keys and values stay in the nearest cache */
 #define QUERIES 4 /* at once: their sums stay in registers */
 
 /* q and out are [kv_heads][group][HEAD_DIM], lse is [kv_heads][group]. Rows of k and v lie `_head` and `_token` numbers
-apart. `outs` [kv_heads][parts][group][HEAD_DIM], `peaks` and `sums` [kv_heads][parts][group] hold results of parts. */
+apart. `outs` [kv_heads][parts][group][HEAD_DIM], `peaks` and `sums` [kv_heads][parts][group] hold results of parts.
+
+If `block_rows` is NULL, the n tokens are rows 0 to n - 1. Otherwise the call attends to tokens [sinks, sinks_stop), to tokens
+[recent, recent_stop), and to tokens [kv_heads][selected]; token t is row t + block_rows[t / 64]. */
 typedef struct {
     const Number *q, *k, *v;
-    const int64_t *ids; /* [kv_heads][n]: the row of each token; NULL if token t is row t */
+    const int64_t *tokens, *block_rows;
+    int64_t sinks, sinks_stop, recent, recent_stop, selected;
     float *outs, *peaks, *sums, *out, *lse;
     int64_t k_head, k_token, v_head, v_token, kv_heads, group, n, per_part;
     float scale, softcap; /* 0: scores are not capped */
@@ -48,12 +53,20 @@ typedef struct {
     int count;
 } Block;
 
+/* The token at place `i` among the tokens that KV head `head` attends to. */
+static inline int64_t token_at(const Call *call, int64_t head, int64_t i) {
+    int64_t sinks = call->sinks_stop - call->sinks, resident = sinks + call->recent_stop - call->recent;
+    if (i < sinks) return call->sinks + i;
+    return i < resident ? call->recent + i - sinks : call->tokens[head * call->selected + i - resident];
+}
+
 static void find_block(const Call *call, int64_t head, int64_t start, int64_t stop, Block *block) {
     const Number *k = call->k + head * call->k_head, *v = call->v + head * call->v_head;
     block->count = stop - start < KEYS ? (int)(stop - start) : KEYS;
     for (int t = 0; t < KEYS; t++) {
         int64_t token = start + (t < block->count ? t : block->count - 1);
-        int64_t row = call->ids ? call->ids[head * call->n + token] : token;
+        int64_t row = token;
+        if (call->block_rows) row = token_at(call, head, token), row += call->block_rows[row / KEYS];
         block->keys[t] = k + row * call->k_token, block->values[t] = v + row * call->v_token;
     }
 }
@@ -162,7 +175,7 @@ static void attend_range(const Call *call, int64_t head, int64_t start, int64_t 
     for (int now = 0; start < stop; start += KEYS, now = !now) {
         if (start + KEYS < stop) {
             find_block(call, head, start + KEYS, stop, &blocks[!now]);
-            if (call->ids) prefetch_block(&blocks[!now]);
+            if (call->block_rows) prefetch_block(&blocks[!now]);
         }
         for (int i = 0; i < count; i++) {
             int64_t left = call->group - i * QUERIES;
@@ -172,7 +185,7 @@ static void attend_range(const Call *call, int64_t head, int64_t start, int64_t 
 }
 
 /* Range `part` % parts of KV head `part` / parts. */
-void attend_part(const void *given, int64_t part) {
+static void attend_part(const void *given, int64_t part) {
     const Call *call = given;
     int64_t parts = parts_of(call), head = part / parts, start = part % parts * call->per_part;
     int64_t stop = start + call->per_part < call->n ? start + call->per_part : call->n;
@@ -192,7 +205,7 @@ void attend_part(const void *given, int64_t part) {
 }
 
 /* Merges the parts of all queries: out and lse (natural log). */
-void finish(const Call *call) {
+static void finish(const Call *call) {
     int64_t parts = parts_of(call);
     for (int64_t query = 0; query < call->kv_heads * call->group; query++) {
         int64_t first = query / call->group * parts * call->group + query % call->group;
@@ -207,4 +220,9 @@ void finish(const Call *call) {
         for (int c = 0; c < HEAD_DIM; c++) call->out[query * HEAD_DIM + c] = whole[place_of(c)] / sum;
         call->lse[query] = peak / LOG2E + logf(sum);
     }
+}
+
+void attend_all(const Call *call, TeamRun run, int threads) {
+    run(attend_part, call, call->kv_heads * parts_of(call), threads);
+    finish(call);
 }

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from ..core import ScatteredRows
+from ..core import PagedRows
 from . import native, team
 from .pages import BLOCK
 
@@ -20,12 +20,17 @@ depend on the number of threads, because the parts do not."""
 WORTH_THREADS = 1 << 20
 """Products of a call from which waking threads is worth it."""
 
+_ALL_ROWS = (None, None, 0, 0, 0, 0, 0)
+"""Fields of `_Call` for KV in order."""
+
 
 class _Call(ctypes.Structure):
     """`Call` of decode_attention.c."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "ids", "outs", "peaks", "sums", "out", "lse")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "tokens", "block_rows")),
+        *((name, ctypes.c_int64) for name in ("sinks", "sinks_stop", "recent", "recent_stop", "selected")),
+        *((name, ctypes.c_void_p) for name in ("outs", "peaks", "sums", "out", "lse")),
         *((f"{name}_{step}", ctypes.c_int64) for name in ("k", "v") for step in ("head", "token")),
         *((name, ctypes.c_int64) for name in ("kv_heads", "group", "n", "per_part")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
@@ -43,41 +48,48 @@ class DecodeAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with q `[Hkv, G, d]` to k, v `[Hkv, n, d]`, n >= 1: float32 out `[Hkv, G, d]` and lse `[Hkv, G]`, as
         `reference.attend_part` defines them."""
-        return self._attend(q, k, v, None, k.shape[1], scale, softcap)
+        k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+        strides = (*k.stride()[:2], *v.stride()[:2])
+        return self._attend(q, k.data_ptr(), v.data_ptr(), _ALL_ROWS, strides, k.shape[1], scale, softcap)
 
-    def attend_scattered(
-        self, q: torch.Tensor, rows: ScatteredRows, scale: float, softcap: float | None
+    def attend_paged(
+        self, q: torch.Tensor, rows: PagedRows, scale: float, softcap: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`attend` for KV vectors that lie anywhere."""
-        kv_heads, n = rows.ids.shape
-        k, v = (x.expand(kv_heads, -1, -1) for x in (rows.k, rows.v))
-        return self._attend(q, k, v, rows.ids.contiguous(), n, scale, softcap)
+        """`attend` for KV in the blocks of the host pool, read in place."""
+        d, tokens = q.shape[2], rows.tokens.contiguous()
+        skipped, step = rows.first * d * rows.k.element_size(), rows.head_rows * d
+        sinks, recent = rows.resident
+        places = (
+            tokens.data_ptr(), rows.block_rows.data_ptr(),
+            sinks.start, sinks.stop, recent.start, recent.stop, tokens.shape[1],
+        )  # fmt: skip
+        k, v = rows.k.data_ptr() + skipped, rows.v.data_ptr() + skipped
+        return self._attend(q, k, v, places, (step, d, step, d), rows.shape[1], scale, softcap)
 
     def _attend(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        ids: torch.Tensor | None,
+        k: int,
+        v: int,
+        places: tuple[int | None, ...],
+        strides: tuple[int, ...],
         n: int,
         scale: float,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        kv_heads, group, d = q.shape
-        q, k, v = q.contiguous(), *(x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+        """Attend to n tokens of KV at the addresses k and v. `places` and `strides` are fields of `_Call`."""
+        (kv_heads, group, d), q = q.shape, q.contiguous()
         per_part = max(LEAST_TOKENS, -(-n // (MOST_PARTS * BLOCK)) * BLOCK)
         parts = -(-n // per_part)
         out, lse = torch.empty(kv_heads, group, d), torch.empty(kv_heads, group)
         room = torch.empty(kv_heads * parts * group * (d + 2))
         outs, results = room.data_ptr(), 4 * kv_heads * parts * group
         call = _Call(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), None if ids is None else ids.data_ptr(), outs,
-            outs + results * d, outs + results * (d + 1), out.data_ptr(), lse.data_ptr(), *k.stride()[:2],
-            *v.stride()[:2], kv_heads, group, n, per_part, scale, softcap or 0.0,
+            q.data_ptr(), k, v, *places, outs, outs + results * d, outs + results * (d + 1), out.data_ptr(),
+            lse.data_ptr(), *strides, kv_heads, group, n, per_part, scale, softcap or 0.0,
         )  # fmt: skip
         threads = team.threads() if kv_heads * group * n * d > WORTH_THREADS else 1
-        team.run(self.library.attend_part, call, kv_heads * parts, threads)
-        self.library.finish(ctypes.byref(call))
+        self.library.attend_all(ctypes.byref(call), team.runner(), threads)
         return out, lse
 
 
@@ -92,5 +104,5 @@ def takes(q: torch.Tensor) -> DecodeAttention | None:
 
 @cache
 def _code(library: ctypes.CDLL) -> DecodeAttention:
-    library.finish.restype = None
+    library.attend_all.argtypes, library.attend_all.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int], None
     return DecodeAttention(library)

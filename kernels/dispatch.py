@@ -273,7 +273,7 @@ def score_low_bit(
     return found
 
 
-def join_tail(
+def merge_approximate(
     q: torch.Tensor,
     mean: torch.Tensor,
     mixing: torch.Tensor,
@@ -295,7 +295,7 @@ def join_tail(
     module: Any = low_bit_lists
     if _compiled(q):
         from . import triton_low_bit as module
-    whole: tuple[torch.Tensor, torch.Tensor] = module.join_tail(
+    whole: tuple[torch.Tensor, torch.Tensor] = module.merge_approximate(
         q, mean, mixing, layout, table, starts, stops, chosen, counts, tokens, out, lse
     )
     return whole

@@ -13,8 +13,10 @@ twice, about 14 instructions of LANES each. */
 #if HEAD_DIM * VALUE_BITS / 8 % 16
 #define NARROW_VECTORS
 #endif
+#include "best_scores.h"
 #include "code_products.h"
 #include "low_bit_layout.h"
+#include "low_bit_store.h"
 #include "value_products.h"
 
 #define QUADS (HEAD_DIM / 4)
@@ -27,7 +29,7 @@ twice, about 14 instructions of LANES each. */
 #define PARTS_OF_SUM (16 / LANES)         /* sums have 16 parts at every level, so that all levels round alike */
 #define VERY_SMALL -3e38f
 
-/* One call of score and mix. Tokens [start, stop) lie in blocks [first, last) = [start / 64, (stop + 63) / 64). Parts of
+/* One call of score_all and mix_all. Tokens [start, stop) lie in blocks [first, last) = [start / 64, (stop + 63) / 64). Parts of
 a head are `per_part` of these blocks each. */
 typedef struct {
     uint8_t *const *pages;
@@ -41,7 +43,8 @@ typedef struct {
     uint64_t *hidden; /* [heads][last - first]: a bit is set for each token that does not count */
     float softcap;    /* 0: scores are not capped */
     float *part_outs, *mixed_sums; /* [heads][parts][group][HEAD_DIM], [heads][parts][group] */
-    float *outs, *mixed_lses;      /* [heads][group][HEAD_DIM], [heads][group] */
+    const float *unmixing;         /* [HEAD_DIM][HEAD_DIM]: values * unmixing are values of the model */
+    float *outs, *lses_of_outs;    /* [heads][group][HEAD_DIM], [heads][group]: exact attention, then merged */
 } Call;
 
 typedef struct {
@@ -181,7 +184,8 @@ INLINE void add_shares(const float *s, float *peak, f32 sums[PARTS_OF_SUM]) {
 
 /* A part of the scores: (sum over channels of weight and code - middle) * step * scale + shift, very small for tokens
 outside [start, stop); with its peaks and its sums of e^(score - peak). */
-void score(const Call *call, int64_t index) {
+static void score(const void *given, int64_t index) {
+    const Call *call = given;
     Range own = range_of(call, index);
     int64_t group = call->group, stride = (own.last - own.first) * BLOCK;
     float found[MOST_QUERIES][BLOCK], peaks[MOST_QUERIES];
@@ -214,7 +218,7 @@ void score(const Call *call, int64_t index) {
 }
 
 /* Peaks and lses of all parts of `score` together. */
-void finish_scores(const Call *call) {
+static void finish_scores(const Call *call) {
     int64_t parts = range_of(call, 0).parts;
     for (int64_t query = 0; query < call->heads * call->group; query++) {
         int64_t first = query / call->group * parts * call->group + query % call->group;
@@ -227,6 +231,12 @@ void finish_scores(const Call *call) {
         call->peaks[query] = peak;
         call->lses[query] = peak + logf(total);
     }
+}
+
+/* Computes scores, peaks and lses of all queries. */
+void score_all(const Call *call, TeamRun run, int threads) {
+    run(score, call, call->heads * range_of(call, 0).parts, threads);
+    finish_scores(call);
 }
 
 /* ------------------------------------------------------------------------------------------------------ values */
@@ -271,7 +281,8 @@ static void add_values(const uint8_t *values, const Weight weights[][BLOCK], int
 INLINE float capped_peak(float peak, float cap) { return capped(all(peak), cap)[0]; }
 
 /* Sets the bits of a head's tokens that are outside [start, stop) or in skip. */
-void hide(const Call *call, int64_t head) {
+static void hide(const void *given, int64_t head) {
+    const Call *call = given;
     Range all_blocks = range_of(call, 0);
     int64_t first = all_blocks.first * BLOCK, blocks = all_blocks.last - all_blocks.first;
     uint64_t *hidden = call->hidden + head * blocks;
@@ -297,7 +308,8 @@ INLINE void weigh(const float *s, float peak, uint64_t hidden, const f32 steps[B
 }
 
 /* A part of the attention with the scores and peaks of `score` over the tokens that `hide` left. */
-void mix(const Call *call, int64_t index) {
+static void mix(const void *given, int64_t index) {
+    const Call *call = given;
     Range own = range_of(call, index);
     int64_t group = call->group, stride = (own.last - own.first) * BLOCK;
     float(*outs)[HEAD_DIM] = (float(*)[HEAD_DIM])(call->part_outs + index * group * HEAD_DIM), peaks[MOST_QUERIES];
@@ -322,71 +334,44 @@ void mix(const Call *call, int64_t index) {
     for (int64_t g = 0; g < group; g++) call->mixed_sums[index * group + g] = sum_of_parts(sums[g]);
 }
 
-/* All parts of `mix` together: outs and lses, 0 and -inf where no token is left. */
-void finish_mix(const Call *call) {
-    int64_t parts = range_of(call, 0).parts;
+/* Adds up all parts of `mix` for one query: the sum over values, in their stored basis. Returns the sum of weights. */
+static float sum_mixed_parts(const Call *call, int64_t query, float whole[HEAD_DIM]) {
+    int64_t parts = range_of(call, 0).parts, first = query / call->group * parts * call->group + query % call->group;
+    float total = 0.0f;
+    for (int64_t part = 0; part < parts; part++) total += call->mixed_sums[first + part * call->group];
+    for (int c = 0; c < HEAD_DIM; c += LANES) {
+        f32 sum = {0};
+        for (int64_t part = 0; part < parts; part++)
+            sum += load(call->part_outs + (first + part * call->group) * HEAD_DIM + c);
+        store(whole + c, sum);
+    }
+    return total;
+}
+
+/* outs += factor * values * unmixing */
+static void add_unmixed(float *out, const float *values, float factor, const float *unmixing) {
+    for (int from = 0; from < HEAD_DIM; from++)
+        for (int c = 0; c < HEAD_DIM; c += LANES)
+            store(out + c, fma_of(all(factor * values[from]), load(unmixing + from * HEAD_DIM + c), load(out + c)));
+}
+
+/* Merges the approximate attention with the exact one in `outs`, as one softmax over both. */
+static void finish_mix(const Call *call) {
     for (int64_t query = 0; query < call->heads * call->group; query++) {
-        int64_t first = query / call->group * parts * call->group + query % call->group;
-        float total = 0.0f, *out = call->outs + query * HEAD_DIM;
-        for (int64_t part = 0; part < parts; part++) total += call->mixed_sums[first + part * call->group];
-        for (int c = 0; c < HEAD_DIM; c += LANES) {
-            f32 sum = {0};
-            for (int64_t part = 0; part < parts; part++)
-                sum += load(call->part_outs + (first + part * call->group) * HEAD_DIM + c);
-            store(out + c, sum / (total > 0.0f ? total : 1.0f));
-        }
-        float peak = capped_peak(call->peaks[query], call->softcap);
-        call->mixed_lses[query] = total > 0.0f ? peak + logf(total) : -INFINITY;
+        float whole[HEAD_DIM], total = sum_mixed_parts(call, query, whole), *out = call->outs + query * HEAD_DIM;
+        if (!(total > 0.0f)) continue; /* no token is left */
+        float exact = call->lses_of_outs[query], peak = capped_peak(call->peaks[query], call->softcap);
+        float approximate = peak + logf(total), larger = exact > approximate ? exact : approximate;
+        float lse = larger + logf(expf(exact - larger) + expf(approximate - larger));
+        for (int c = 0; c < HEAD_DIM; c++) out[c] *= expf(exact - lse);
+        add_unmixed(out, whole, expf(peak - lse), call->unmixing);
+        call->lses_of_outs[query] = lse;
     }
 }
 
-/* -------------------------------------------------------------------------------------------------------- rows */
-
-/* rows [heads][count][HEAD_DIM] take the slots from `slot` on: as keys, or as values. */
-typedef struct {
-    uint8_t *const *pages;
-    int64_t offset, heads, slot, count;
-    const float *rows;
-    int32_t values;
-} StoreCall;
-
-/* The levels of a row as codes of `bits` bits, packed to bytes. */
-INLINE void pack_row(const float *row, float step, const int bits, uint8_t *packed) {
-    const int half = 1 << (bits - 1), width = HEAD_DIM * bits / 8;
-    for (int c = 0; c < width; c += LANES) {
-        i32 byte = {0};
-        for (int field = 0; field < 8 / bits; field++) {
-            f32 x = load(row + field * width + c) / step;
-            x = choose(x > all(-half), x, all(-half)); /* also if it is no number */
-            x = choose(x < all(half), x, all(half));
-            i32 level = __builtin_convertvector(x, i32);
-            level += __builtin_convertvector(level, f32) > x; /* rounds down: a mask is -1 */
-            level += half + (level == half); /* the largest magnitude can be the upper end */
-            byte |= level << (bits * field);
-        }
-        store_u8(packed + c, byte);
-    }
-}
-
-/* Stores the rows of one head. */
-void store_rows(const StoreCall *call, int64_t head) {
-    for (int64_t i = 0; i < call->count; i++) {
-        const float *row = call->rows + (head * call->count + i) * HEAD_DIM;
-        uint8_t *block = block_of(call->pages, call->offset, head, (call->slot + i) / BLOCK), packed[HEAD_DIM];
-        int64_t t = (call->slot + i) % BLOCK;
-        f32 most = {0};
-        for (int c = 0; c < HEAD_DIM; c += LANES) most = max_of(abs_of(load(row + c)), most);
-        float half = call->values ? 1 << (VALUE_BITS - 1) : 8;
-        uint8_t code = step_code(largest_of(most) / half), *steps = block + STEPS + (call->values ? BLOCK : 0);
-        uint32_t bits = ((uint32_t)code + ((127 - 20) << 3)) << 20;
-        float step;
-        memcpy(&step, &bits, 4);
-        steps[t] = code;
-        if (call->values) {
-            pack_row(row, step, VALUE_BITS, block + BLOCK * KEY_BYTES + t * VALUE_BYTES);
-        } else {
-            pack_row(row, step, 4, packed);
-            for (int c = 0; c < KEY_BYTES; c++) block[c * BLOCK + t] = packed[c];
-        }
-    }
+/* Merges `outs` with the attention to all tokens of `score_all` that are not in `skip`. */
+void mix_all(const Call *call, TeamRun run, int threads) {
+    run(hide, call, call->heads, threads);
+    run(mix, call, call->heads * range_of(call, 0).parts, threads);
+    finish_mix(call);
 }

@@ -21,7 +21,7 @@ import torch
 
 from . import selection
 from .pages import BLOCK, Pages
-from .reference import capped
+from .reference import capped, merge_lse
 from .selection import quantise_query
 
 KEY_BITS = 4
@@ -229,3 +229,24 @@ class LowBitQuery:
         """Attend to the tokens that are not in skip `[Hkv, n]`: out `[Hkv, G, d]` and lse `[Hkv, G]`
         (`tail_attention`)."""
         return tail_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
+
+    def merge(
+        self,
+        exact: tuple[torch.Tensor, torch.Tensor],
+        skip: torch.Tensor,
+        unmixing: torch.Tensor,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge exact attention with `tail`, as one softmax over both.
+
+        Args:
+            exact: out `[Hkv, G, d]` and lse `[Hkv, G]`, which may be overwritten.
+            skip: Tokens of the exact attention, int64 `[Hkv, n]`.
+            unmixing: Matrix `[d, d]` that transforms stored values to those of the model.
+            softcap: Soft cap of the model's scores, if any.
+
+        Returns:
+            Merged out and lse.
+        """
+        out, lse = self.tail(skip, softcap)
+        return merge_lse((exact[0].to(out.dtype), out @ unmixing), (exact[1].to(lse.dtype), lse))

@@ -61,9 +61,15 @@ class NativeQuery(LowBitQuery):
         # Every token passes an infinite threshold, so the best n remain.
         return self.library.select(self._found, math.inf, min(n, len(self.tokens)))
 
-    def tail(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the tokens that are not in skip: out `[Hkv, G, d]` and lse `[Hkv, G]`."""
-        return self.library.mix(self._found, skip, softcap)
+    def merge(
+        self,
+        exact: tuple[torch.Tensor, torch.Tensor],
+        skip: torch.Tensor,
+        unmixing: torch.Tensor,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge exact attention with that to the tokens that are not in skip (`LowBitQuery.merge`)."""
+        return self.library.merge(self._found, skip, softcap, unmixing, exact)
 
 
 @dataclass(frozen=True, eq=False)

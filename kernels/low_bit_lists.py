@@ -66,7 +66,7 @@ def scores(
     return within(found, starts, stops)
 
 
-def join_tail(
+def merge_approximate(
     q: torch.Tensor,
     mean: torch.Tensor,
     mixing: torch.Tensor,

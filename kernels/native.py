@@ -29,7 +29,7 @@ RANKED_TOKENS = 4096
 """Tokens of a part of `rank`, whose intermediate results stay in the first-level cache."""
 
 PADDING = 64
-"""Numbers that `best_scores.c` may read or write behind the last one."""
+"""Numbers that `best_scores.h` may read or write behind the last one."""
 
 SCRATCH = RecycledMemory()
 """Memory for one value or more per token of a context, reused by every layer. Shared by the process, as its allocator
@@ -47,7 +47,7 @@ class _Call(ctypes.Structure):
         ("skipped", ctypes.c_int64),
         ("hidden", ctypes.c_void_p),
         ("softcap", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("part_outs", "mixed_sums", "outs", "mixed_lses")),
+        *((name, ctypes.c_void_p) for name in ("part_outs", "mixed_sums", "unmixing", "outs", "lses_of_outs")),
     ]
 
 
@@ -62,8 +62,8 @@ class _StoreCall(ctypes.Structure):
     ]
 
 
-class _RankCall(ctypes.Structure):
-    """`Call` of best_scores.c."""
+class _Ranking(ctypes.Structure):
+    """`Ranking` of best_scores.h."""
 
     _fields_: ClassVar = [
         ("scores", ctypes.c_void_p),
@@ -95,10 +95,9 @@ class ScoredTokens:
 
 @dataclass(frozen=True, eq=False)
 class LowBitLibrary:
-    """`low_bit.c` for one head dimension and one number of bits of a value, and `best_scores.c`."""
+    """`low_bit.c` for one head dimension and one number of bits of a value."""
 
     library: ctypes.CDLL
-    ranking: ctypes.CDLL
     head_dim: int
 
     def score(self, q: torch.Tensor, mean: torch.Tensor, pages: Pages, tokens: range) -> ScoredTokens:
@@ -115,53 +114,54 @@ class LowBitLibrary:
             pages.addresses.data_ptr(), pages.offset, heads, group, start, stop, per_part, q.data_ptr(),
             mean.data_ptr(), scores.data_ptr(), at, at + size, at + 2 * size, at + (2 + parts) * size,
         )  # fmt: skip
-        team.run(self.library.score, call, heads * parts, _threads(heads * group * len(tokens)))
-        self.library.finish_scores(ctypes.byref(call))
+        self.library.score_all(ctypes.byref(call), team.runner(), _threads(heads * group * len(tokens)))
         shift = first * BLOCK
         return ScoredTokens(scores[:, :, start - shift : stop - shift], small[0], small[1], call)
 
     def select(self, found: ScoredTokens, alpha: float, limit: int) -> torch.Tensor:
         """Select at most `limit` tokens as `selection.select_tokens` does: int64 `[Hkv, m]`, rising."""
         heads, group, n = found.scores.shape
-        parts, size = -(-n // RANKED_TOKENS), heads * (n + PADDING)
-        words = -(-n // BLOCK)
-        room = SCRATCH.empty((2 * words + 3 * size,), torch.int32)
-        within, at = (ctypes.c_int64 * parts)(), room.data_ptr()
-        values = at + 8 * words
-        call = _RankCall(
+        parts, size, words = -(-n // RANKED_TOKENS), heads * (n + PADDING), -(-n // BLOCK)
+        room = SCRATCH.empty((2 * (words + parts) + 3 * size,), torch.int32)
+        chosen = torch.empty(heads * min(limit, n), dtype=torch.int64)
+        within = room.data_ptr() + 8 * words
+        values = within + 8 * parts
+        call = _Ranking(
             found.scores.data_ptr(), found.scores.stride(1), heads, group, n, RANKED_TOKENS, found.peak.data_ptr(),
-            found.lse.data_ptr(), alpha, 0, values, at, ctypes.addressof(within), values + 4 * size,
-            values + 8 * size,
+            found.lse.data_ptr(), alpha, 0, values, room.data_ptr(), within, values + 4 * size, values + 8 * size,
+            chosen.data_ptr(),
         )  # fmt: skip
-        threads = _threads(heads * group * n)
-        team.run(self.ranking.rank, call, parts, threads)
-        call.most = min(limit, -(-sum(within) // (heads * group)))
-        chosen = torch.empty(heads, call.most, dtype=torch.int64)
-        if call.most > 0:
-            call.chosen = chosen.data_ptr()
-            team.run(self.ranking.choose_best, call, heads, threads)
-        return chosen
+        most = self.library.select_all(ctypes.byref(call), limit, team.runner(), _threads(heads * group * n))
+        return chosen[: heads * most].view(heads, most)
 
-    def mix(self, found: ScoredTokens, skip: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with the scores of `score`, capped, to its tokens that are not in skip int64 `[Hkv, m]`. The pages
-        must still exist. Return out `[Hkv, G, d]` and lse `[Hkv, G]`."""
+    def merge(
+        self,
+        found: ScoredTokens,
+        skip: torch.Tensor,
+        softcap: float | None,
+        unmixing: torch.Tensor,
+        exact: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge exact attention with that to the tokens of `score`, capped, that are not in skip int64 `[Hkv, m]`.
+
+        unmixing `[d, d]` transforms values to those of the model. The pages must still exist. Takes and returns out
+        `[Hkv, G, d]` and lse `[Hkv, G]`; float32 inputs are overwritten.
+        """
         call = found.call
         assert call is not None
         heads, group, tokens = found.scores.shape
         blocks = found.scores.stride(1) // BLOCK
         _, parts = _parts(blocks)
-        skip, hidden = skip.contiguous(), torch.empty(heads, blocks, dtype=torch.int64)
-        outs, lse = torch.empty(1 + parts, heads, group, self.head_dim), torch.empty(1 + parts, heads, group)
-        size = 4 * heads * group
-        call.skip, call.skipped, call.hidden = skip.data_ptr(), skip.shape[1], hidden.data_ptr()
-        call.softcap = softcap or 0.0
-        call.outs, call.mixed_lses = outs.data_ptr(), lse.data_ptr()
-        call.part_outs, call.mixed_sums = call.outs + size * self.head_dim, call.mixed_lses + size
-        threads = _threads(heads * group * tokens)
-        team.run(self.library.hide, call, heads, threads)
-        team.run(self.library.mix, call, heads * parts, threads)
-        self.library.finish_mix(ctypes.byref(call))
-        return outs[0], lse[0]
+        skip, results = skip.contiguous(), heads * group * parts
+        out, lse = (x.float().contiguous() for x in exact)
+        room = torch.empty(heads * blocks * 2 + results * (self.head_dim + 1), dtype=torch.float32)
+        call.skip, call.skipped, call.hidden = skip.data_ptr(), skip.shape[1], room.data_ptr()
+        call.softcap, call.unmixing = softcap or 0.0, unmixing.data_ptr()
+        call.outs, call.lses_of_outs = out.data_ptr(), lse.data_ptr()
+        call.part_outs = room.data_ptr() + 8 * heads * blocks
+        call.mixed_sums = call.part_outs + 4 * results * self.head_dim
+        self.library.mix_all(ctypes.byref(call), team.runner(), _threads(heads * group * tokens))
+        return out, lse
 
     def store(self, pages: Pages, rows: torch.Tensor, start: int, *, values: bool) -> None:
         """Store rows `[Hkv, m, d]` in the slots from `start` on, as keys or as values."""
@@ -191,12 +191,14 @@ def _low_bit(head_dim: int, value_bits: int) -> LowBitLibrary | None:
     if head_dim % 32:
         return None
     library = compiled("low_bit", HEAD_DIM=head_dim, VALUE_BITS=value_bits, PAGE_BLOCKS=PAGE_BLOCKS)
-    ranking = compiled("best_scores")
-    if library is None or ranking is None:
+    if library is None:
         return None
-    for name in ("finish_scores", "finish_mix"):
-        getattr(library, name).restype = None
-    return LowBitLibrary(library, ranking, head_dim)
+    pointer = ctypes.c_void_p
+    library.score_all.argtypes, library.score_all.restype = [pointer, pointer, ctypes.c_int], None
+    library.mix_all.argtypes, library.mix_all.restype = [pointer, pointer, ctypes.c_int], None
+    library.select_all.argtypes = [pointer, ctypes.c_int64, pointer, ctypes.c_int]
+    library.select_all.restype = ctypes.c_int64
+    return LowBitLibrary(library, head_dim)
 
 
 def forget() -> None:

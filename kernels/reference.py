@@ -84,11 +84,11 @@ def merge_lse(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tup
     """Merge the attention over disjoint parts into the attention over their union (Hydragen §3.1, ChunkAttention eq.
     2).
 
-    outs `[..., d]` and lses `[...]` are those of the parts. Returns out `[..., d]` and lse `[...]` of the union.
+    outs `[..., d]` and lses `[...]` are those of the parts, 0 and -inf if a part is empty. Returns those of the union.
     """
     stacked = torch.stack(list(lses))
     lse = torch.logsumexp(stacked, 0)
-    shares = (stacked - lse).exp_().unsqueeze(-1)
+    shares = (stacked - lse.clamp_min(torch.finfo(lse.dtype).min)).exp_().unsqueeze(-1)
     out = outs[0] * shares[0]
     for part, share in zip(outs[1:], shares[1:], strict=True):
         out = torch.addcmul(out, part, share)

@@ -15,6 +15,7 @@ Workers sleep without spinning: between two calls the caller runs Python, which 
 #include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
+#include "team.h"
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sched.h>
@@ -25,8 +26,6 @@ Workers sleep without spinning: between two calls the caller runs Python, which 
 #define SPINS 200            /* of the caller before it sleeps, about 10 us */
 #define SHORTEST_REST 1000000 /* ns */
 #define LONGEST_REST 200000000
-
-typedef void (*Function)(const void *call, int64_t part);
 
 typedef struct {
     _Atomic uint32_t sleeping __attribute__((aligned(64)));

@@ -1,8 +1,9 @@
 """Share out parts of a computation to threads that sleep while they have nothing to do.
 
-`run` shares out a C call by a persistent team (`team.c`). A kernel exports `void name(const Call *call, int64_t part)`,
-which computes one part and is safe to call for different parts at once. It starts no threads itself. `share` does the
-same with a Python function whose work releases the GIL, such as torch's matrix products.
+`run` shares out a C call by a persistent team (`team.c`). A kernel's `void name(const void *call, int64_t part)`
+computes one part and is safe to call for different parts at once. It starts no threads itself. Kernels with several
+stages call the team themselves, at the address `runner()` (`team.h`). `share` does the same with a Python function
+whose work releases the GIL, such as torch's matrix products.
 
 A decode step runs hundreds of small torch operations, each too short for several threads: waking OpenMP's threads
 takes longer. So the engine runs torch's own operations on one thread (`torch_on_one_thread`).
@@ -35,6 +36,16 @@ def run(function: Any, call: ctypes.Structure, parts: int, threads: int) -> None
     library = _library()
     assert library is not None, "the library of `function` was compiled, so this one can be"
     library.team_run(function, ctypes.byref(call), parts, threads)
+
+
+@cache
+def runner() -> int:
+    """Return the address of `team_run`, for kernels that call it."""
+    library = _library()
+    assert library is not None, "the kernel was compiled, so the team can be"
+    address = ctypes.cast(library.team_run, ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def share(compute: Callable[[int], None], parts: int) -> None:

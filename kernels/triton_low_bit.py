@@ -278,7 +278,7 @@ def _join(
     tl.store(out + r * d + channel, (joined + tl.sum(tile * acc[None, :], 1)) / whole, mask=channel < d)
 
 
-def join_tail(
+def merge_approximate(
     q: torch.Tensor,
     mean: torch.Tensor,
     mixing: torch.Tensor,
@@ -292,7 +292,7 @@ def join_tail(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `low_bit_lists.join_tail` in three launches, all in float32."""
+    """Run `low_bit_lists.merge_approximate` in three launches, all in float32."""
     lists, group, d = q.shape
     assert out.shape == q.shape and lse.shape == (lists, group) and out.is_contiguous() and lse.is_contiguous()
     assert out.dtype == lse.dtype == mixing.dtype == torch.float32 and mixing.is_contiguous()

@@ -146,12 +146,43 @@ class Selection:
 
 
 @dataclass(frozen=True, eq=False)
-class ScatteredRows:
-    """KV entries by index: `k[ids]` and `v[ids]`, with k and v `[R, d]` and ids int64 `[Hkv, n]`."""
+class PagedRows:
+    """KV entries of one layer of one sequence in the blocks of the host pool.
+
+    Token t of KV head h is row `t + block_rows[t // 64] + first + h * head_rows` of k and v. The entries are those of
+    the resident tokens and of `tokens`.
+
+    Attributes:
+        k: K `[R, d]`.
+        v: V `[R, d]`.
+        block_rows: int64 `[blocks]`.
+        first: Row of the layer in a block.
+        head_rows: Distance in rows from one KV head to the next.
+        resident: Two ranges of token indices that every KV head attends to.
+        tokens: Token indices of each KV head, int64 `[Hkv, n]`.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
-    ids: torch.Tensor
+    block_rows: torch.Tensor
+    first: int
+    head_rows: int
+    resident: tuple[range, range]
+    tokens: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Hkv, and the number of entries of each KV head."""
+        kv_heads, n = self.tokens.shape
+        return kv_heads, len(self.resident[0]) + len(self.resident[1]) + n
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """Row indices, int64 `[Hkv, resident + n]`."""
+        resident = torch.tensor([*self.resident[0], *self.resident[1]], dtype=torch.int64)
+        tokens = torch.cat((resident.expand(len(self.tokens), -1), self.tokens), dim=1)
+        heads = self.first + self.head_rows * torch.arange(len(tokens)).unsqueeze(1)
+        return self.block_rows[tokens // CHUNK] + tokens + heads
 
 
 @dataclass(frozen=True)
@@ -172,8 +203,8 @@ class KVPart:
         return kv_heads, n
 
     @property
-    def scattered(self) -> ScatteredRows | None:
-        """The entries by index, if k and v would have to be gathered first."""
+    def paged(self) -> PagedRows | None:
+        """The entries in the host pool, if k and v would have to be gathered first."""
         return None
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,9 @@ import torch
 
 from ...core import KVPart, Selection, Visible
 from ...engine.stats import Fractions, layer_means
-from ...kernels.reference import capped
+from ...kernels.reference import capped, merge_lse
 from ...kv_cache.kv_format import make_kv_format
-from ...model_runner.attention import attend, give_to_sinks, group_weights, join_tail
+from ...model_runner.attention import attend, give_to_sinks, group_weights
 from ...model_runner.trace import Trace
 from ...models.adapter import ModelAdapter
 from ...models.exact_layer import guessed_input, residual_after_attention
@@ -266,7 +266,9 @@ class _Pass:
                 self.state.on_keys(layer, rows.exact.k[:, token : token + 1], slots.newest)
                 self.state.on_values(layer, rows.exact.v[:, token : token + 1], slots.newest)
                 selected = self._select(layer, q[:, t], chosen[:, t], visible, slots)
-                rows.tails.append(self.state.tail(layer, q[:, t], visible, Selection(selected)))
+                wide = torch.promote_types(q.dtype, torch.float32)
+                out, lse = q.new_zeros(q[:, t].shape, dtype=wide), q.new_full(q.shape[:1], -math.inf, dtype=wide)
+                rows.tails.append(self.state.merge_approximate(layer, q[:, t], visible, Selection(selected), out, lse))
                 count = selected.shape[1]
                 rows.attended[:, t, resident] = True
                 rows.attended[:, t].scatter_(1, slots.tokens(selected), True)
@@ -370,14 +372,14 @@ class _Rows:
         causal: Attention mask of the model, bool `[T, N]`.
         attended: Attended tokens, bool `[Hkv, T, N]`, filled position by position.
         resident: Sink and recent tokens, bool `[T, N]`, filled position by position.
-        tails: Approximate attention over the remaining candidates by position; None if the policy provides none.
+        tails: Approximate attention over the remaining candidates by position; 0 and -inf if there is none.
     """
 
     def __init__(self, exact: KVPart, stored: KVPart, causal: torch.Tensor) -> None:
         self.exact, self.stored, self.causal = exact, stored, causal
         self.attended = torch.zeros(len(exact.k), *causal.shape, dtype=torch.bool, device=causal.device)
         self.resident = torch.zeros_like(causal)
-        self.tails: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        self.tails: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def join_tails(self, out: torch.Tensor, scores: torch.Tensor, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Merge the approximate attention of the positions in `block` into `out`.
@@ -390,11 +392,9 @@ class _Rows:
         Returns:
             Merged output `[Hkv, G, T, d]` and its log-sum-exp `[Hkv, G, T]`.
         """
-        tails = self.tails[block]
-        made = next((tail for tail in tails if tail is not None), None)
         exact_lse = scores.logsumexp(-1)
-        if made is None:
+        if not self.tails:
             return out, exact_lse
-        nothing = (torch.zeros_like(made[0]), torch.full_like(made[1], -math.inf))  # for positions without candidates
-        estimate, lse = (torch.stack(part, 1) for part in zip(*(tail or nothing for tail in tails), strict=True))
-        return join_tail(out, exact_lse, estimate.view_as(out), lse.view_as(exact_lse))
+        estimate, lse = (torch.stack(part, 1) for part in zip(*self.tails[block], strict=True))
+        merged, total = merge_lse((out, estimate.view_as(out)), (exact_lse, lse.view_as(exact_lse)))
+        return merged.to(out.dtype), total

@@ -306,7 +306,9 @@ def _tail(bits: int, d: int) -> None:
     triton_low_bit_rows.append_rows(k, k, basis, mean, mixing, layout, table, slots)
     triton_low_bit.scores(q, mean, layout, table, _lists(), _lists(), TOKENS)
     chosen, exact = torch.zeros(lists, 80, dtype=torch.int64), (torch.empty(lists, GROUP, d), torch.empty(lists, GROUP))
-    triton_low_bit.join_tail(q, mean, mixing, layout, table, _lists(), _lists(), chosen, _lists(), TOKENS, *exact)
+    triton_low_bit.merge_approximate(
+        q, mean, mixing, layout, table, _lists(), _lists(), chosen, _lists(), TOKENS, *exact
+    )
 
 
 CASES: dict[str, Callable[[], None]] = {

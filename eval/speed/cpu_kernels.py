@@ -114,7 +114,8 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
     ranked = 4 * scores + 8 * HEADS * tokens
     yield Case("select", ranked, scores * RANKING // LANES[level], lambda: asked.top(n))
     mixed = products // VALUE_PRODUCTS[level] + exponentials
-    yield Case("mix", values + 4 * scores, mixed, lambda: asked.tail(skip))
+    exact, unmixing = (torch.zeros_like(q), torch.zeros(HEADS, GROUP)), torch.eye(D)
+    yield Case("mix", values + 4 * scores, mixed, lambda: asked.merge(exact, skip, unmixing))
 
 
 def attention_cases(level: str, tokens: int) -> Iterator[Case]:

@@ -21,18 +21,18 @@ def attend(
         softcap: Scores are capped if it is given.
 
     Returns:
-        out `[H, d]` in the dtype of q, and lse `[H]` (natural log, float32 or float64).
+        out `[H, d]` and lse `[H]` (natural log), in float32 (float64 for float64).
     """
     heads, d = q.shape
     if q.is_cuda and softcap is None and all(part.counts is None for part in parts):
         whole, whole_lse = attend_runs(q.unsqueeze(1), [Run(0, 1, part.k, part.v) for part in parts], scale)
-        return whole.to(q.dtype).view(heads, d), whole_lse.view(heads)
+        return whole.view(heads, d), whole_lse.view(heads)
     grouped = q.view(parts[0].shape[0], -1, d)
     if softcap is not None:
         parts = [_known(part) for part in parts]
     done = [_attend_part(grouped, part, scale, softcap) for part in parts if part.shape[1]]
     out, lse = done[0] if len(done) == 1 else merge_lse([o for o, _ in done], [s for _, s in done])
-    return out.to(q.dtype).reshape(heads, d), lse.reshape(heads)
+    return out.reshape(heads, d), lse.reshape(heads)
 
 
 def _known(part: KVPart) -> KVPart:
@@ -50,24 +50,11 @@ def _attend_part(
     if part.counts is not None:
         return attend_counted(q.contiguous(), part.k, part.v, part.counts, scale)
     if (code := decode_attention.takes(q)) is not None:
-        if (rows := part.scattered) is not None:
-            return code.attend_scattered(q, rows, scale, softcap)
+        if (rows := part.paged) is not None:
+            return code.attend_paged(q, rows, scale, softcap)
         return code.attend(q, part.k, part.v, scale, softcap)
     weights, lse = attention_weights(q, part.k, scale, softcap)
     return part.mix(weights).to(lse.dtype), lse
-
-
-def join_tail(
-    out: torch.Tensor, lse: torch.Tensor, tail: torch.Tensor, tail_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge exact attention and attention over approximate KV, as one softmax over both.
-
-    Takes outs `[..., d]` and log-sum-exps `[...]` of each (0 and -inf if there is no approximate KV). Returns out in
-    the dtype of `out`, and its log-sum-exp.
-    """
-    exact, estimate, tail_lse = out.to(lse.dtype), tail.to(lse.dtype), tail_lse.to(lse.dtype)
-    whole = torch.lerp(estimate, exact, torch.sigmoid(lse - tail_lse).unsqueeze(-1))
-    return whole.to(out.dtype), torch.logaddexp(lse, tail_lse)
 
 
 def give_to_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

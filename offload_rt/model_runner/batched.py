@@ -222,7 +222,7 @@ class BatchedFetch:
                 sequence.trace.enter_missed_mass(layer, attended, scores_lse(q[:, b], keys, scale))
         if self.selected is not None:
             chosen = self.selected, self.counts
-            out, lse = inputs.keys.join_tail(layer, q, inputs.candidates, chosen, (out, lse))
+            out, lse = inputs.keys.merge_approximate(layer, q, inputs.candidates, chosen, (out, lse))
         if (sinks := batch.adapter.sinks(layer)) is not None:
             out = give_to_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(inputs.size, 1))
         return out.to(q.dtype).view(inputs.size, -1)

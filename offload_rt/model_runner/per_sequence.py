@@ -11,7 +11,7 @@ from ..core import KVPart, Selection, Visible
 from ..kernels.h2d_copy import to_device
 from ..transfer.link import Ticket
 from ..transfer.plan import attended_tokens
-from .attention import attend, give_to_sinks, group_weights, join_tail, scores_lse
+from .attention import attend, give_to_sinks, group_weights, scores_lse
 from .batch import DecodeBatch
 from .sequence import Sequence
 
@@ -110,10 +110,10 @@ class PerSequenceFetch:
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         """Return the attention output `[B, H * d]` of q `[H, B, d]`, sequence by sequence."""
         outs = [self._attend(s, q[:, b], self.fetches[b]) for b, s in enumerate(self.batch.sequences)]
-        return torch.stack(outs).flatten(1)
+        return torch.stack(outs).flatten(1).to(q.dtype)
 
     def _attend(self, sequence: Sequence, q: torch.Tensor, fetch: SequenceFetch) -> torch.Tensor:
-        """Return the attention output `[H, d]` of q `[H, d]`."""
+        """Return the attention output `[H, d]` of q `[H, d]`, in float32 or wider."""
         batch, layer = self.batch, self.layer
         scale, parts = batch.geometry.scales[layer], fetch.ticket.wait()
         softcap, sinks = batch.geometry.softcap, batch.adapter.sinks(layer)
@@ -134,9 +134,7 @@ class PerSequenceFetch:
         if sequence.trace.measures_missed:
             whole = scores_lse(q, sequence.keys(layer, fetch.visible.all), scale, softcap)
             sequence.trace.enter_missed_mass(layer, lse, whole)
-        tail = sequence.state.tail(layer, q, fetch.visible, selection)
-        if tail is not None:
-            out, lse = join_tail(out, lse, *tail)
+        out, lse = sequence.state.merge_approximate(layer, q, fetch.visible, selection, out, lse)
         return give_to_sinks(out, lse, sinks)
 
     def _fetch_repair(self, sequence: Sequence, visible: Visible, extra: Selection) -> list[KVPart]:

@@ -10,10 +10,11 @@ calls:
                           state.on_values(l, v, N - 1)          its value
                           state.select(l, q, visible)           once, when the query of `Policy.query_source` is known
                           state.repair(l, q, visible, sel)      with the layer's true query, before it attends
-                          state.tail(l, q, visible, sel)        estimates the attention to tokens not selected
+                          state.merge_approximate(l, q, visible, sel, out, lse)
+                                                                merges an estimate of the attention to other tokens
                           state.on_attended(l, ...)             only if `wants_weights`
 
-`select`, `repair`, `tail` and `on_attended` are never called for a layer in `dense_layers`.
+`select`, `repair`, `merge_approximate` and `on_attended` are never called for a layer in `dense_layers`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class PolicyState(Protocol):
 
     @property
     def tail_bytes(self) -> int:
-        """The part of `device_bytes` that is approximate KV, which `tail` reads; 0 if `tail` estimates nothing."""
+        """The part of `device_bytes` that is approximate KV, which `merge_approximate` reads."""
         ...
 
     @property
@@ -101,20 +102,27 @@ class PolicyState(Protocol):
         """Return further candidates to fetch, disjoint from `selection`, by the true query q `[H, d]`; or None."""
         ...
 
-    def tail(
-        self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Estimate the attention of the true query q `[H, d]` to the candidates that are not selected.
+    def merge_approximate(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        visible: Visible,
+        selection: Selection,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge exact attention with an estimate of the attention to the candidates that are not selected.
 
         Args:
             layer: The layer index.
             q: The true query `[H, d]`.
             visible: The tokens that the layer sees.
             selection: All selected tokens, repairs included.
+            out: Exact attention `[H, d]`. It may be overwritten, as may `lse`.
+            lse: Its log-sum-exp `[H]` (natural log).
 
         Returns:
-            out `[H, d]` and lse `[H]` (natural log; 0 and -inf if every candidate is selected), to be merged with
-            exact attention by log-sum-exp. None if the policy ignores tokens that are not selected.
+            Merged out and lse. They are unchanged if the policy ignores tokens that are not selected.
         """
         ...
 

@@ -44,11 +44,17 @@ class PassiveState:
         """Return None: no repair."""
         return None
 
-    def tail(
-        self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return None: tokens that are not selected are ignored."""
-        return None
+    def merge_approximate(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        visible: Visible,
+        selection: Selection,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse: tokens that are not selected are ignored."""
+        return out, lse
 
     def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
         """Ignore attention weights `[Hkv, n]`."""

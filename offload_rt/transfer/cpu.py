@@ -16,10 +16,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..core import BlockTable, KVPart, ModelGeometry, ScatteredRows, Selection, Visible
+from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, PagedRows, Selection, Visible
 from ..kv_cache.pool import HostPool
 from .link import PrefilledLayer, Savings, Ticket, join
-from .plan import attended_tokens, first_askers, key_rows
+from .plan import first_askers
+
+_NOTHING = range(0), range(0)
 
 
 @dataclass(frozen=True)
@@ -39,39 +41,47 @@ class _DenseTicket:
 
 @dataclass(frozen=True)
 class _SparseTicket:
-    """KV of `tokens` `[Hkv, n]`, gathered on use, because the newest token is appended after the fetch starts."""
+    """KV of `resident` and `tokens` `[Hkv, n]`, read on use: the newest token is appended after the fetch starts."""
 
     pages: _Pages
     scratch: _Scratch
     blocks: BlockTable
     layer: int
+    resident: tuple[range, range]
     tokens: torch.Tensor
     bytes: int
     savings: Savings | None = None
 
     def wait(self) -> list[KVPart]:
-        return [_ScatteredPart(self.scratch, self.pages.rows(self.blocks, self.layer, self.tokens))]
+        return [_PagedPart(self.scratch, self.pages.rows(self.blocks, self.layer, self.resident, self.tokens))]
 
 
 class _Pages:
-    """Cache of `HostPool.row_base` of open block tables, updated when their blocks change."""
+    """Cache of `PagedRows.block_rows` of open block tables, updated when their blocks change.
+
+    `planes` are the rows of the pool `[R, d]` and the same rows from `plane_rows` on, so that V of a token has the row
+    index of its K.
+    """
 
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
+        self.planes = pool.rows, pool.rows[pool.layout.plane_rows :]
         self._known: dict[int, tuple[list[int], torch.Tensor]] = {}
 
-    def of(self, blocks: BlockTable) -> torch.Tensor:
-        """Return the bases, int64 `[blocks]`."""
-        chunks, base = self._known.get(id(blocks), ([], None))
-        if base is None or chunks != blocks.chunks:
-            base = self.pool.row_base(blocks)
-            self._known[id(blocks)] = list(blocks.chunks), base
-        return base
+    def _block_rows(self, blocks: BlockTable) -> torch.Tensor:
+        """Return `PagedRows.block_rows`, int64 `[blocks]`."""
+        chunks, rows = self._known.get(id(blocks), ([], None))
+        if rows is None or chunks != blocks.chunks:
+            rows = self.pool.row_base(blocks) - torch.arange(0, len(blocks.chunks) * CHUNK, CHUNK)
+            self._known[id(blocks)] = list(blocks.chunks), rows
+        return rows
 
-    def rows(self, blocks: BlockTable, layer: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the pool rows of K, int64 `[Hkv, n]`, of `tokens` `[Hkv, n]` in a layer without a sliding window."""
+    def rows(self, blocks: BlockTable, layer: int, resident: tuple[range, range], tokens: torch.Tensor) -> PagedRows:
+        """Return the KV of `resident` and `tokens` `[Hkv, n]` in a layer without a sliding window."""
         assert self.pool.groups.group[layer] == 0, "sliding-window layers are dense"
-        return key_rows(self.pool.layout, self.of(blocks), self.pool.groups.place[layer], tokens)
+        layout = self.pool.layout
+        first = layout.row(self.pool.groups.place[layer], 0, 0)
+        return PagedRows(*self.planes, self._block_rows(blocks), first, layout.head_rows, resident, tokens)
 
     def forget(self, blocks: BlockTable) -> None:
         """Remove a closed block table, whose `id` may be reused."""
@@ -83,23 +93,17 @@ class _Pages:
 
 
 class _Scratch:
-    """Gather buffers for K and V, each grown to the largest gather so far. Each gather overwrites the last one.
-
-    `planes` are the rows of the pool `[R, d]` and the same rows from `plane_rows` on, so that V of a token has the row
-    index of its K.
-    """
+    """Gather buffers for K and V, each grown to the largest gather so far. Each gather overwrites the last one."""
 
     def __init__(self, pool: HostPool) -> None:
-        self.planes = pool.rows, pool.rows[pool.layout.plane_rows :]
         self._buffers = [pool.rows.new_empty(0), pool.rows.new_empty(0)]
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def gather(self, plane: int, ids: torch.Tensor) -> torch.Tensor:
-        """Gather `[Hkv, n, d]` by the row indices of K, int64 `[Hkv, n]`, from plane 0 (K) or 1 (V)."""
-        rows = self.planes[plane]
+    def gather(self, plane: int, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Gather `[Hkv, n, d]` from `rows` `[R, d]` by row indices int64 `[Hkv, n]`, into buffer 0 (K) or 1 (V)."""
         needed = ids.numel() * rows.shape[1]
         if self._buffers[plane].numel() < needed:
             self._buffers[plane] = rows.new_empty(needed + needed // 4)
@@ -108,46 +112,45 @@ class _Scratch:
         return out.view(*ids.shape, rows.shape[1])
 
 
-class _ScatteredPart(KVPart):
-    """Selected KV that is gathered when `k` or `v` is read.
+class _PagedPart(KVPart):
+    """Selected KV. Kernels read it in place (`paged`). It is gathered if `k` or `v` is read.
 
     For query groups of one, `mix` reads V in the pool, each vector once. A gather and a product would read it, write it
     and read it again.
     """
 
-    def __init__(self, scratch: _Scratch, ids: torch.Tensor) -> None:
-        """Creates a part of row indices `ids`, int64 `[Hkv, n]`, as returned by `key_rows`."""
-        self._scratch, self._ids = scratch, ids
+    def __init__(self, scratch: _Scratch, rows: PagedRows) -> None:
+        """Creates a part."""
+        self._scratch, self._rows = scratch, rows
 
     @property
     def shape(self) -> tuple[int, int]:
         """Hkv and n."""
-        kv_heads, n = self._ids.shape
-        return kv_heads, n
+        return self._rows.shape
 
     @property
-    def scattered(self) -> ScatteredRows:
-        """The KV by row index in the pool."""
-        return ScatteredRows(*self._scratch.planes, self._ids)
+    def paged(self) -> PagedRows:
+        """The KV in the pool."""
+        return self._rows
 
     @property
     def k(self) -> torch.Tensor:
         """K `[Hkv, n, d]`, gathered on each access."""
-        return self._scratch.gather(0, self._ids)
+        return self._scratch.gather(0, self._rows.k, self._rows.ids)
 
     @property
     def v(self) -> torch.Tensor:
         """V `[Hkv, n, d]`, gathered on each access."""
-        return self._scratch.gather(1, self._ids)
+        return self._scratch.gather(1, self._rows.v, self._rows.ids)
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
         """Return the sum of values weighted by `weights` `[Hkv, G, n]`: `[Hkv, G, d]`."""
-        rows, (kv_heads, n) = self._scratch.planes[1], self._ids.shape
         if weights.shape[1] > 1:
             return super().mix(weights)
         # An embedding bag is a weighted sum of rows.
+        rows, (kv_heads, n) = self._rows.v, self.shape
         bags, each = torch.arange(0, kv_heads * n, n), weights.to(rows.dtype).view(-1)
-        return F.embedding_bag(self._ids.view(-1), rows, bags, mode="sum", per_sample_weights=each).unsqueeze(1)
+        return F.embedding_bag(self._rows.ids.view(-1), rows, bags, mode="sum", per_sample_weights=each).unsqueeze(1)
 
 
 class CpuStorage:
@@ -259,8 +262,8 @@ class CpuRows:
     ) -> _SparseTicket:
         """Return a fetch of resident and selected KV."""
         assert selection.counts is None, "selections on the CPU have no counts"
-        tokens, asked = attended_tokens(visible, selection.tokens), selection.tokens.numel() * self._pair_bytes
-        return _SparseTicket(self._pages, self._fetched, blocks, layer, tokens, asked, savings)
+        asked, resident = selection.tokens.numel() * self._pair_bytes, (visible.sinks, visible.recent)
+        return _SparseTicket(self._pages, self._fetched, blocks, layer, resident, selection.tokens, asked, savings)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
         """Return a fetch of views of the pool."""
@@ -275,7 +278,7 @@ class CpuRows:
     ) -> list[Ticket]:
         """Return a fetch for each sequence. Shared KV is only counted once; each sequence gathers its own."""
         rows = [
-            self._pages.rows(blocks, layer, selection.tokens).flatten()
+            self._pages.rows(blocks, layer, _NOTHING, selection.tokens).ids.flatten()
             for blocks, selection in zip(block_tables, selections, strict=True)
         ]
         again = (first_askers(torch.cat(rows)) >= 0).split([len(ids) for ids in rows])
@@ -286,7 +289,7 @@ class CpuRows:
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
         """Return a fetch of the extra tokens, with a buffer of its own."""
         crossing = extra.tokens.numel() * self._pair_bytes
-        return _SparseTicket(self._pages, self._repaired, blocks, layer, extra.tokens, crossing)
+        return _SparseTicket(self._pages, self._repaired, blocks, layer, _NOTHING, extra.tokens, crossing)
 
 
 class CpuLink:

@@ -42,8 +42,8 @@ def first_askers(ids: torch.Tensor) -> torch.Tensor:
     return torch.full_like(ids, -1).scatter_(0, order, order[heads].where(again, -1))
 
 
-def key_rows(layout: ArenaLayout, base: torch.Tensor, place: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the rows of the flat pool `[R, d]` with K of `tokens`. V is `layout.plane_rows` rows after K.
+def row_ids(layout: ArenaLayout, base: torch.Tensor, place: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the rows of the flat pool `[R, d]` with K and V of `tokens`.
 
     Args:
         layout: The layout of the pool.
@@ -53,17 +53,12 @@ def key_rows(layout: ArenaLayout, base: torch.Tensor, place: int, tokens: torch.
         tokens: Token indices, int64 `[Hkv, n]`.
 
     Returns:
-        Row indices of K, int64 `[Hkv, n]`.
+        Row indices of K and V, int64 `[2, Hkv, n]`.
     """
     # row = token + offset of its block: this runs for every layer and step, so it has to be cheap.
     first, (kv_heads, n) = layout.row(place, 0, 0), tokens.shape
     heads = torch.arange(first, first + kv_heads * layout.head_rows, layout.head_rows, device=tokens.device)
     off = base - torch.arange(0, len(base) * CHUNK, CHUNK, device=base.device)
-    rows = off.index_select(0, (tokens >> CHUNK_BITS).view(-1)).view(kv_heads, n)
-    return rows.add_(tokens).add_(heads.unsqueeze(1))
-
-
-def row_ids(layout: ArenaLayout, base: torch.Tensor, place: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the rows of K and V, int64 `[2, Hkv, n]`. See `key_rows`."""
-    keys = key_rows(layout, base, place, tokens)
+    keys = off.index_select(0, (tokens >> CHUNK_BITS).view(-1)).view(kv_heads, n)
+    keys.add_(tokens).add_(heads.unsqueeze(1))
     return torch.stack((keys, keys + layout.plane_rows))

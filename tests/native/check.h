@@ -37,6 +37,12 @@ static inline void *room_for(size_t bytes) {
     return room;
 }
 
+/* A team of one. */
+static inline void run_alone(void (*function)(const void *, int64_t), const void *call, int64_t parts, int threads) {
+    (void)threads;
+    for (int64_t part = 0; part < parts; part++) function(call, part);
+}
+
 /* Prints the first difference above `most`; returns how many there are. */
 static inline int differ(const char *name, const float *got, const double *want, int64_t count, double most) {
     int found = 0;

@@ -1,10 +1,11 @@
-#include "../../kernels/best_scores.c"
+#define select_all select_best
+#include "../../kernels/best_scores.h"
 #include "check.h"
 
 enum { HEADS = 2, MOST_TOKENS = 3000 };
 
 /* Chooses token after token: the one with the largest value that passes, of equals the first. */
-static int expected_differ(const Call *call) {
+static int expected_differ(const Ranking *call) {
     int failed = 0;
     for (int64_t head = 0; head < HEADS; head++) {
         const int64_t *chosen = call->chosen + head * call->most;
@@ -35,7 +36,7 @@ static int expected_differ(const Call *call) {
 static int check_choice(int64_t group, int64_t n, float alpha, double fraction) {
     enum { PER_PART = 1024, STRIDE = MOST_TOKENS + 64 };
     float *scores = room_for(sizeof(float) * (size_t)(HEADS * group * STRIDE)), peaks[64], lses[64];
-    int64_t parts = (n + PER_PART - 1) / PER_PART, within[8], total = 0, expected = 0;
+    int64_t within[8], expected = 0;
     for (int64_t query = 0; query < HEADS * group; query++) {
         peaks[query] = -INFINITY, lses[query] = 8 + random_float();
         for (int64_t t = 0; t < n; t++) {
@@ -45,18 +46,16 @@ static int check_choice(int64_t group, int64_t n, float alpha, double fraction) 
         }
         for (int64_t t = 0; t < n; t++) expected += scores[query * STRIDE + t] >= peaks[query] - alpha;
     }
-    Call call = {
+    Ranking call = {
         .scores = scores, .stride = STRIDE, .heads = HEADS, .group = group, .n = n, .per_part = PER_PART,
         .peaks = peaks, .lses = lses, .alpha = alpha, .values = room_for(sizeof(float) * (size_t)(HEADS * n + PADDING)),
         .passing = room_for((size_t)(n / BLOCK + 1) * 8), .within = within,
         .best = room_for(sizeof(float) * (size_t)(HEADS * (n + PADDING))), .tokens = room_for((size_t)(HEADS * n) * 4),
         .chosen = room_for((size_t)(HEADS * n) * 8),
     };
-    for (int64_t part = 0; part < parts; part++) rank(&call, part), total += within[part];
-    int64_t mean = (total + HEADS * group - 1) / (HEADS * group), limit = (int64_t)(fraction * (double)n);
-    call.most = mean < limit ? mean : limit;
-    for (int64_t head = 0; head < HEADS; head++) choose_best(&call, head);
-    int failed = expected_differ(&call) + (total != expected);
+    int64_t mean = (expected + HEADS * group - 1) / (HEADS * group), limit = (int64_t)(fraction * (double)n);
+    int64_t most = select_all(&call, limit, run_alone, 1);
+    int failed = expected_differ(&call) + (most != (mean < limit ? mean : limit));
     if (failed) printf("%d of %lld choices differ\n", failed, (long long)call.most);
     return failed;
 }

@@ -11,8 +11,12 @@ static void expected_row(const Call *call, int64_t query, double *out, double *l
     int64_t head = query / call->group;
     double total = 0;
     for (int c = 0; c < HEAD_DIM; c++) out[c] = 0;
-    for (int64_t t = 0; t < call->n; t++) {
-        int64_t row = call->ids ? call->ids[head * call->n + t] : t;
+    for (int64_t i = 0; i < call->n; i++) {
+        int64_t row = i;
+        if (call->block_rows) {
+            row = i < 2 ? 1 + i : i < 5 ? 70 + i - 2 : call->tokens[head * (call->n - 5) + i - 5];
+            row += call->block_rows[row / 64];
+        }
         const Number *k = call->k + head * call->k_head + row * call->k_token;
         const Number *v = call->v + head * call->v_head + row * call->v_token;
         double score = 0;
@@ -26,21 +30,24 @@ static void expected_row(const Call *call, int64_t query, double *out, double *l
     *lse = log(total);
 }
 
-static int check_step(int64_t group, int64_t n, int scattered, float softcap) {
+/* If `paged`, the call attends to tokens 1, 2, 70, 71, 72 and n - 5 random ones, in blocks in random order. */
+static int check_step(int64_t group, int64_t n, int paged, float softcap) {
     enum { RESULTS = HEADS * MOST_PARTS * MOST_GROUP };
     static float outs[RESULTS * HEAD_DIM], peaks[RESULTS], sums[RESULTS], out[HEADS * MOST_GROUP * HEAD_DIM];
     static float lse[HEADS * MOST_GROUP];
     static double want[HEADS * MOST_GROUP * HEAD_DIM], want_lse[HEADS * MOST_GROUP];
-    static int64_t ids[HEADS * MOST_TOKENS];
-    for (int64_t i = 0; i < HEADS * n; i++) ids[i] = random_bits() % (uint32_t)(HEADS * n);
-    Call call = {.q = random_numbers(HEADS * group * HEAD_DIM, 2), .k = random_numbers(HEADS * n * HEAD_DIM, 2),
-                 .v = random_numbers(HEADS * n * HEAD_DIM, 2),
-                 .ids = scattered ? ids : NULL, .outs = outs, .peaks = peaks, .sums = sums, .out = out, .lse = lse,
-                 .k_head = scattered ? 0 : n * HEAD_DIM, .k_token = HEAD_DIM, .v_head = scattered ? 0 : n * HEAD_DIM,
-                 .v_token = HEAD_DIM, .kv_heads = HEADS, .group = group, .n = n, .per_part = PER_PART,
+    enum { BLOCKS = (MOST_TOKENS + 63) / 64, ROWS = BLOCKS * 64 };
+    static int64_t tokens[HEADS * MOST_TOKENS], block_rows[BLOCKS];
+    for (int64_t i = 0; i < HEADS * MOST_TOKENS; i++) tokens[i] = random_bits() % ROWS;
+    for (int64_t b = 0; b < BLOCKS; b++) block_rows[b] = (b * 3 % BLOCKS - b) * 64;
+    Call call = {.q = random_numbers(HEADS * group * HEAD_DIM, 2), .k = random_numbers(HEADS * ROWS * HEAD_DIM, 2),
+                 .v = random_numbers(HEADS * ROWS * HEAD_DIM, 2), .tokens = paged ? tokens : NULL,
+                 .block_rows = paged ? block_rows : NULL, .sinks = 1, .sinks_stop = 3, .recent = 70, .recent_stop = 73,
+                 .selected = n - 5, .outs = outs, .peaks = peaks, .sums = sums, .out = out, .lse = lse,
+                 .k_head = ROWS * HEAD_DIM, .k_token = HEAD_DIM, .v_head = ROWS * HEAD_DIM, .v_token = HEAD_DIM,
+                 .kv_heads = HEADS, .group = group, .n = n, .per_part = PER_PART,
                  .scale = 1 / sqrtf(HEAD_DIM), .softcap = softcap};
-    for (int64_t part = 0; part < HEADS * parts_of(&call); part++) attend_part(&call, part);
-    finish(&call);
+    attend_all(&call, run_alone, 1);
     for (int64_t query = 0; query < HEADS * group; query++)
         expected_row(&call, query, want + query * HEAD_DIM, want_lse + query);
     return differ("decode attention", out, want, HEADS * group * HEAD_DIM, 2e-5) +

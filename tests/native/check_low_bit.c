@@ -52,19 +52,22 @@ static void expected_scores(const Call *call, double *scores, double *peaks, dou
     }
 }
 
-static void expected_mix(const Call *call, const double *scores, double *outs, double *lses) {
+/* Merges outs and lses, exact attention, with the attention to the tokens that are not skipped. */
+static void expected_merge(const Call *call, const double *scores, double *outs, double *lses) {
     for (int64_t query = 0; query < HEADS * call->group; query++) {
         const int64_t head = query / call->group, *skip = call->skip + head * SKIPPED;
-        double total = 0, *out = outs + query * HEAD_DIM;
-        for (int c = 0; c < HEAD_DIM; c++) out[c] = 0;
+        double total = exp(lses[query]), *out = outs + query * HEAD_DIM, sums[HEAD_DIM] = {0};
+        for (int c = 0; c < HEAD_DIM; c++) out[c] *= total;
         for (int64_t t = START; t < STOP; t++) {
             int hidden = 0;
             for (int i = 0; i < SKIPPED; i++) hidden |= skip[i] == t;
             double s = scores[query * BLOCKS * BLOCK + t], cap = call->softcap;
             double weight = hidden ? 0 : exp(cap > 0 ? cap * tanh(s / cap) : s);
             total += weight;
-            for (int c = 0; c < HEAD_DIM; c++) out[c] += weight * value_level((int)head, t, c);
+            for (int c = 0; c < HEAD_DIM; c++) sums[c] += weight * value_level((int)head, t, c);
         }
+        for (int from = 0; from < HEAD_DIM; from++)
+            for (int c = 0; c < HEAD_DIM; c++) out[c] += sums[from] * (double)call->unmixing[from * HEAD_DIM + c];
         for (int c = 0; c < HEAD_DIM; c++) out[c] /= total;
         lses[query] = log(total);
     }
@@ -87,21 +90,22 @@ static int check_group(int64_t group, float softcap) {
         .part_sums = random_floats(queries * PARTS, 1), .skip = skip, .skipped = SKIPPED,
         .hidden = room_for(HEADS * BLOCKS * 8), .softcap = softcap,
         .part_outs = random_floats(queries * PARTS * HEAD_DIM, 1), .mixed_sums = random_floats(queries * PARTS, 1),
-        .outs = random_floats(queries * HEAD_DIM, 1), .mixed_lses = random_floats(queries, 1),
+        .unmixing = random_floats(HEAD_DIM * HEAD_DIM, 0.2f),
+        .outs = random_floats(queries * HEAD_DIM, 1), .lses_of_outs = random_floats(queries, 5),
     };
     double *scores = room_for(sizeof(double) * (size_t)queries * BLOCKS * BLOCK), peaks[2 * MOST_QUERIES];
     double lses[2 * MOST_QUERIES], *outs = room_for(sizeof(double) * (size_t)queries * HEAD_DIM);
-    for (int part = 0; part < HEADS * PARTS; part++) score(&call, part);
-    finish_scores(&call);
+    score_all(&call, run_alone, 1);
     expected_scores(&call, scores, peaks, lses);
     int failed = differ("scores", call.scores, scores, queries * BLOCKS * BLOCK, 2e-5);
     failed += differ("peaks", call.peaks, peaks, queries, 2e-5) + differ("lses", call.lses, lses, queries, 2e-5);
-    for (int head = 0; head < HEADS; head++) hide(&call, head);
-    for (int part = 0; part < HEADS * PARTS; part++) mix(&call, part);
-    finish_mix(&call);
-    expected_mix(&call, scores, outs, lses);
+    call.lses_of_outs[0] = -INFINITY; /* no exact attention */
+    for (int64_t i = 0; i < queries * HEAD_DIM; i++) outs[i] = call.outs[i];
+    for (int64_t i = 0; i < queries; i++) lses[i] = call.lses_of_outs[i];
+    expected_merge(&call, scores, outs, lses);
+    mix_all(&call, run_alone, 1);
     failed += differ("outs", call.outs, outs, queries * HEAD_DIM, sizeof(Weight) == 2 ? 5e-3 : 2e-5);
-    return failed + differ("mixed lses", call.mixed_lses, lses, queries, 2e-5);
+    return failed + differ("merged lses", call.lses_of_outs, lses, queries, 2e-5);
 }
 
 static int check_store(int values) {

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from offload_rt.kernels.low_bit import KEY_BITS, Layout, mixing, quantise_rows
+from offload_rt.kernels.low_bit import KEY_BITS, Layout, LowBitQuery, mixing, quantise_rows
 from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages, PageTable
+
+
+def approximate(
+    asked: LowBitQuery, skip: torch.Tensor, softcap: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out `[Hkv, G, d]` and lse `[Hkv, G]` of the approximate KV alone, in the basis in which it is stored."""
+    nothing = torch.zeros_like(asked.q), torch.full(asked.q.shape[:2], -math.inf)
+    return asked.merge(nothing, skip, torch.eye(asked.q.shape[2]), softcap)
 
 
 def stored_rows(layout: Layout, heads: int, tokens: int, device: str | torch.device = "cpu") -> Pages:
@@ -34,7 +43,7 @@ def copied(pages: Pages) -> Pages:
 
 
 def ragged_lists(layout: Layout, group: int, device: torch.device) -> tuple[Any, ...]:
-    """Return arguments of `low_bit_lists.join_tail` for three sequences with two KV heads.
+    """Return arguments of `low_bit_lists.merge_approximate` for three sequences with two KV heads.
 
     The candidates of the first end within a block, the second has none, and all those of the third were selected.
     """

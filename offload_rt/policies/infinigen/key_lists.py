@@ -130,7 +130,7 @@ class KeyLists:
             found, spans.starts, spans.stops, storage.heads, self._rule.alpha, spans.limits, spans.cap
         )
 
-    def join_tail(
+    def merge_approximate(
         self,
         layer: int,
         q: torch.Tensor,
@@ -156,7 +156,7 @@ class KeyLists:
         storage = self._storages[at]
         assert isinstance(storage, PageTable)
         skewed = self._basis[at].skew_queries(q, storage.heads)
-        return rows.join_tail(layer, skewed, storage, spans.starts, spans.stops, spans.tokens, chosen, exact)
+        return rows.merge_approximate(layer, skewed, storage, spans.starts, spans.stops, spans.tokens, chosen, exact)
 
 
 def _differ(new: Sequence[Sequence[object]], old: Sequence[Sequence[object]]) -> bool:

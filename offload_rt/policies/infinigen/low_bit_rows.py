@@ -54,7 +54,7 @@ def row_layout(tail: str, geometry: ModelGeometry) -> Layout:
 def basis_bytes(geometry: ModelGeometry, compute: torch.dtype) -> int:
     """Return the bytes of the `RowBasis` of one layer in dtype `compute`."""
     d = geometry.head_dim
-    return (geometry.kv_heads * (2 * d + 1) * d + d * d) * compute.itemsize
+    return (geometry.kv_heads * (2 * d + 1) * d + 2 * d * d) * compute.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +65,13 @@ class RowBasis:
         basis: Basis of queries and keys, all columns.
         mean: Mean of the keys in this basis, `[Hkv, d]`.
         mixing: Rotation of the values, `[d, d]`.
+        unmixing: Its inverse.
     """
 
     basis: Basis
     mean: torch.Tensor
     mixing: torch.Tensor
+    unmixing: torch.Tensor
 
     @classmethod
     def of(cls, artifact: SkewArtifact, layer: int, scale: float, dtype: torch.dtype) -> RowBasis:
@@ -81,12 +83,12 @@ class RowBasis:
         key = (artifact.key[layer].double() * stretch) @ mixed
         mean = (artifact.key_mean[layer].double() * stretch.squeeze(1)) @ mixed
         basis = Basis(query.to(dtype).contiguous(), key.to(dtype).contiguous(), scale)
-        return cls(basis, mean.to(dtype), mixed.to(dtype))
+        return cls(basis, mean.to(dtype), mixed.to(dtype), mixed.T.to(dtype).contiguous())
 
     @property
     def nbytes(self) -> int:
         """Bytes of all matrices."""
-        return self.basis.nbytes + self.mean.nbytes + self.mixing.nbytes
+        return self.basis.nbytes + self.mean.nbytes + self.mixing.nbytes + self.unmixing.nbytes
 
     def queries(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return q `[H, d]` in the basis and scaled, `[Hkv, G, d]`, and the mean of the keys."""
@@ -184,22 +186,9 @@ class LowBitRows:
         """Return the basis of keys and queries, with all columns."""
         return self._bases[layer].basis
 
-    def attend(
-        self, layer: int, asked: LowBitQuery, skip: torch.Tensor, softcap: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the approximate attention of a query.
-
-        Args:
-            layer: The layer index.
-            asked: The result of `ask`.
-            skip: Tokens to skip, int64 `[Hkv, n]`.
-            softcap: Soft cap of the model's scores, if any.
-
-        Returns:
-            out `[H, d]` and lse `[H]`.
-        """
-        out, lse = asked.tail(skip, softcap)
-        return out.flatten(0, 1) @ self._bases[layer].mixing.T, lse.flatten()
+    def unmixing(self, layer: int) -> torch.Tensor:
+        """Return the matrix `[d, d]` that transforms stored values to those of the model."""
+        return self._bases[layer].unmixing
 
     def storage(self, layer: int, slots: range) -> Pages:
         """Return the pages of the layer for writing `slots`, which are counted as written."""
@@ -231,7 +220,7 @@ class LowBitRows:
         """Return the scores of queries q `[P, G, d]` of a batch."""
         return dispatch.score_low_bit(q, self._bases[layer].mean, self._layout, table, starts, stops, tokens)
 
-    def join_tail(
+    def merge_approximate(
         self,
         layer: int,
         q: torch.Tensor,
@@ -258,7 +247,9 @@ class LowBitRows:
             Merged out `[P, G, d]` and lse `[P, G]`.
         """
         own = self._bases[layer]
-        return dispatch.join_tail(q, own.mean, own.mixing, self._layout, table, starts, stops, *chosen, tokens, *exact)
+        return dispatch.merge_approximate(
+            q, own.mean, own.mixing, self._layout, table, starts, stops, *chosen, tokens, *exact
+        )
 
     def fork(self, tokens: int | None = None) -> LowBitRows:
         """Return a copy-on-write copy of the first `tokens` tokens (None: all)."""

@@ -42,7 +42,7 @@ class InfiniGenState(PassiveState):
         """Creates a state of scoring keys `keys`. If there is approximate KV (`tail`), it is also `keys`."""
         self._policy, self._keys, self._tail = policy, keys, tail
         self._asked: LowBitQuery | None = None
-        """The true query as prepared by `select`, until `tail` uses it."""
+        """The true query as prepared by `select`, until `merge_approximate` uses it."""
 
     @property
     def scoring_keys(self) -> ScoringKeys:
@@ -116,7 +116,7 @@ class InfiniGenState(PassiveState):
         return Selection(*lists.select(layer, q.unsqueeze(1), spans))
 
     def _ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
-        """Prepare the query for scoring. If it is the true query, keep it for `tail`."""
+        """Prepare the query for scoring. If it is the true query, keep it for `merge_approximate`."""
         if self._tail is None:
             return self._keys.ask(layer, q, tokens)
         asked = self._tail.ask(layer, q, tokens)
@@ -148,16 +148,26 @@ class InfiniGenState(PassiveState):
         extra = extend_selection(scores, attended, options.max_missed_mass, most)
         return Selection((extra + first).to(q.device)) if extra.shape[1] else None
 
-    def tail(
-        self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Estimate the attention to tokens not selected from approximate KV. None without option `tail`."""
+    def merge_approximate(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        visible: Visible,
+        selection: Selection,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge exact attention with that to the tokens not selected, if the policy has approximate KV."""
         if self._tail is None or not visible.candidates:
-            return None
-        query, skip = q.to(self._policy.keys_device), _meant(selection).to(self._policy.keys_device)
-        asked, self._asked = self._asked or self._tail.ask(layer, query, visible.candidates), None
-        out, lse = self._tail.attend(layer, asked, skip, self._policy.geometry.softcap)
-        return out.to(q.device), lse.to(q.device)
+            return out, lse
+        asked, self._asked = self._asked, None
+        if asked is None:
+            asked = self._tail.ask(layer, q.to(self._policy.keys_device), visible.candidates)
+        query_heads, (out, lse) = asked.q.shape[:2], (x.to(self._policy.keys_device) for x in (out, lse))
+        exact = out.unflatten(0, query_heads), lse.unflatten(0, query_heads)
+        skip, softcap = _meant(selection).to(self._policy.keys_device), self._policy.geometry.softcap
+        merged, total = asked.merge(exact, skip, self._tail.unmixing(layer), softcap)
+        return merged.flatten(0, 1).to(q.device), total.flatten().to(q.device)
 
     def fork(self, keys: KeyReader) -> InfiniGenState:
         """Return a copy that shares scoring keys and approximate KV until either side writes."""

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from offload_rt.core import KVPart, ScatteredRows
+from offload_rt.core import KVPart, PagedRows
 from offload_rt.kernels import decode_attention, team
 from offload_rt.model_runner.attention import attend
 
@@ -25,6 +25,25 @@ def inputs(group: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor
     return q.to(dtype), k, v
 
 
+def paged_rows(k: torch.Tensor, v: torch.Tensor) -> PagedRows:
+    """Return k, v `[2, n, d]` as entries of a pool with blocks in another order, and NaN between them.
+
+    The first three tokens and the last two are resident, as far as there are so many. The others lie anywhere.
+    """
+    (heads, n, d), generator = k.shape, torch.Generator().manual_seed(0)
+    first, last = min(3, n - 1), min(2, max(0, n - 4))
+    middle, blocks = n - first - last, n // 32 + 2
+    stop = blocks * 64 - 3
+    resident = range(first), range(stop - last, stop)
+    tokens = torch.stack([torch.randperm(stop - last - first, generator=generator)[:middle] for _ in range(heads)])
+    block_rows = (torch.randperm(blocks, generator=generator) - torch.arange(blocks)) * 64
+    keys, values = torch.full((2, 1 + heads * (blocks * 64 + 5), d), torch.nan, dtype=k.dtype)
+    rows = PagedRows(keys, values, block_rows, 1, blocks * 64 + 5, resident, tokens + first)
+    placed = [*range(first), *range(n - last, n), *range(first, n - last)]
+    keys[rows.ids], values[rows.ids] = k[:, placed], v[:, placed]
+    return rows
+
+
 def expected(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,20 +58,18 @@ def expected(
 def test_outputs_are_those_of_float64(
     d: int, group: int, n: int, cap: float | None, dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For KV vectors in order and anywhere, in one part and in several. Products of bfloat16 are exact in float32, so
-    both types have the same bounds."""
+    """For KV in order and in blocks of the pool, in one part and in several. Products of bfloat16 are exact in float32,
+    so both types have the same bounds."""
     q, k, v = inputs(group, n, d, dtype)
     want = expected(q, k, v, 0.2, cap)
     code = decode_attention.takes(q)
     assert code is not None
-    ids = torch.randperm(3 * n, generator=torch.Generator().manual_seed(0))[: 2 * n].view(2, n)
-    keys, values = torch.full((2, 3 * n, d), torch.nan, dtype=dtype)
-    keys[ids], values[ids] = k, v
+    rows = paged_rows(k, v)
     for least in (1 << 20, 64):
         monkeypatch.setattr(decode_attention, "LEAST_TOKENS", least)
         for got in (
             code.attend(q, k, v, 0.2, cap),
-            code.attend_scattered(q, ScatteredRows(keys, values, ids), 0.2, cap),
+            code.attend_paged(q, rows, 0.2, cap),
         ):
             assert got[0].dtype == got[1].dtype == torch.float32
             torch.testing.assert_close(got, want, rtol=0, atol=1e-5)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.levels import forget
-from support.low_bit import copied, joined, ragged_lists, stored_rows
+from support.low_bit import approximate, copied, joined, ragged_lists, stored_rows
 
 from offload_rt.kernels import low_bit, low_bit_cpu, low_bit_lists, native, selection
 from offload_rt.kernels.low_bit import (
@@ -114,7 +114,7 @@ def test_a_batch_joins_what_each_sequence_does_not_select(value_bits: int) -> No
     q, mean, mixed, layout, table, starts, stops, chosen, counts, tokens, out, lse = ragged_lists(
         Layout(16, value_bits), 3, torch.device("cpu")
     )
-    joined, total = low_bit_lists.join_tail(
+    joined, total = low_bit_lists.merge_approximate(
         q, mean, mixed, layout, table, starts, stops, chosen, counts, tokens, out, lse
     )
     for b, pages in enumerate(table.pages):
@@ -176,7 +176,7 @@ def test_a_processor_computes_what_is_defined(path: str, tokens: range, d: int, 
     asked = low_bit_cpu.ask(q, mean, pages, layout, tokens)
     torch.testing.assert_close(asked.scores, expected, rtol=1e-6, atol=1e-5)
     softcap = None if group == 1 else 1.5
-    out, lse = asked.tail(skip, softcap)
+    out, lse = approximate(asked, skip, softcap)
     expected, expected_lse = tail_attention(q, mean, pages, layout, tokens, skip, softcap)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)
     packed, steps = (part.flatten(1, 2)[:, :1100] for part in layout.values(joined(pages)))
@@ -184,11 +184,27 @@ def test_a_processor_computes_what_is_defined(path: str, tokens: range, d: int, 
     torch.testing.assert_close(out, expected, rtol=0, atol=2**-8 * float(largest.abs().max()))
 
 
+@pytest.mark.parametrize(("group", "value_bits"), [(1, 2), (7, 4)])
+def test_exact_and_approximate_attention_are_one_softmax(path: str, group: int, value_bits: int) -> None:
+    """For exact attention with most, with half and with none of the mass."""
+    layout, tokens, skip = Layout(64, value_bits), range(4, 300), torch.tensor([[5, 7], [9, -1]])
+    pages, q, mean = stored_rows(layout, 2, 300), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
+    own, own_lse = tail_attention(q, mean, pages, layout, tokens, skip)
+    unmixing, out = mixing(64).float().T.contiguous(), torch.randn(2, group, 64)
+    for more in (20.0, 0.0, -20.0):
+        exact = out, own_lse + more
+        expected, total = merge_lse((out, own @ unmixing), (exact[1], own_lse))
+        asked = low_bit_cpu.ask(q, mean, pages, layout, tokens)
+        merged, lse = asked.merge((out.clone(), exact[1].clone()), skip, unmixing)
+        torch.testing.assert_close(lse, total, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(merged, expected, rtol=0, atol=5e-3)
+
+
 def test_without_a_token_a_processor_finds_nothing(path: str) -> None:
     layout = Layout(32, 2)
     pages, q = stored_rows(layout, 2, 130), torch.randn(2, 2, 32)
     skip = torch.arange(3, 120).repeat(2, 1)
-    out, lse = low_bit_cpu.ask(q, torch.zeros(2, 32), pages, layout, range(3, 120)).tail(skip)
+    out, lse = approximate(low_bit_cpu.ask(q, torch.zeros(2, 32), pages, layout, range(3, 120)), skip)
     assert out.eq(0).all() and lse.isneginf().all()
 
 
@@ -235,7 +251,7 @@ def test_a_layers_scores_take_the_memory_of_the_layers_before(monkeypatch: pytes
         pytest.skip("without compiled code torch's products do it")
     for _ in range(3):
         asked = low_bit_cpu.ask(q, mean, pages, layout, tokens)
-        assert asked.top(5).shape == (2, 5) and asked.tail(skip)[1].isfinite().all()
+        assert asked.top(5).shape == (2, 5) and approximate(asked, skip)[1].isfinite().all()
         assert native.SCRATCH.nbytes == 0, "a query keeps its scores"
         del asked
         assert 2 * 7 * 5504 * 4 <= native.SCRATCH.nbytes < 2 * 7 * 5504 * 4 * 1.13, "those of one layer"
@@ -253,7 +269,7 @@ def test_levels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
             pytest.skip("no C compiler")
         asked = low_bit_cpu.ask(q, mean, pages, layout, tokens)
         chosen = asked.select(3.0, 0.2)
-        found[level] = (asked.scores, chosen, *asked.tail(chosen + 7))
+        found[level] = (asked.scores, chosen, *approximate(asked, chosen + 7))
     forget()
     scalar = found.pop("scalar", None)
     for scores, chosen, out, lse in found.values():

@@ -63,12 +63,12 @@ def test_a_batch_is_joined_with_its_exact_rows(
 ) -> None:
     """Cover a list without candidates and one whose candidates were all selected. Tokens after a count are
     arbitrary."""
-    from offload_rt.kernels.triton_low_bit import join_tail
+    from offload_rt.kernels.triton_low_bit import merge_approximate
 
     torch.manual_seed(d)
     given = ragged_lists(Layout(d, value_bits), group, kernel_device)
     table = given[4]
-    (got, got_lse), (want, want_lse) = join_tail(*given), low_bit_lists.join_tail(*given)
+    (got, got_lse), (want, want_lse) = merge_approximate(*given), low_bit_lists.merge_approximate(*given)
     torch.testing.assert_close(got_lse, want_lse, rtol=1e-6, atol=1e-5)
     largest = max(largest_value(given[3], own, n) for own, n in zip(table.pages, (600, 4, 70), strict=True))
     torch.testing.assert_close(got, want, rtol=0, atol=rounding(kernel_device) * largest * d**0.5)

@@ -11,8 +11,10 @@ from support.outputs import completed
 from support.tiny_models import NAMES, assert_greedy, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
-from offload_rt.kernels.low_bit import LowBitQuery
+from offload_rt.core import Selection, Visible
+from offload_rt.kernels.reference import merge_lse
 from offload_rt.policies.infinigen.low_bit_rows import LowBitRows
+from offload_rt.policies.infinigen.policy import InfiniGenState
 from offload_rt.policies.options import InfiniGenOptions
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
@@ -37,27 +39,28 @@ def test_with_a_budget_of_everything_nothing_is_estimated(name: str) -> None:
     assert list(found.token_ids) == full_tokens(name, prompt)
 
 
-def attend_exactly(
-    kept: dict[int, tuple[torch.Tensor, torch.Tensor]],
-    asked: dict[int, tuple[torch.Tensor, range]],
-    scales: tuple[float, ...],
-) -> Any:
-    """Return a `LowBitRows.attend` over unquantised KV, with the last query and range in `asked`."""
+def merge_exactly(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], scales: tuple[float, ...]) -> Any:
+    """Return an `InfiniGenState.merge_approximate` over unquantised KV."""
 
-    def attend(
-        self: LowBitRows, layer: int, query: LowBitQuery, skip: torch.Tensor, softcap: float | None
+    def merge(
+        self: InfiniGenState,
+        layer: int,
+        q: torch.Tensor,
+        visible: Visible,
+        selection: Selection,
+        out: torch.Tensor,
+        lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        (k, v), (q, tokens) = kept[layer], asked[layer]
-        heads = k.shape[0]
-        scores = torch.einsum("hgd,hnd->hgn", q.view(heads, -1, q.shape[1]), k) * scales[layer]
+        (k, v), tokens = kept[layer], visible.candidates
+        scores = torch.einsum("hgd,hnd->hgn", q.view(len(k), -1, q.shape[1]), k) * scales[layer]
         shown = torch.zeros(k.shape[:2], dtype=torch.bool)
         shown[:, tokens.start : tokens.stop] = True
-        shown.scatter_(1, skip, False)
+        shown.scatter_(1, selection.tokens, False)
         scores = scores.masked_fill(~shown.unsqueeze(1), -torch.inf)
-        out = scores.softmax(-1).nan_to_num() @ v
-        return out.reshape(q.shape), scores.logsumexp(-1).flatten()
+        other = (scores.softmax(-1).nan_to_num() @ v).reshape(q.shape)
+        return merge_lse((out, other), (lse, scores.logsumexp(-1).flatten()))
 
-    return attend
+    return merge
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "mistral"])
@@ -79,19 +82,12 @@ def test_an_estimate_without_rounding_is_full(
         kept[layer] = keys[layer], torch.cat((kept[layer][1][:, :start], v), 1) if start else v.clone()
         write_values(self, layer, v, start)
 
-    asked: dict[int, tuple[torch.Tensor, range]] = {}
-    ask = LowBitRows.ask
-
-    def spy_ask(self: LowBitRows, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery:
-        asked[layer] = q, tokens
-        return ask(self, layer, q, tokens)
-
     options = {"tail": "int2", "budget": budget, "dense_layers": (), "recent": 8, "source": source}
     llm, prompt = make_llm(name, options), tiny_prompt(150)
-    monkeypatch.setattr(LowBitRows, "ask", spy_ask)
     monkeypatch.setattr(LowBitRows, "write", spy)
     monkeypatch.setattr(LowBitRows, "write_values", spy_values)
-    monkeypatch.setattr(LowBitRows, "attend", attend_exactly(kept, asked, llm.runner.adapter.geometry.scales))
+    scales = llm.runner.adapter.geometry.scales
+    monkeypatch.setattr(InfiniGenState, "merge_approximate", merge_exactly(kept, scales))
     [found] = completed(llm.generate([prompt], GREEDY))
     assert list(found.token_ids) == full_tokens(name, prompt)
     assert found.stats.exact_fraction < 0.4

@@ -1,10 +1,14 @@
 /* The selection that selection.py defines (InfiniGen, paper 4.3), from scores as low_bit.c leaves them. First `rank` runs
-for parts of the tokens, then `choose` for each head.
+for parts of the tokens, then `choose_best` for each head.
 
 Floor of memory, bytes of a token and KV head with G queries: rank reads 4 * G and writes 4, choose reads 4. Arithmetic:
 four vector instructions for LANES scores. */
 
+#ifndef OFFLOAD_RT_BEST_SCORES_H
+#define OFFLOAD_RT_BEST_SCORES_H
+
 #include "simd.h"
+#include "team.h"
 
 #define BLOCK 64
 #define PADDING 64 /* numbers that may be read or written behind the last */
@@ -16,17 +20,18 @@ typedef struct {
     const float *peaks, *lses;                 /* [heads * group] */
     float alpha;
     int64_t most;      /* tokens that each head chooses */
-    float *values;     /* [heads][n], and room for 64 behind it */
+    float *values;     /* [heads][n], and room for PADDING behind it */
     uint64_t *passing; /* [(n + 63) / 64]: a bit for each token */
     int64_t *within;   /* [parts] */
     float *best;       /* [heads][n + PADDING] */
     int32_t *tokens;   /* [heads][n] */
     int64_t *chosen;   /* [heads][most] */
-} Call;
+} Ranking;
 
 /* values: of each token the largest score - lse of a head's queries. passing: whether a score of any head is within
 alpha of its query's largest. within: how many scores of the part are. */
-void rank(const Call *call, int64_t part) {
+static void rank(const void *given, int64_t part) {
+    const Ranking *call = given;
     int64_t first = part * call->per_part, last = first + call->per_part < call->n ? first + call->per_part : call->n;
     int64_t within = 0;
     memset(call->passing + first / BLOCK, 0, (size_t)((last - first + BLOCK - 1) / BLOCK) * sizeof *call->passing);
@@ -113,7 +118,7 @@ static float low_guess(const float *values, int64_t n, int64_t most, float *room
 }
 
 /* tokens, best: those of n that pass and whose value is `least` or more, rising, and their values; returns how many. */
-static int64_t gather(const Call *call, const float *values, float least, int32_t *tokens, float *best) {
+static int64_t gather(const Ranking *call, const float *values, float least, int32_t *tokens, float *best) {
     int64_t count = 0;
     for (int64_t first = 0; first < call->n; first += BLOCK) {
         uint64_t bits = 0;
@@ -128,7 +133,8 @@ static int64_t gather(const Call *call, const float *values, float least, int32_
 }
 
 /* chosen of a head, rising: `most` tokens with the largest values among those that pass; of equals the first. */
-void choose_best(const Call *call, int64_t head) {
+static void choose_best(const void *given, int64_t head) {
+    const Ranking *call = given;
     const float *values = call->values + head * call->n;
     float *best = call->best + head * (call->n + PADDING);
     int32_t *tokens = call->tokens + head * call->n;
@@ -146,3 +152,15 @@ void choose_best(const Call *call, int64_t head) {
     }
     while (taken < most) chosen[taken++] = 0; /* scores that are not numbers */
 }
+
+/* Writes at most `limit` tokens for each head to `chosen` [heads][most], and returns `most`. */
+int64_t select_all(Ranking *call, int64_t limit, TeamRun run, int threads) {
+    int64_t parts = (call->n + call->per_part - 1) / call->per_part, queries = call->heads * call->group, within = 0;
+    run(rank, call, parts, threads);
+    for (int64_t part = 0; part < parts; part++) within += call->within[part];
+    call->most = (within + queries - 1) / queries < limit ? (within + queries - 1) / queries : limit;
+    if (call->most > 0) run(choose_best, call, call->heads, threads);
+    return call->most;
+}
+
+#endif
