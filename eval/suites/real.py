@@ -1,9 +1,8 @@
 """Quality evaluation on widely used trained models: `make real`, `offload-rt eval real`.
 
 Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS). The evaluation consists of parts. A part starts
-no new rows after `--minutes`; its tables contain the rows measured so far, and a further run continues. Perplexity and
-ablation are computed layer by layer in bfloat16 with few windows. RULER and question tasks run through the LM
-Evaluation Harness and the decode path. Tables are written to eval/results/MODEL.
+no new rows after `--minutes`; its tables contain the rows measured so far, and a further run continues. Models run in
+bfloat16. RULER and question tasks run through the LM Evaluation Harness. Tables are written to eval/results/MODEL.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from typing import Any
 from ...errors import ConfigError, InputError
 from ...policies.base import Policy
 from ...policies.infinigen.policy import InfiniGen
-from ...utils.config_fields import check_choice
+from ...utils.config_fields import check_choice, option
 from ...utils.texts import read_file
-from ..core.model_under_test import ModelUnderTest, Variant
-from ..core.report import Column, Report, Row
-from ..quality.ablation import parts as ablation_parts
+from ..core.model_under_test import ModelUnderTest
+from ..core.report import Column, Report, Row, Say, say_nothing
+from ..core.variants import Variant
 from ..quality.lm_eval_tasks import COLUMNS as TASK_COLUMNS
 from ..quality.lm_eval_tasks import TasksConfig, run_tasks
 from ..quality.perplexity import NOTES, WHAT, PerplexityConfig, measure_all
@@ -48,40 +47,24 @@ RULER = (
 
 TASKS = ("piqa_local", "copa_local", "openbookqa_local", "winogrande_local", "rte_local", "lambada_local")
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class RealSize:
-    """Sample sizes.
+    """Sample sizes."""
 
-    Attributes:
-        windows: Number of windows per text.
-        decoded: Number of decoded tokens per window.
-        limit: Number of documents per task.
-        passages: Number of passages with needles per kind.
-        contexts: Tokens per window; empty for the lengths in `CONTEXTS`.
-        texts: Kinds of text.
-        tasks: Tasks of the parts "ruler" and "tasks"; empty for all.
-    """
-
-    windows: int = 3
-    decoded: int = 512
-    limit: int = 25
-    passages: int = 4
-    contexts: tuple[int, ...] = ()
-    texts: tuple[str, ...] = ("novel", "code", "wikipedia")
-    tasks: tuple[str, ...] = ()
+    windows: int = option(3, help="windows per text", metavar="N")
+    decoded: int = option(512, help="decoded tokens per window", metavar="N")
+    limit: int = option(25, help="documents per task", metavar="N")
+    passages: int = option(4, help="passages with needles of each kind", metavar="N")
+    contexts: tuple[int, ...] = option((), help="tokens per window (by model)", metavar="4k,8k")
+    texts: tuple[str, ...] = option(("novel", "code", "wikipedia"), help="kinds of text", metavar="A,B")
+    tasks: tuple[str, ...] = option((), help="tasks of the parts ruler and tasks (all)", metavar="A,B")
 
     def __post_init__(self) -> None:
         for kind in self.texts:
             check_choice("text", kind, ("novel", "code", "wikipedia"))
         for task in self.tasks:
             check_choice("task", task, (*RULER, *TASKS))
-
-
-SMALL = RealSize(1, 16, 2, 1, (256,))
-"""Tiny sizes to check that everything runs."""
 
 
 def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
@@ -169,14 +152,6 @@ class Real:
                 rows += self._rows(text, name, self.chosen or compared(), config)
         self._write("perplexity", f"Perplexity of {self.tested.name} under each policy", rows)
 
-    def ablation(self) -> None:
-        """Run the ablation of the selection at a budget of 5 % on the first text."""
-        _, name, text = self.texts()[0]
-        config = PerplexityConfig(self.contexts[0], self.size.windows, self.contexts[0] - self.size.decoded)
-        variants = [Variant("full"), *(variant for _, variant in ablation_parts(BUDGETS[0]))]
-        rows = self._rows(text, name, variants, config)
-        self._write("ablation", f"Parts of the selection replaced, {self.tested.name}", rows)
-
     def bytes(self) -> None:
         """Compare low-bit KV with and without exact KV, on the first text."""
         _, name, text = self.texts()[0]
@@ -217,7 +192,7 @@ class Real:
         rows: list[Row] = []
         for variant in variants[1:]:
             both = [variants[0], variant]
-            pair = measure_all(self.tested, text, name, both, config, self.out, lambda line: None, self.late)
+            pair = measure_all(self.tested, text, name, both, config, self.out, say_nothing, self.late)
             if len(pair) < len(both):
                 continue
             pair[1]["low_bits"] = estimated(self.tested.policy(variant), pair[1]["sparse_attended"])
@@ -264,7 +239,6 @@ def estimated(policy: Policy, exact: float) -> float:
 PARTS: dict[str, Callable[[Real], None]] = {
     "perplexity": Real.perplexity,
     "needles": Real.needles,
-    "ablation": Real.ablation,
     "bytes": Real.bytes,
     "tasks": Real.tasks,
     "ruler": Real.ruler,

@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offload_rt.cli import main
-from offload_rt.eval.core import model_under_test
-from offload_rt.eval.core.model_under_test import ModelUnderTest, Variant
+from offload_rt.eval.core.model_under_test import ModelUnderTest
 from offload_rt.eval.core.needles import KINDS
-from offload_rt.eval.core.teacher_forced import Prefix
-from offload_rt.eval.quality.ablation import parts
+from offload_rt.eval.core.variants import Variant
 from offload_rt.eval.quality.tasks.haystack import sentences
 from offload_rt.eval.suites.real import PARTS, Real, RealSize, compared, estimated, looked_up
-from offload_rt.models.adapter import ModelAdapter
 
 ROOT = Path(__file__).parents[3]
 BOOK = ROOT / "offload_rt" / "data" / "black_arrow.txt"
@@ -89,32 +86,14 @@ def small(data: Path, out: Path, say: Callable[[str], None], *chosen: Variant, w
     return Real(ModelUnderTest(str(MODEL)), size, out, data, time.monotonic() + 600, say, chosen)
 
 
-def test_the_ablation_has_a_row_for_every_part(data: Path, tmp_path: Path) -> None:
-    """Also for skew="none", which only `ModelUnderTest` knows."""
-    PARTS["ablation"](small(data, tmp_path, lambda line: None))
-    names = [row["variant"] for row in rows(tmp_path / "ablation.json")]
-    assert names[1:] == [variant.label for _, variant in parts(0.05)]
-
-
-def test_needles_are_prefilled_and_told_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for one kind's passages."""
+def test_needles_are_told_kind_by_kind_and_late_ones_not(data: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    made: list[Prefix] = []
-    prefill = model_under_test.prefill_layers
-
-    def counted(adapter: ModelAdapter, tokens: Sequence[int]) -> Prefix:
-        made.append(prefill(adapter, tokens))
-        monkeypatch.setattr(model_under_test, "PREFIX_BYTES", made[0].nbytes * 3 // 2)
-        return made[-1]
-
-    monkeypatch.setattr(model_under_test, "prefill_layers", counted)
     real = small(data, tmp_path, said.append, Variant("full"), Variant("streaming", {"budget": 0.5}))
     PARTS["needles"](replace(real, size=replace(real.size, contexts=(512,))))
     labels = ("full", "streaming budget=0.5")
     assert [line.split(": ")[0] for line in said] == [
         f"512 tokens, {kind}, {name}" for kind in KINDS for name in labels
     ]
-    assert len(made) == len(KINDS)
     assert len(rows(tmp_path / "retrieval.json")) == 2
     late = replace(real, size=replace(real.size, contexts=(544,)), until=time.monotonic() - 1)
     PARTS["needles"](late)
