@@ -29,7 +29,7 @@ from ...models.registry import adapter_for
 from ...policies.base import Policy
 from ...policies.full import Full
 from ...transfer.link import Link
-from .synthetic_kv import RESIDENT, Given, SyntheticAdapter, SyntheticKV
+from .synthetic_kv import RESIDENT, SyntheticAdapter, SyntheticKV
 
 TOKEN = 7
 """Token decoded in every step; the speed does not depend on it."""
@@ -325,12 +325,6 @@ def _int4(field: Field) -> Baseline:
     return Ours("int4 KV", field.loaded, field.policy("full", {}), context, context.forks())
 
 
-def _ideal(field: Field) -> Baseline:
-    """Create the baseline without selection cost: the selection of the first step is repeated."""
-    policy = Given(field.policy("infinigen", SELECTION))
-    return Ours("ideal", field.loaded, policy, field.context, field.context.forks())
-
-
 def _floor_peer(field: Field) -> Baseline:
     cache = DynamicCache(config=field.model.config)
     return _Blank("floor: transformers", field.model, cache, 0, field.tokens)
@@ -365,7 +359,6 @@ MAKERS: dict[str, Callable[[Field], Baseline]] = {
     "infinigen-int2": _infinigen("int2", scorer="int2"),
     "infinigen-tail2": _infinigen("int2 tail", tail="int2"),
     "infinigen-tail4": _infinigen("int4 tail", tail="int4"),
-    "ideal": _ideal,
     "floor": _floor_peer,
     "floor-ours": _floor_ours,
 }

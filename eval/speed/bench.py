@@ -63,7 +63,7 @@ class BenchConfig:
     fraction: float = option(0.05, help="fraction of planted tokens", metavar="F")
     spread: float = option(0.5, help="maximum relative deviation of the fraction of a KV head", metavar="F")
     baselines: tuple[str, ...] = option(
-        ("static", "dynamic", "full", "infinigen", "ideal", "floor", "floor-ours"),
+        ("static", "dynamic", "full", "infinigen", "floor", "floor-ours"),
         help=f"of {', '.join(MAKERS)}, or all",
         metavar="A,B",
     )

@@ -26,7 +26,7 @@ import torch
 
 from ...errors import ConfigError, MemoryLimitError
 from ..core.report import environment, write_atomic
-from ..speed.hardware import bandwidth
+from ..speed.kernels import bandwidth
 from .gpu_parts import LIMIT, PARTS, SMALL, GpuJob, GpuSize, Results
 from .programs import CLI, ROOT, STOPPED, run_program
 
@@ -37,7 +37,7 @@ QUERY = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.gen.max",
 def machine(job: GpuJob) -> dict[str, Any]:
     """Describe the machine: GPU, PCIe, driver, versions, commit, and measured bandwidths."""
     about = environment() | {"cores": os.cpu_count()}
-    about["bandwidth"] = bandwidth(job.device, job.size.hardware.copied, job.size.hardware.repeats)
+    about["bandwidth"] = bandwidth(job.device, job.size.kernels.copied, job.size.kernels.repeats)
     if job.cuda:
         about["gpu"] = _nvidia_smi()
         about["cuda"], about["capability"] = torch.version.cuda, torch.cuda.get_device_capability(job.device)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ import torch
 
 from ...llm import LLM
 from ...sampling_params import SamplingParams
-from ..speed import hardware, kernels, session_ttft
+from ..speed import kernels, session_ttft
 from ..speed.baselines import SHAPES
 from ..speed.bench import BenchConfig, run_bench
-from ..speed.hardware import HardwareSize
 from ..speed.kernels import KernelSize
 from . import programs
 from .programs import CLI, ROOT, TOLD
@@ -44,7 +43,7 @@ DECODE = BenchConfig(
     contexts=(8_192, 32_768, 131_072),
     baselines=(
         "static", "dynamic", "offloaded", "quantized", "full", "infinigen", "infinigen-residual", "infinigen-tail4",
-        "ideal", "floor", "floor-ours",
+        "floor", "floor-ours",
     ),
     repeats=5,
     threads=os.cpu_count() or 1,
@@ -58,7 +57,6 @@ class GpuSize:
 
     Attributes:
         tests: Paths passed to pytest; empty for all tests.
-        hardware: Sizes of the part "device".
         kernels: Sizes of the part "kernels".
         decode: Settings of the part "decode"; its context lengths are measured one after another.
         prompts: Prefill lengths in tokens, for the shape of `decode`.
@@ -72,8 +70,7 @@ class GpuSize:
     """
 
     tests: tuple[str, ...] = ()
-    hardware: HardwareSize = field(default_factory=HardwareSize)
-    kernels: KernelSize = field(default_factory=KernelSize)
+    kernels: KernelSize = KernelSize()  # noqa: RUF009 - frozen
     decode: BenchConfig = DECODE
     prompts: tuple[int, ...] = (8_192, 32_768, 65_536, 131_072)
     histories: tuple[int, ...] = (1_024, 8_192, 32_768)
@@ -87,7 +84,6 @@ class GpuSize:
 
 SMALL = GpuSize(
     tests=("tests/unit/transfer/test_gpu_streams.py",),
-    hardware=hardware.SMALL,
     kernels=kernels.SMALL,
     decode=replace(DECODE, shape=("small",), layers=1, contexts=(512,), repeats=1, threads=1),
     prompts=(256, 512),
@@ -116,14 +112,6 @@ class GpuJob:
         return self.device.type == "cuda"
 
 
-def run_device(job: GpuJob) -> Iterator[Results]:
-    """Measure bandwidths, launch costs, overlap of transfer and compute, graph capture, and page-locking."""
-    found: Results = {"size": asdict(job.size.hardware)}
-    for name, facts in hardware.measure(job.device, job.size.hardware):
-        found[name] = facts
-        yield found
-
-
 def run_tests(job: GpuJob) -> Iterator[Results]:
     """Run every test marked gpu, then compute-sanitizer on the kernels with data-dependent indices."""
     beside = ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"]
@@ -146,7 +134,7 @@ def run_tests(job: GpuJob) -> Iterator[Results]:
 def run_kernels(job: GpuJob) -> Iterator[Results]:
     """Compare every operation with its lower time bound and with float64."""
     size = job.size.kernels
-    rates = hardware.bandwidth(job.device, job.size.hardware.copied, size.repeats)
+    rates = kernels.bandwidth(job.device, size.copied, size.repeats)
     floors = {"device": rates["device"], "link": rates["host_to_device"]}
     yield {"size": asdict(size), "rows": kernels.measure(job.device, size, floors)}
 
@@ -227,7 +215,6 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
-    "device": Part(run_device, 1),
     "tests": Part(run_tests, 9),
     "kernels": Part(run_kernels, 2),
     "decode": Part(run_decode, 8),

@@ -74,28 +74,6 @@ def _machine(about: Record) -> str:
     )
 
 
-def _device(results: Record) -> str:
-    told = []
-    if "bandwidth" in results:
-        told.append(f"both ways at once {results['bandwidth']['both_ways'] / 1e9:.1f} GB/s")
-    for name, spent in results.get("launch", {}).items():
-        told.append(f"{name} {spent['host_us']:.1f} us of the host, {spent['done_us']:.1f} us until done")
-    if "overlap" in results:
-        for one in results["overlap"]:
-            told.append(f"{one['way']} beside {one['work']}: {one['hidden']:.0%} of the shorter hidden")
-    if "capture" in results:
-        told.append(f"capture beside a thread that waits: {_captured(results['capture'])}")
-    if "seconds_per_gib" in results.get("page-locking", {}):
-        told.append(f"page-locking {results['page-locking']['seconds_per_gib']:.2f} s a GiB")
-    return "**The machine**: " + "; ".join(told) + "."
-
-
-def _captured(found: Record) -> str:
-    if "right" not in found:
-        return str(found.get("error", found.get("skipped")))
-    return f"{found['replays']} replays {'right' if found['right'] else 'WRONG'}"
-
-
 def _tests(results: Record) -> str:
     cells = []
     for name, found in results.items():
@@ -171,7 +149,6 @@ def found_rows(found: Any, report: str) -> list[dict[str, Any]]:
 
 
 WRITERS: Mapping[str, tuple[Callable[[Record], str], tuple[str, ...]]] = {
-    "device": (_device, ("bandwidth",)),
     "tests": (_tests, ()),
     "kernels": (_kernels, ("rows",)),
     "decode": (_decode, ("rows",)),

@@ -7,7 +7,6 @@ bfloat16. RULER and question tasks run through the LM Evaluation Harness. Tables
 
 from __future__ import annotations
 
-import json
 import os
 import sysconfig
 import time
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, InputError
+from ...errors import InputError
 from ...policies.base import Policy
 from ...policies.infinigen.policy import InfiniGen
 from ...utils.config_fields import check_choice, option
@@ -150,17 +149,8 @@ class Real:
             config = PerplexityConfig(context, self.size.windows, context - self.size.decoded)
             for _, name, text in self.texts():
                 rows += self._rows(text, name, self.chosen or compared(), config)
-        self._write("perplexity", f"Perplexity of {self.tested.name} under each policy", rows)
-
-    def bytes(self) -> None:
-        """Compare low-bit KV with and without exact KV, on the first text."""
-        _, name, text = self.texts()[0]
-        config = PerplexityConfig(self.contexts[0], self.size.windows, self.contexts[0] - self.size.decoded)
-        rounded = [Variant("full", {}, {"kv_cache_dtype": bits}) for bits in ("int8", "int4", "int2")]
-        points = [(0.02, "int4"), (0.05, "int4"), (0.05, "int2"), (0.01, "int4"), (0.1, "off")]
-        tails = [Variant("infinigen", WINDOW | {"budget": budget, "tail": tail}) for budget, tail in points]
-        rows = self._rows(text, name, [Variant("full"), *rounded, *tails], config)
-        self._write("bytes", f"Low bits with and without exact rows, {self.tested.name}", rows)
+        title = f"Perplexity of {self.tested.name} under each policy"
+        Report("perplexity", title, self.tested.identity, COLUMNS, rows, NOTES).write(self.out)
 
     def needles(self) -> None:
         """Run the needle retrieval in the first text at a budget of 5 %."""
@@ -200,35 +190,6 @@ class Real:
             self.say(f"{name}, {config.context} tokens, {variant.label}: {pair[1]['against_full_shown']}")
         return rows
 
-    def _write(self, name: str, title: str, rows: list[Row]) -> None:
-        """Write the table of `rows`, merged with existing rows of other texts, contexts, sizes and variants."""
-        found = {_what(row): row for row in rows}
-        for row in self._held(name):
-            found.setdefault(_what(row), row)
-        ordered = sorted(found.values(), key=lambda row: (row["context"], row["text"], row["scored_tokens"]))
-        Report(name, title, self.tested.identity, COLUMNS, ordered, NOTES).write(self.out)
-
-    def _held(self, name: str) -> list[Row]:
-        """Load the rows of an earlier run whose model and resolved policy options are unchanged."""
-        try:
-            rows: list[Row] = json.loads((self.out / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-        except (OSError, ValueError, KeyError):
-            return []
-        same = [row for row in rows if all(row[key] == value for key, value in self.tested.identity.items())]
-        return [row for row in same if self._lineage(row) == row["lineage"]]
-
-    def _lineage(self, row: Row) -> str | None:
-        """Return the current `lineage` of the variant of a row, or None if its options are no longer valid."""
-        try:
-            return self.tested.policy(Variant(row["policy"], row["options"], row["engine"])).lineage
-        except ConfigError:
-            return None
-
-
-def _what(row: Row) -> tuple[Any, ...]:
-    """Return the columns that identify a row of a table."""
-    return tuple(row[name] for name in ("text", "context", "windows", "scored_tokens", "variant"))
-
 
 def estimated(policy: Policy, exact: float) -> float:
     """Return the fraction of KV entries of sparse layers read in low bits: with a tail, all that are not exact."""
@@ -239,7 +200,6 @@ def estimated(policy: Policy, exact: float) -> float:
 PARTS: dict[str, Callable[[Real], None]] = {
     "perplexity": Real.perplexity,
     "needles": Real.needles,
-    "bytes": Real.bytes,
     "tasks": Real.tasks,
     "ruler": Real.ruler,
 }
