@@ -18,8 +18,6 @@ from ...policies.registry import parse_options
 from ...skewing.tuned import default_options
 from .variants import Scored, Text, Variant, text_digest
 
-FULL = Variant("full")
-
 
 class ModelUnderTest:
     """A model under test. Every score comes from `LLM.score`, so it goes through the decode path of the runtime.
