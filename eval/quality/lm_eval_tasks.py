@@ -77,16 +77,10 @@ def run_tasks(
     say: Say = say_nothing,
     late: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Run every task under every variant and write tasks.json, .csv and .md to `out`.
+    """Run every task under every variant, or reuse the rows in `out`. Writes tasks.json, .csv and .md to `out`.
 
-    Args:
-        tested: Model under test.
-        variants: Variants; all are compared with the first, which should be full.
-        config: Settings.
-        out: Folder of the results. Rows already there are reused.
-        own_class: Whether to run the transformers class of the harness too.
-        say: Called with a progress line per row.
-        late: Returns whether the time is up; then no further row is started.
+    All variants are compared with the first, which should be full. `own_class` runs the transformers class of the
+    harness too. When `late` returns True, no further row is started.
     """
     store, models = RowStore(out), Models(tested, config)
     shared = {"suite": "tasks", **tested.identity, **config.about}
@@ -153,14 +147,7 @@ class Models:
 
 
 def measure(model: Any, task: str, config: TasksConfig, length: int | None = None, tokenizer: str = "") -> Row:
-    """Run one task.
-
-    Args:
-        model: Harness model.
-        task: Name of the task.
-        config: Settings.
-        length: Length of RULER documents, in tokens of the tokenizer of the model `tokenizer`.
-        tokenizer: Model whose tokenizer measures the document length.
+    """Run one task. `length` is that of RULER documents, in tokens of the tokenizer of the model `tokenizer`.
 
     Returns:
         Row with `metrics` {name: [value, standard error]}, counts and mean fractions, and as `samples` the metrics and

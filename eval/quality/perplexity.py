@@ -163,19 +163,10 @@ def measure_all(
     say: Say = say_nothing,
     late: Callable[[], bool] = lambda: False,
 ) -> list[Row]:
-    """Measure a row per variant.
+    """Measure a row per variant on `text` (called `name`), or reuse the row in `out`.
 
-    Each row is compared with the first variant, which should be full, and with infinigen at the same budget.
-
-    Args:
-        tested: Model under test.
-        text: Text.
-        name: Name of the text in the tables.
-        variants: Variants to measure.
-        config: Settings.
-        out: Folder of the results. Rows already there are reused.
-        say: Called with a progress line per row.
-        late: Returns whether the time is up; then only existing rows are returned.
+    Each row is compared with the first variant, which should be full, and with infinigen at the same budget. When
+    `late` returns True, only existing rows are returned.
     """
     store = RowStore(out)
     windows = cut_windows(tested, text, config)

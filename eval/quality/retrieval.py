@@ -132,17 +132,10 @@ def run_retrieval(
     say: Say = say_nothing,
     late: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Measure every variant at every length; write retrieval.json, .csv, .md and two plots to `out`.
+    """Measure every variant at every length in `book` (called `name`), or reuse the rows in `out`.
 
-    Args:
-        tested: Model under test.
-        book: Text in which the needles are hidden.
-        name: Name of the book in the tables.
-        variants: Variants; all are compared with the first, which should be full.
-        config: Settings.
-        out: Folder of the results. Rows already there are reused.
-        say: Called with a progress line per row.
-        late: Returns whether the time is up; then only the first variant is measured.
+    Writes retrieval.json, .csv, .md and two plots to `out`. All variants are compared with the first, which should be
+    full. When `late` returns True, only the first variant is measured.
     """
     # The loop over kinds is outside the loop over variants, so that a passage is prefilled once for all variants.
     store = RowStore(out)

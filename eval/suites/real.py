@@ -246,17 +246,9 @@ def run_real(
     say: Say,
     chosen: Sequence[Variant] = (),
 ) -> None:
-    """Run `parts` for each model.
+    """Run `parts` (keys of `PARTS`) for each model folder, or name below $OFFLOAD_RT_MODELS.
 
-    Args:
-        names: Model folders, or names below $OFFLOAD_RT_MODELS.
-        parts: Keys of `PARTS`.
-        out: Folder of the results.
-        data: Folder of the texts.
-        minutes: Time limit of each part for starting new rows.
-        size: Sample sizes.
-        say: Called with progress lines.
-        chosen: Variants to measure; empty for the default variants of each part.
+    No part starts a row after `minutes`. `chosen` replaces the default variants of each part.
 
     Raises:
         InputError: If a model or a text is missing.

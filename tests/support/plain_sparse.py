@@ -71,7 +71,8 @@ class _Slots:
         moved = self._table.displaced(0)
         if moved is not None:
             self._tokens[moved[1]] = self._tokens[moved[0]]
-        self._tokens[self._table.newest :] = [token]
+        self._tokens += [token] * (self._table.newest + 1 - len(self._tokens))
+        self._tokens[self._table.newest] = token
         self._pool.commit(self._blocks, self._table.context)
         rounded = KVPart(self._rounded(k), self._rounded(v))
         self.exact = KVPart(torch.cat((self.exact.k, k), 1), torch.cat((self.exact.v, v), 1))
@@ -113,15 +114,18 @@ def plain_scores(
     state = made.new_state(lambda layer, at: layers[layer].stored.k[:, layers[layer].tokens(at)])
     layers: list[_Slots] = []
     x, at = adapter.embed(torch.tensor(ids[:start], dtype=torch.int64), torch.arange(start)), torch.arange(start)
+    nothing = torch.empty(geometry.kv_heads, 0, geometry.head_dim, dtype=adapter.dtype)
     for layer in range(geometry.layers):
+        if not start:
+            layers.append(_Slots(geometry, layer, made, config, KVPart(nothing, nothing)))
+            continue
         q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), at)
         layers.append(_Slots(geometry, layer, made, config, KVPart(k, v)))
-        if start and layer not in made.dense_layers:
+        if layer not in made.dense_layers:
             state.on_queries(layer, q, k, 0)
             state.on_keys(layer, k, 0)
             state.on_values(layer, v, 0)
-        if start:
-            x = adapter.mlp(layer, residual_after_attention(adapter, layer, x, q, KVPart(k, v), start))
+        x = adapter.mlp(layer, residual_after_attention(adapter, layer, x, q, KVPart(k, v), start))
     found = PlainScore([], [], [], [], [])
     for t in range(start, len(ids) - 1):
         logits = _step(loaded, made, state, layers, ids[t], t, found)
