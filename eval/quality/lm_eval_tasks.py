@@ -157,8 +157,8 @@ def measure(model: Any, task: str, config: TasksConfig, length: int | None = Non
 
     from .lm_eval_adapter import TASKS
 
-    for spent in (getattr(model, name, []) for name in ("attended_fractions", "link_fractions")):
-        spent.clear()
+    fractions: list[tuple[float, float]] = getattr(model, "fractions", [])  # missing in the harness' own class
+    fractions.clear()
     folders = (str(TASKS), *([config.include_path] if config.include_path else []))
     manager = _task_manager(*folders, length=length, tokenizer=tokenizer, limit=config.limit)
     with without_downloads():
@@ -183,8 +183,8 @@ def measure(model: Any, task: str, config: TasksConfig, length: int | None = Non
         "metrics": {name: [float(found[f"{name},none"]), _number(found.get(f"{name}_stderr,none"))] for name in names},
         "documents": len(samples),
         "requests": sum(len(sample["resps"]) for sample in samples),
-        "attended": _mean(getattr(model, "attended_fractions", [])),
-        "link": _mean(getattr(model, "link_fractions", [])),
+        "attended": _mean([attended for attended, _ in fractions]),
+        "link": _mean([link for _, link in fractions]),
         "samples": [
             {"metrics": {n: sample[n] for n in names if n in sample}, "responses": _responses(sample)}
             for sample in samples

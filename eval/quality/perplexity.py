@@ -135,22 +135,16 @@ def summary(samples: dict[str, list[Any]]) -> Row:
 
 
 def compare(row: Row, base: Row, name: str) -> Row:
-    """Compare a row with `base`.
-
-    Returns the columns `{name}_perplexity` (relative change) and `{name}_bits_per_byte` (difference), each with a 95 %
-    interval from a paired bootstrap over windows, and the former as text in `{name}_shown`.
-    """
+    """Return the relative change of the perplexity from `base` with a 95 % interval: `{name}_perplexity`, its `_low` and
+    `_high`, and all as text in `{name}_shown`. The bootstrap is paired over windows."""
     mine, other = row["samples"], base["samples"]
-    intervals = {
-        "perplexity": paired_bootstrap(mine["nats"], other["nats"], mine["tokens"], change=perplexity_change),
-        "bits_per_byte": paired_bootstrap(mine["nats"], other["nats"], np.asarray(mine["bytes"]) * LN2),
+    change = paired_bootstrap(mine["nats"], other["nats"], mine["tokens"], change=perplexity_change)
+    return {
+        f"{name}_perplexity": change.value,
+        f"{name}_perplexity_low": change.low,
+        f"{name}_perplexity_high": change.high,
+        f"{name}_shown": f"{change.value:+.2%} [{change.low:+.2%}, {change.high:+.2%}]",
     }
-    found: Row = {}
-    for what, interval in intervals.items():
-        found |= {f"{name}_{what}": interval.value, f"{name}_{what}_low": interval.low}
-        found |= {f"{name}_{what}_high": interval.high}
-    shown = intervals["perplexity"]
-    return found | {f"{name}_shown": f"{shown.value:+.2%} [{shown.low:+.2%}, {shown.high:+.2%}]"}
 
 
 def measure_all(

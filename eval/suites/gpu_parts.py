@@ -57,16 +57,9 @@ class GpuSize:
 
     Attributes:
         tests: Paths passed to pytest; empty for all tests.
-        kernels: Sizes of the part "kernels".
-        decode: Settings of the part "decode"; its context lengths are measured one after another.
-        prompts: Prefill lengths in tokens, for the shape of `decode`.
-        histories: Lengths of session histories in tokens, for the shape of `decode`.
-        turns: Number of turns of each session.
+        decode: Settings of the part "decode"; its shape is also that of the parts "prefill" and "sessions".
         host_memory: Host memory limit of prefills and sessions; None takes half of the free memory.
-        models: Folders of the reference models for the part "accuracy".
-        policies: Policy flags of the part "accuracy".
-        perplexity: Flags of `offload-rt eval perplexity`.
-        needles: Flags of `offload-rt eval retrieval`.
+        policies: Flags of `eval perplexity` and `eval retrieval` in the part "accuracy".
     """
 
     tests: tuple[str, ...] = ()

@@ -58,18 +58,12 @@ def compared(budgets: Sequence[float], options: Mapping[str, Any]) -> list[Varia
 
 @dataclass(frozen=True)
 class PaperSize:
-    """Sample sizes.
+    """Sample sizes. Lengths and contexts are in tokens, budgets are fractions of the context.
 
     Attributes:
-        context: Tokens per window.
-        windows: Number of windows of the perplexity of all policies.
-        budgets: Budgets of all policies, as fractions of the context.
         length_windows: Number of windows per context of Figure 19b.
         pool_windows: Number of windows of Table 2.
-        lengths: Passage lengths of needles in tokens.
-        passages: Number of passages with needles per kind and length.
         limit: Number of documents per harness task.
-        timed_tokens: Number of tokens of each of three timings.
         also_dense: Further choices of dense layers with which all policies are compared.
     """
 

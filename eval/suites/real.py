@@ -99,12 +99,8 @@ class Real:
     """Tables of one model.
 
     Attributes:
-        tested: Model under test.
-        size: Sample sizes.
-        out: Output folder of the model.
         data: Folder of the texts.
         until: Deadline for starting new rows (`time.monotonic`).
-        say: Called with progress lines.
         chosen: Variants to measure, full first; empty for the default variants of each part.
     """
 
