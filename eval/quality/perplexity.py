@@ -135,8 +135,10 @@ def summary(samples: dict[str, list[Any]]) -> Row:
 
 
 def compare(row: Row, base: Row, name: str) -> Row:
-    """Return the relative change of the perplexity from `base` with a 95 % interval: `{name}_perplexity`, its `_low` and
-    `_high`, and all as text in `{name}_shown`. The bootstrap is paired over windows."""
+    """Return the relative change of the perplexity from `base`, with a 95 % interval, as columns that begin with `name`.
+
+    The bootstrap is paired over windows. `{name}_shown` is the text for tables.
+    """
     mine, other = row["samples"], base["samples"]
     change = paired_bootstrap(mine["nats"], other["nats"], mine["tokens"], change=perplexity_change)
     return {
