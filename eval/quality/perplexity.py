@@ -135,7 +135,7 @@ def summary(samples: dict[str, list[Any]]) -> Row:
 
 
 def compare(row: Row, base: Row, name: str) -> Row:
-    """Return the relative change of the perplexity from `base`, with a 95 % interval, as columns that begin with `name`.
+    """Return the relative change of the perplexity from `base` with a 95 % interval, as columns that begin with `name`.
 
     The bootstrap is paired over windows. `{name}_shown` is the text for tables.
     """
