@@ -128,7 +128,7 @@ bench-real: $(READY)
 		--text $(or $(HELD_OUT),offload_rt/data/black_arrow.txt) $(BENCH_FLAGS) &&) true
 
 docs: $(READY)
-	$(BIN)/python docs/house.py docs/pages/house.svg
+	$(BIN)/python docs/structure.py docs/pages/structure.svg
 	$(BIN)/python docs/commands.py docs/pages/reference/commands.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/mkdocs.yml
 

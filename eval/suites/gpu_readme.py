@@ -42,7 +42,7 @@ def load(folder: Path) -> dict[str, Record]:
 def section(records: Mapping[str, Record], folder: str) -> str:
     """Return the section as Markdown. `folder` is the path of the results relative to the page."""
     if not records:
-        return "No GPU was at hand: nothing here has been measured on one (`make gpu` does, where there is one)."
+        return "No GPU was available, so nothing was measured on one. Run `make gpu` on a machine with a GPU."
     parts = [_machine(next(iter(records.values()))["machine"])]
     for name, record in records.items():
         results = record["results"]
@@ -51,7 +51,7 @@ def section(records: Mapping[str, Record], folder: str) -> str:
         if name == "decode" and "timings" in results:
             parts.append(f"![Time per token over context]({folder}/{PICTURE})")
         if "failed" in results:
-            parts.append(f"`{name}` did not get further: {results['failed'].splitlines()[0]}")
+            parts.append(f"`{name}` failed: {results['failed'].splitlines()[0]}")
     missing = [name for name in PARTS if name not in records]
     if missing:
         parts.append(f"Not run: {', '.join(missing)}.")
@@ -75,25 +75,24 @@ def _machine(about: Record) -> str:
 
 
 def _device(results: Record) -> str:
-    told = []
+    rows: list[tuple[str, str]] = []
     if "bandwidth" in results:
-        told.append(f"both ways at once {results['bandwidth']['both_ways'] / 1e9:.1f} GB/s")
+        rows.append(("PCIe in both directions at once", f"{results['bandwidth']['both_ways'] / 1e9:.1f} GB/s"))
     for name, spent in results.get("launch", {}).items():
-        told.append(f"{name} {spent['host_us']:.1f} us of the host, {spent['done_us']:.1f} us until done")
-    if "overlap" in results:
-        for one in results["overlap"]:
-            told.append(f"{one['way']} beside {one['work']}: {one['hidden']:.0%} of the shorter hidden")
+        rows.append((f"launch: {name}", f"{spent['host_us']:.1f} µs on the host, done after {spent['done_us']:.1f} µs"))
+    for one in results.get("overlap", ()):
+        rows.append((f"overlap: {one['way']} with {one['work']}", f"{one['hidden']:.0%} of the shorter one hidden"))
     if "capture" in results:
-        told.append(f"capture beside a thread that waits: {_captured(results['capture'])}")
+        rows.append(("graph capture beside a waiting thread", _captured(results["capture"])))
     if "seconds_per_gib" in results.get("page-locking", {}):
-        told.append(f"page-locking {results['page-locking']['seconds_per_gib']:.2f} s a GiB")
-    return "**The machine**: " + "; ".join(told) + "."
+        rows.append(("page-locking", f"{results['page-locking']['seconds_per_gib']:.2f} s per GiB"))
+    return f"**Machine**\n\n{table(('property', 'measured'), rows)}"
 
 
 def _captured(found: Record) -> str:
     if "right" not in found:
         return str(found.get("error", found.get("skipped")))
-    return f"{found['replays']} replays {'right' if found['right'] else 'WRONG'}"
+    return f"{found['replays']} replays {'correct' if found['right'] else 'WRONG'}"
 
 
 def _tests(results: Record) -> str:
@@ -116,7 +115,7 @@ def _decode(results: Record) -> str:
     rows = [[name, *(f"{at[c]:.1f}" if c in at else "–" for c in contexts)] for name, at in by_name.items()]
     shape = results["shape"]
     about = (
-        f"**A decode step**, ms a token, {shape['layers']} layers, hidden {shape['hidden']}, {shape['kv_heads']} KV "
+        f"**Decode step**, ms per token, {shape['layers']} layers, hidden {shape['hidden']}, {shape['kv_heads']} KV "
         f"heads, {shape['dtype']}, {results['config']['fraction']:.0%} of the tokens planted (medians):"
     )
     return f"{about}\n\n{table(('', *(f'{c:,} tokens' for c in contexts)), rows)}"
@@ -124,12 +123,12 @@ def _decode(results: Record) -> str:
 
 def _kernels(results: Record) -> str:
     rows = [
-        [r["kernel"], f"{r['bytes'] / 1e6:.1f}", "link" if r["over_link"] else "device", f"{1e3 * r['ms']:.0f}",
+        [r["kernel"], f"{r['bytes'] / 1e6:.1f}", "PCIe" if r["over_link"] else "device", f"{1e3 * r['ms']:.0f}",
          "–" if r["replayed_ms"] is None else f"{1e3 * r['replayed_ms']:.0f}", f"{1e3 * r['floor_ms']:.0f}",
          f"{r['times_floor']:.1f}", f"{r['error']:.2f}"]
         for r in results["rows"]
     ]  # fmt: skip
-    head = ("kernel", "MB", "of", "us, launched", "us, replayed", "floor us", "times floor", "error, of its bound")
+    head = ("kernel", "MB", "memory", "launched, µs", "in a graph, µs", "lower bound, µs", "x bound", "error / tolerance")
     return f"**Kernels**, one layer at {results['size']['tokens']:,} tokens:\n\n{table(head, rows)}"
 
 
@@ -139,13 +138,13 @@ def _prefill(results: Record) -> str:
          f"{r['peak_device_bytes'] / 2**30:.1f}", f"{(r['peak_device_bytes'] - r['weight_bytes']) / 2**30:.2f}"]
         for r in results["rows"]
     ]  # fmt: skip
-    head = ("tokens", "seconds", "tokens/s", "peak device GiB", "beside weights")
+    head = ("tokens", "seconds", "tokens/s", "device peak, GiB", "without weights, GiB")
     return f"**Prefill**, `full`:\n\n{table(head, rows)}"
 
 
 def _sessions(results: Record) -> str:
     rows = [[f"{r['history']:,}", r["source"], f"{r['seconds']:.3f}", f"{r['speedup']:.1f}"] for r in results["rows"]]
-    return f"**First token of a session's next turn**:\n\n{table(('history', 'from', 's', 'times faster'), rows)}"
+    return f"**First token of a session's next turn**:\n\n{table(('history', 'KV from', 'seconds', 'speed-up'), rows)}"
 
 
 def _accuracy(results: Record) -> str:
@@ -202,7 +201,7 @@ def draw(results: Record, path: Path) -> None:
         series.setdefault(t["name"], []).append((t["context"], t["median"]))
         errors.setdefault(t["name"], []).append((t["median"] - t["lower"], t["upper"] - t["median"]))
     with picture(path, "Decode step", series) as [axis]:
-        lines(axis, series, x="tokens in context", y="ms a token", errors=errors)
+        lines(axis, series, x="tokens in context", y="ms per token", errors=errors)
         axis.set(xscale="log", yscale="log")
 
 

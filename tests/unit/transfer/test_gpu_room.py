@@ -216,7 +216,7 @@ def test_a_part_that_fails_says_what_to_do_and_keeps_what_it_found(
     assert told in said and type(error).__name__ in said
     found = read(tmp_path, "kernels")["results"]
     assert found["first"] == 1 and type(error).__name__ in found["failed"] and "raise error" in found["traceback"]
-    assert "`kernels` did not get further" in gpu_readme.section(gpu_readme.load(tmp_path), "results")
+    assert "`kernels` failed" in gpu_readme.section(gpu_readme.load(tmp_path), "results")
 
 
 def test_parts_run_in_processes_of_their_own_and_those_that_failed_are_named(
@@ -261,7 +261,7 @@ def test_the_section_is_made_from_the_files_alone(results: Path, tmp_path: Path)
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n\n{gpu_readme.BEGIN}\nwritten before\n{gpu_readme.END}\n\nafter\n")
     gpu_readme.write_readme(readme, folder)
-    assert "nothing here has been measured" in readme.read_text()
+    assert "nothing was measured" in readme.read_text()
     for path in results.glob("*.json"):
         (folder / path.name).write_text(path.read_text())
     gpu_readme.write_readme(readme, folder)
@@ -270,10 +270,10 @@ def test_the_section_is_made_from_the_files_alone(results: Path, tmp_path: Path)
     decode = read(results, "decode")["results"]["timings"]
     for name in {t["name"] for t in decode}:
         assert " | ".join([f"| {name}", *(f"{t['median']:.1f}" for t in decode if t["name"] == name)]) in text
-    for what in ("The machine", "A decode step", "Kernels", "Prefill", "Accuracy", "Training"):
+    for what in ("Machine", "Decode step", "Kernels", "Prefill", "Accuracy", "Training"):
         assert f"**{what}**" in text
     assert "**First token of a session's next turn**" in text
-    assert "racecheck | 1 | 1 | 1" in text and "Not run" not in text and "replays right" in text
+    assert "racecheck | 1 | 1 | 1" in text and "Not run" not in text and "replays correct" in text
     assert f"![Time per token over context](results/{gpu_readme.PICTURE})" in text
     assert (folder / gpu_readme.PICTURE).stat().st_size > 5_000
     once = readme.read_bytes()
@@ -294,8 +294,8 @@ def test_a_readme_without_marks_and_a_broken_file_are_refused(tmp_path: Path, ca
         gpu_readme.load(tmp_path)
 
 
-def test_the_measurements_page_has_the_marks_and_says_what_its_files_say() -> None:
-    text = (programs.ROOT / "docs" / "pages" / "measurements.md").read_text("utf-8")
+def test_the_results_page_is_up_to_date() -> None:
+    text = (programs.ROOT / "docs" / "pages" / "results.md").read_text("utf-8")
     folder = programs.ROOT / "eval" / "results" / "gpu"
     inside = text.partition(gpu_readme.BEGIN)[2].partition(gpu_readme.END)[0].strip()
     assert inside == gpu_readme.section(gpu_readme.load(folder), "../../eval/results/gpu").strip()
