@@ -49,7 +49,7 @@ def setting(row: Row) -> str:
     if policy != "infinigen":
         return f"`{policy}`" + (f", {share}" if share else "")
     if "preset" in options:
-        return "default" if options["preset"] == "default" else f"`preset=\"{options['preset']}\"`"
+        return DEFAULT if options["preset"] == "default" else f'`preset="{options["preset"]}"`'
     copies = {"int4": "4-bit copies", "int2": "4-bit keys, 2-bit values", "off": "no copies", None: "no copies"}
     return f"{share or 'sinks and recent tokens only'}, {copies[options.get('tail')]}"
 
@@ -227,8 +227,10 @@ def others() -> str:
     ours, theirs = load("qwen/rows_in_c/real_speed"), load("qwen/rivals/real_speed")
     names = {row["who"] for row in ours}
     rows = [row for row in theirs if row["who"] not in names] + [row for row in ours if "float32" not in row["who"]]
-    cells = [[row["who"], f"{row['prefill']:.1f}", f"{row['step']:.0f}", f"{row['peak']:,.0f}"] for row in rows]
-    return table(("runtime", "prompt, s", "token, ms", "peak RSS, MiB"), [[_runtime(one[0]), *one[1:]] for one in cells])
+    cells = [
+        [_runtime(row["who"]), f"{row['prefill']:.1f}", f"{row['step']:.0f}", f"{row['peak']:,.0f}"] for row in rows
+    ]
+    return table(("runtime", "prompt, s", "token, ms", "peak RSS, MiB"), cells)
 
 
 def _runtime(who: str) -> str:
@@ -246,7 +248,8 @@ def lengths() -> str:
             prompts = [f"{by[who]['prefill']:.1f}" for who in (DYNAMIC, "full")]
             steps = [f"{by[who]['step']:.0f}" if who in by else "" for who in (DYNAMIC, STATIC, "full", "infinigen")]
             rows.append([NAMES[name.partition("/")[0]], f"{context:,}", *prompts, *steps])
-    head = ("prompt, s: `DynamicCache`", "`full`", "token, ms: `DynamicCache`", "`StaticCache`", "`full`", "`infinigen`")
+    head = ["prompt, s: `DynamicCache`", "`full`"]
+    head += ["token, ms: `DynamicCache`", "`StaticCache`", "`full`", "`infinigen`"]
     return table(("model", "context", *head), rows)
 
 
@@ -285,8 +288,8 @@ def drafts() -> str:
     for row in load("qwen/drafts"):
         if row["kind"] in kinds and row["context"] == 16384:
             text = f"{row['text']}, {'greedy' if not row['temperature'] else 'temperature 0.8'}"
-            cells = [f"{row['accepted']:.0%}", f"{row['length']:.1f}", f"{row['bytes_share']:.0%}", f"{row['ratio']:.2f}"]
-            rows.append([text, kinds[row["kind"]], *cells])
+            cells = [f"{row['accepted']:.0%}", f"{row['length']:.1f}", f"{row['bytes_share']:.0%}"]
+            rows.append([text, kinds[row["kind"]], *cells, f"{row['ratio']:.2f}"])
     return table(("text", "drafts", "accepted", "tokens per pass", "KV bytes of full attention's", "speed-up"), rows)
 
 
@@ -296,8 +299,10 @@ def disk() -> str:
     for name, shape in (("qwen", "24 layers, recorded"), ("million", "2 layers, random")):
         for row in sorted(load(f"disk/{name}/disk_steps"), key=lambda row: (row["context"], row["what"])):
             shares = [f"{row['host_share']:.0%}", f"{row['hit_rate']:.0%}" if row["hit_rate"] else ""]
-            times = [f"{row['mb_read']:.0f}", f"{row['step_ms']:.0f}", f"{row['over_alone']:.1f}", f"{row['times_full']:.1f}"]
-            rows.append([shape, f"{row['context']:,}", "all" if row["what"] == "full" else "5%", *shares, *times])
+            times = [f"{row['mb_read']:.0f}", f"{row['step_ms']:.0f}"]
+            ratios = [f"{row['over_alone']:.1f}", f"{row['times_full']:.1f}"]
+            attended = "all" if row["what"] == "full" else "5%"
+            rows.append([shape, f"{row['context']:,}", attended, *shares, *times, *ratios])
     head = ("KV in memory", "found there", "read, MB", "step, ms", "of its reads alone", "times as fast as all")
     return table(("selections", "context", "attended", *head), rows)
 
@@ -338,7 +343,7 @@ def readme() -> str:
         return f"{steps[who]:.0f} ms"
 
     rows = [
-        ["offload-rt, default", "26 %, as 4-bit copies", "2 to 5 % of the KV cache", change(quality),
+        ["offload-rt, default", "26%, as 4-bit copies", "2 to 5% of the KV cache", change(quality),
          device("infinigen, int4 tail"), cpu("infinigen")],
         ['offload-rt, `policy="full"`', "none", "all", "0", device("full"), cpu("full")],
         ["transformers, `StaticCache`", "all", "none", "0", device("StaticCache"), ""],
@@ -347,7 +352,8 @@ def readme() -> str:
         ["llama.cpp, 16-bit KV", "all", "none", "0", "not measured", f"{llama:.0f} ms at 8,000 tokens"],
         ["vLLM", "all", "none", "0", "not measured", "not measured"],
     ]  # fmt: skip
-    head = ("KV on the device", "KV copied per token", "perplexity (1)", "GPU, 131,072 tokens (2)", "CPU, 8,192 tokens (3)")
+    head = ["KV on the device", "KV copied per token"]
+    head += ["perplexity (1)", "GPU, 131,072 tokens (2)", "CPU, 8,192 tokens (3)"]
     return table(("", *head), rows)
 
 
