@@ -51,7 +51,7 @@ def section(records: Mapping[str, Record], folder: str) -> str:
         if name == "decode" and "timings" in results:
             parts.append(f"![Time per token over context]({folder}/{PICTURE})")
         if "failed" in results:
-            parts.append(f"`{name}` failed: {results['failed'].splitlines()[0]}")
+            parts.append(f"`{name}` did not get further: {results['failed'].splitlines()[0]}")
     missing = [name for name in PARTS if name not in records]
     if missing:
         parts.append(f"Not run: {', '.join(missing)}.")
@@ -86,13 +86,13 @@ def _device(results: Record) -> str:
         rows.append(("graph capture beside a waiting thread", _captured(results["capture"])))
     if "seconds_per_gib" in results.get("page-locking", {}):
         rows.append(("page-locking", f"{results['page-locking']['seconds_per_gib']:.2f} s per GiB"))
-    return f"**Machine**\n\n{table(('property', 'measured'), rows)}"
+    return f"**The machine**\n\n{table(('property', 'measured'), rows)}"
 
 
 def _captured(found: Record) -> str:
     if "right" not in found:
         return str(found.get("error", found.get("skipped")))
-    return f"{found['replays']} replays {'correct' if found['right'] else 'WRONG'}"
+    return f"{found['replays']} replays {'right' if found['right'] else 'WRONG'}"
 
 
 def _tests(results: Record) -> str:
@@ -115,7 +115,7 @@ def _decode(results: Record) -> str:
     rows = [[name, *(f"{at[c]:.1f}" if c in at else "–" for c in contexts)] for name, at in by_name.items()]
     shape = results["shape"]
     about = (
-        f"**Decode step**, ms per token, {shape['layers']} layers, hidden {shape['hidden']}, {shape['kv_heads']} KV "
+        f"**A decode step**, ms a token, {shape['layers']} layers, hidden {shape['hidden']}, {shape['kv_heads']} KV "
         f"heads, {shape['dtype']}, {results['config']['fraction']:.0%} of the tokens planted (medians):"
     )
     return f"{about}\n\n{table(('', *(f'{c:,} tokens' for c in contexts)), rows)}"
@@ -128,7 +128,7 @@ def _kernels(results: Record) -> str:
          f"{r['times_floor']:.1f}", f"{r['error']:.2f}"]
         for r in results["rows"]
     ]  # fmt: skip
-    head = ("kernel", "MB", "memory", "launched, µs", "in a graph, µs", "lower bound, µs", "x bound", "error / tolerance")
+    head = ("kernel", "MB", "memory", "launched µs", "graph µs", "bound µs", "x bound", "error / tolerance")
     return f"**Kernels**, one layer at {results['size']['tokens']:,} tokens:\n\n{table(head, rows)}"
 
 
@@ -201,7 +201,7 @@ def draw(results: Record, path: Path) -> None:
         series.setdefault(t["name"], []).append((t["context"], t["median"]))
         errors.setdefault(t["name"], []).append((t["median"] - t["lower"], t["upper"] - t["median"]))
     with picture(path, "Decode step", series) as [axis]:
-        lines(axis, series, x="tokens in context", y="ms per token", errors=errors)
+        lines(axis, series, x="tokens in context", y="ms a token", errors=errors)
         axis.set(xscale="log", yscale="log")
 
 

@@ -216,7 +216,7 @@ def test_a_part_that_fails_says_what_to_do_and_keeps_what_it_found(
     assert told in said and type(error).__name__ in said
     found = read(tmp_path, "kernels")["results"]
     assert found["first"] == 1 and type(error).__name__ in found["failed"] and "raise error" in found["traceback"]
-    assert "`kernels` failed" in gpu_readme.section(gpu_readme.load(tmp_path), "results")
+    assert "`kernels` did not get further" in gpu_readme.section(gpu_readme.load(tmp_path), "results")
 
 
 def test_parts_run_in_processes_of_their_own_and_those_that_failed_are_named(
@@ -270,10 +270,10 @@ def test_the_section_is_made_from_the_files_alone(results: Path, tmp_path: Path)
     decode = read(results, "decode")["results"]["timings"]
     for name in {t["name"] for t in decode}:
         assert " | ".join([f"| {name}", *(f"{t['median']:.1f}" for t in decode if t["name"] == name)]) in text
-    for what in ("Machine", "Decode step", "Kernels", "Prefill", "Accuracy", "Training"):
+    for what in ("The machine", "A decode step", "Kernels", "Prefill", "Accuracy", "Training"):
         assert f"**{what}**" in text
     assert "**First token of a session's next turn**" in text
-    assert "racecheck | 1 | 1 | 1" in text and "Not run" not in text and "replays correct" in text
+    assert "racecheck | 1 | 1 | 1" in text and "Not run" not in text and "replays right" in text
     assert f"![Time per token over context](results/{gpu_readme.PICTURE})" in text
     assert (folder / gpu_readme.PICTURE).stat().st_size > 5_000
     once = readme.read_bytes()
