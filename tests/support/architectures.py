@@ -284,7 +284,7 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
     "mimo_v2_flash_scaled": (
         Architecture("MiMoV2Flash", _MIMO | {"layer_types": ["full_attention"] * 3, "attention_value_scale": 0.7}),
         "proof",
-        "scales values, which load-time verification finds",
+        "scales values: nothing here knows of it, the proof finds it",
     ),
 }
 """Refused architectures by short name: model, `ModelError.reason`, and explanation."""
