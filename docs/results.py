@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -57,7 +58,8 @@ def setting(row: Row) -> str:
 def change(row: Row) -> str:
     """Format the change of perplexity against full attention with its 95 % interval."""
     low, high = row["against_full_perplexity_low"], row["against_full_perplexity_high"]
-    return f"{row['against_full_perplexity']:+.1%} [{100 * low:+.1f}, {100 * high:+.1f}]"
+    shown = f"{row['against_full_perplexity']:+.1%} [{100 * low:+.1f}, {100 * high:+.1f}]"
+    return re.sub(r"[+-](0\.0\b)", r"\1", shown)
 
 
 def most_windows(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
