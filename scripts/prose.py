@@ -36,7 +36,6 @@ BUDGETS = {
     "offload_rt/models": 2,
     "offload_rt/planning": 4,
     "offload_rt/policies": 3,
-    "offload_rt/reference": 9,
     "offload_rt/sessions": 3,
     "offload_rt/storage": 3,
     "offload_rt/transfer": 3,
