@@ -75,18 +75,19 @@ def _machine(about: Record) -> str:
 
 
 def _device(results: Record) -> str:
-    rows: list[tuple[str, str]] = []
+    told = []
     if "bandwidth" in results:
-        rows.append(("PCIe in both directions at once", f"{results['bandwidth']['both_ways'] / 1e9:.1f} GB/s"))
+        told.append(f"both ways at once {results['bandwidth']['both_ways'] / 1e9:.1f} GB/s")
     for name, spent in results.get("launch", {}).items():
-        rows.append((f"launch: {name}", f"{spent['host_us']:.1f} µs on the host, done after {spent['done_us']:.1f} µs"))
-    for one in results.get("overlap", ()):
-        rows.append((f"overlap: {one['way']} with {one['work']}", f"{one['hidden']:.0%} of the shorter one hidden"))
+        told.append(f"{name} {spent['host_us']:.1f} us of the host, {spent['done_us']:.1f} us until done")
+    if "overlap" in results:
+        for one in results["overlap"]:
+            told.append(f"{one['way']} beside {one['work']}: {one['hidden']:.0%} of the shorter hidden")
     if "capture" in results:
-        rows.append(("graph capture beside a waiting thread", _captured(results["capture"])))
+        told.append(f"capture beside a thread that waits: {_captured(results['capture'])}")
     if "seconds_per_gib" in results.get("page-locking", {}):
-        rows.append(("page-locking", f"{results['page-locking']['seconds_per_gib']:.2f} s per GiB"))
-    return f"**The machine**\n\n{table(('property', 'measured'), rows)}"
+        told.append(f"page-locking {results['page-locking']['seconds_per_gib']:.2f} s a GiB")
+    return "**The machine**: " + "; ".join(told) + "."
 
 
 def _captured(found: Record) -> str:
