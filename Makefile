@@ -27,7 +27,7 @@
 #                parts that begin nothing new after 50 minutes: PART=perplexity|needles|tasks|ruler
 #   make docs    the documentation as a site in out/docs, warnings as errors; part of make test
 #   make demo-real   an instruct model reads a chapter, answers questions about it, continues it (MODEL=folder, GGUF, hub id)
-#   make lint    ruff and mypy alone
+#   make lint    ruff, mypy and the check of prose
 
 CONSTRAINTS ?= constraints.txt
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
@@ -128,7 +128,7 @@ bench-real: $(READY)
 		--text $(or $(HELD_OUT),offload_rt/data/black_arrow.txt) $(BENCH_FLAGS) &&) true
 
 docs: $(READY)
-	$(BIN)/python docs/house.py docs/pages/house.svg
+	$(BIN)/python docs/structure.py docs/pages/structure.svg
 	$(BIN)/python docs/commands.py docs/pages/reference/commands.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/mkdocs.yml
 
@@ -144,6 +144,7 @@ real: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/prose.py
 
 clean:
 	rm -rf .venv $(OUT) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

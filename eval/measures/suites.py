@@ -86,7 +86,7 @@ def real(args: argparse.Namespace) -> int:
 
 def _gpu_readme_flags(parser: argparse.ArgumentParser) -> None:
     root = Path(__file__).resolve().parents[2]
-    parser.add_argument("--page", type=Path, default=root / "docs" / "pages" / "measurements.md", metavar="FILE")
+    parser.add_argument("--page", type=Path, default=root / "docs" / "pages" / "results.md", metavar="FILE")
     parser.add_argument("--results", type=Path, default=root / "eval" / "results" / "gpu", metavar="DIR")
 
 

@@ -42,7 +42,7 @@ def load(folder: Path) -> dict[str, Record]:
 def section(records: Mapping[str, Record], folder: str) -> str:
     """Return the section as Markdown. `folder` is the path of the results relative to the page."""
     if not records:
-        return "No GPU was at hand: nothing here has been measured on one (`make gpu` does, where there is one)."
+        return "No GPU was available, so nothing was measured on one. Run `make gpu` on a machine with a GPU."
     parts = [_machine(next(iter(records.values()))["machine"])]
     for name, record in records.items():
         results = record["results"]
@@ -101,12 +101,12 @@ def _decode(results: Record) -> str:
 
 def _kernels(results: Record) -> str:
     rows = [
-        [r["kernel"], f"{r['bytes'] / 1e6:.1f}", "link" if r["over_link"] else "device", f"{1e3 * r['ms']:.0f}",
+        [r["kernel"], f"{r['bytes'] / 1e6:.1f}", "PCIe" if r["over_link"] else "device", f"{1e3 * r['ms']:.0f}",
          "–" if r["replayed_ms"] is None else f"{1e3 * r['replayed_ms']:.0f}", f"{1e3 * r['floor_ms']:.0f}",
          f"{r['times_floor']:.1f}", f"{r['error']:.2f}"]
         for r in results["rows"]
     ]  # fmt: skip
-    head = ("kernel", "MB", "of", "us, launched", "us, replayed", "floor us", "times floor", "error, of its bound")
+    head = ("kernel", "MB", "memory", "launched µs", "graph µs", "bound µs", "x bound", "error / tolerance")
     return f"**Kernels**, one layer at {results['size']['tokens']:,} tokens:\n\n{table(head, rows)}"
 
 
@@ -116,13 +116,13 @@ def _prefill(results: Record) -> str:
          f"{r['peak_device_bytes'] / 2**30:.1f}", f"{(r['peak_device_bytes'] - r['weight_bytes']) / 2**30:.2f}"]
         for r in results["rows"]
     ]  # fmt: skip
-    head = ("tokens", "seconds", "tokens/s", "peak device GiB", "beside weights")
+    head = ("tokens", "seconds", "tokens/s", "device peak, GiB", "without weights, GiB")
     return f"**Prefill**, `full`:\n\n{table(head, rows)}"
 
 
 def _sessions(results: Record) -> str:
     rows = [[f"{r['history']:,}", r["source"], f"{r['seconds']:.3f}", f"{r['speedup']:.1f}"] for r in results["rows"]]
-    return f"**First token of a session's next turn**:\n\n{table(('history', 'from', 's', 'times faster'), rows)}"
+    return f"**First token of a session's next turn**:\n\n{table(('history', 'KV from', 'seconds', 'speed-up'), rows)}"
 
 
 def _accuracy(results: Record) -> str:

@@ -242,7 +242,7 @@ def test_the_section_is_made_from_the_files_alone(results: Path, tmp_path: Path)
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n\n{gpu_readme.BEGIN}\nwritten before\n{gpu_readme.END}\n\nafter\n")
     gpu_readme.write_readme(readme, folder)
-    assert "nothing here has been measured" in readme.read_text()
+    assert "nothing was measured" in readme.read_text()
     for path in results.glob("*.json"):
         (folder / path.name).write_text(path.read_text())
     gpu_readme.write_readme(readme, folder)
@@ -275,8 +275,8 @@ def test_a_readme_without_marks_and_a_broken_file_are_refused(tmp_path: Path, ca
         gpu_readme.load(tmp_path)
 
 
-def test_the_measurements_page_has_the_marks_and_says_what_its_files_say() -> None:
-    text = (programs.ROOT / "docs" / "pages" / "measurements.md").read_text("utf-8")
+def test_the_results_page_is_up_to_date() -> None:
+    text = (programs.ROOT / "docs" / "pages" / "results.md").read_text("utf-8")
     folder = programs.ROOT / "eval" / "results" / "gpu"
     inside = text.partition(gpu_readme.BEGIN)[2].partition(gpu_readme.END)[0].strip()
     assert inside == gpu_readme.section(gpu_readme.load(folder), "../../eval/results/gpu").strip()
