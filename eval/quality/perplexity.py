@@ -240,10 +240,9 @@ COLUMNS = (
 )
 
 NOTES = (
-    "Attended and link are shares of the visible token rows, means over layers and decoded positions; missed mass is",
-    "attention outside the attended rows, over sparse layers.",
-    "Standard errors and paired bootstrap intervals (10,000 draws) are over windows, which leave out the margin (share",
-    "of the text) at its beginning and end: title pages and tables of contents are no prose.",
+    "Attended and link are fractions of the visible KV entries, means over layers and decoded positions. Missed mass is",
+    "attention to tokens that are not attended, over sparse layers. Standard errors and paired bootstrap intervals",
+    "(10,000 draws) are over windows, which leave out the margin at either end of the text.",
 )
 
 

@@ -129,9 +129,10 @@ def _accuracy(results: Record) -> str:
     """Return the table of models and policies with perplexity and fraction of needles found."""
     cells = []
     for model, found in results.items():
-        rows: list[dict[str, Any]] = [
-            row for report in ("perplexity", "retrieval") for row in found_rows(found, report)
-        ]
+        reports = (
+            [found.get(report, {}) for report in ("perplexity", "retrieval")] if isinstance(found, Mapping) else []
+        )
+        rows: list[dict[str, Any]] = [row for report in reports for row in report.get("rows", ())]
         for policy in dict.fromkeys(row["policy"] for row in rows):
             own = {name: value for row in rows if row["policy"] == policy for name, value in row.items()}
             perplexity, right = own.get("perplexity"), own.get("right")
@@ -141,11 +142,6 @@ def _accuracy(results: Record) -> str:
             ])  # fmt: skip
     head = ("model", "policy", "perplexity", "needles")
     return f"**Accuracy** on {results['text']}, bf16:\n\n{table(head, cells)}"
-
-
-def found_rows(found: Any, report: str) -> list[dict[str, Any]]:
-    """Return the rows of one report of one model, or an empty list if it is missing."""
-    return list(found.get(report, {}).get("rows", ())) if isinstance(found, Mapping) else []
 
 
 WRITERS: Mapping[str, tuple[Callable[[Record], str], tuple[str, ...]]] = {

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ...policies.base import Policy
-from ...policies.infinigen.policy import InfiniGen
 from ...utils.config_fields import check_choice, option
 from ...utils.texts import read_file
 from ..core.model_under_test import ModelUnderTest
@@ -181,16 +179,9 @@ class Real:
             pair = measure_all(self.tested, text, name, both, config, self.out, say_nothing, self.late)
             if len(pair) < len(both):
                 continue
-            pair[1]["low_bits"] = estimated(self.tested.policy(variant), pair[1]["sparse_attended"])
             rows += pair[1:] if rows else pair
             self.say(f"{name}, {config.context} tokens, {variant.label}: {pair[1]['against_full_shown']}")
         return rows
-
-
-def estimated(policy: Policy, exact: float) -> float:
-    """Return the fraction of KV entries of sparse layers read in low bits: with a tail, all that are not exact."""
-    options = policy.options if isinstance(policy, InfiniGen) else None
-    return 0.0 if options is None or options.tail == "off" else 1.0 - exact
 
 
 PARTS: dict[str, Callable[[Real], None]] = {
@@ -207,7 +198,6 @@ COLUMNS = (
     Column("tokens decoded", "scored_tokens"),
     Column("exact rows, selecting layers", "sparse_attended", ".1%"),
     Column("all layers", "attended", ".1%"),
-    Column("rows in low bits", "low_bits", ".1%"),
     Column("over the link", "link", ".1%"),
     Column("missed mass", "missed", ".3f"),
     Column("worst layer", "missed_worst", ".3f"),

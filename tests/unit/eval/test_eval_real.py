@@ -16,7 +16,7 @@ from offload_rt.eval.core.model_under_test import ModelUnderTest
 from offload_rt.eval.core.needles import KINDS
 from offload_rt.eval.core.variants import Variant
 from offload_rt.eval.quality.tasks.haystack import sentences
-from offload_rt.eval.suites.real import PARTS, Real, RealSize, compared, estimated, looked_up
+from offload_rt.eval.suites.real import PARTS, Real, RealSize, compared, looked_up
 
 ROOT = Path(__file__).parents[3]
 BOOK = ROOT / "offload_rt" / "data" / "black_arrow.txt"
@@ -66,16 +66,6 @@ def test_what_is_compared() -> None:
     )
     assert {f"infinigen preset={name}" for name in ("default", "rows", "paper")} <= set(labels)
     assert {variant.label for variant in looked_up()} <= set(labels)
-
-
-def test_rows_in_low_bits_are_those_of_a_tail() -> None:
-    tested = ModelUnderTest(str(MODEL))
-
-    def share(policy: str, **options: object) -> float:
-        return estimated(tested.policy(Variant(policy, options)), 0.125)
-
-    assert share("infinigen", tail="int4", budget=0.1) == 0.875
-    assert share("infinigen", tail="off") == share("infinigen", preset="paper") == share("quest", budget=0.1) == 0.0
 
 
 def small(data: Path, out: Path, say: Callable[[str], None], *chosen: Variant, windows: int = 1) -> Real:
