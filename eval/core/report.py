@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -123,7 +123,6 @@ class Report:
         columns: Columns of the Markdown table.
         rows: Result rows.
         notes: Paragraphs below the table.
-        hidden: Row keys that are omitted from the CSV (per-document values).
     """
 
     name: str
@@ -132,7 +131,6 @@ class Report:
     columns: tuple[Column, ...]
     rows: list[Row]
     notes: tuple[str, ...] = ()
-    hidden: frozenset[str] = field(default_factory=lambda: frozenset({"samples"}))
 
     def markdown(self) -> str:
         """Return the title, settings, table and notes as Markdown."""
@@ -151,7 +149,7 @@ class Report:
             "environment": environment(),
             "rows": self.rows,
         }
-        keys = list(dict.fromkeys(k for row in self.rows for k in row if k not in self.hidden))
+        keys = list(dict.fromkeys(k for row in self.rows for k in row if k != "samples"))  # values of each document
         texts = {
             "json": json.dumps(record, indent=1) + "\n",
             "csv": _csv(keys, self.rows),

@@ -240,8 +240,8 @@ COLUMNS = (
 )
 
 NOTES = (
-    "Attended and link are fractions of the visible KV entries, means over layers and decoded positions. Missed mass is",
-    "attention to tokens that are not attended, over sparse layers. Standard errors and paired bootstrap intervals",
+    "Attended and link are fractions of the visible KV entries, means over layers and decoded positions. Missed mass",
+    "is attention to tokens that are not attended, over sparse layers. Standard errors and paired bootstrap intervals",
     "(10,000 draws) are over windows, which leave out the margin at either end of the text.",
 )
 

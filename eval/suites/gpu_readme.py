@@ -128,10 +128,8 @@ def _sessions(results: Record) -> str:
 def _accuracy(results: Record) -> str:
     """Return the table of models and policies with perplexity and fraction of needles found."""
     cells = []
-    for model, found in results.items():
-        reports = (
-            [found.get(report, {}) for report in ("perplexity", "retrieval")] if isinstance(found, Mapping) else []
-        )
+    for model in (name for name in results if name != "text"):
+        reports = [results[model].get(report, {}) for report in ("perplexity", "retrieval")]
         rows: list[dict[str, Any]] = [row for report in reports for row in report.get("rows", ())]
         for policy in dict.fromkeys(row["policy"] for row in rows):
             own = {name: value for row in rows if row["policy"] == policy for name, value in row.items()}
