@@ -94,9 +94,6 @@ def test_rounded_rows(name: str, kv_cache_dtype: str) -> None:
     assert steps.stats.fetched_fraction == pytest.approx(np.mean(plain.fetched), abs=1e-12)
 
 
-CHUNK_BYTES = 2 * 4 * 2 * 16 * 64 * 8
-"""Of the tiny Llama in float64."""
-
 FIFO = {"policy": "fifo", "protect": "none"}
 
 
@@ -114,7 +111,8 @@ FIFO = {"policy": "fifo", "protect": "none"}
 def test_a_bounded_pool(name: str, eviction: Any, start: int, more: dict[str, Any]) -> None:
     """In two chunks, from the 129th token on over victims."""
     model, ids = tiny_model("llama").double(), tokens(160)
-    limit = 2 * CHUNK_BYTES if not more else 2 * 2 * 4 * 2 * 64 * (16 + 4)
+    layers = model.config.num_hidden_layers
+    limit = 2 * 64 * layers * 2 * 2 * (16 + 4 if more else 16 * 8)  # tokens, layers, K and V, heads, bytes
     plain, steps = both(model, name, ids, start, host_memory=limit, eviction=eviction, **more)
     assert steps.logprobs == pytest.approx(plain.logprobs, abs=1e-9)
     assert steps.stats.exact_fraction == pytest.approx(np.mean(plain.attended), abs=1e-12)
@@ -127,10 +125,11 @@ def test_a_bounded_pool(name: str, eviction: Any, start: int, more: dict[str, An
 
 def test_a_pool_that_is_too_small() -> None:
     model, ids = tiny_model("llama").double(), tokens(150)
+    limit = 2 * 64 * model.config.num_hidden_layers * 2 * 2 * 16 * 8
     with pytest.raises(PoolFullError, match="raise host_memory"):
-        LLM(model, policy="full", host_memory=2 * CHUNK_BYTES).score([ids[:91]], [ids[91:]], 90)
+        LLM(model, policy="full", host_memory=limit).score([ids[:91]], [ids[91:]], 90)
     with pytest.raises(PoolFullError, match="raise host_memory"):
-        LLM(model, policy="full", host_memory=2 * CHUNK_BYTES, eviction="lru").score([ids[:141]], [ids[141:]], 140)
+        LLM(model, policy="full", host_memory=limit, eviction="lru").score([ids[:141]], [ids[141:]], 140)
 
 
 def test_the_reference_is_transformers_for_full() -> None:
