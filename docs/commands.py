@@ -1,4 +1,4 @@
-"""Writes the page of commands from the command line's own parsers, so that help is written once.
+"""Write the command reference from the parsers of the command line.
 
 python docs/commands.py docs/pages/reference/commands.md
 """
@@ -14,21 +14,21 @@ os.environ["COLUMNS"] = "110"
 
 
 def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers below `parser`, by name."""
+    """Return the subcommands of `parser` by name."""
     actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return {name: sub for action in actions for name, sub in action.choices.items()}
 
 
 def section(name: str, parser: argparse.ArgumentParser) -> str:
-    """A heading and the help text of one command."""
+    """Return a heading and the help text of one command."""
     return f"## {name}\n\n```text\n{parser.format_help().strip()}\n```\n"
 
 
 def page() -> str:
-    """All commands, each with its help."""
+    """Return the whole page."""
     from offload_rt.cli import _parser
 
-    parts = ["# Commands\n", "What `--help` prints, command by command.\n", section("offload-rt", _parser())]
+    parts = ["# Commands\n", "The output of `--help` for every command.\n", section("offload-rt", _parser())]
     for name, sub in subcommands(_parser()).items():
         parts.append(section(f"offload-rt {name}", sub))
         parts += [section(f"offload-rt {name} {inner}", deeper) for inner, deeper in subcommands(sub).items()]

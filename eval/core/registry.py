@@ -29,13 +29,11 @@ class Measure:
     """A registered measure.
 
     Attributes:
-        name: Name on the command line.
         help: One-line description.
         add_flags: Adds the flags to a parser. If None, `run` parses `args.arguments` itself.
         run: Runs the measure and returns the exit code. Its docstring is the `--help` description.
     """
 
-    name: str
     help: str
     add_flags: Flags | None
     run: Run
@@ -51,7 +49,7 @@ def measure(name: str, help: str, add_flags: Flags | None) -> Callable[[Run], Ru
     def register(run: Run) -> Run:
         if name in MEASURES:
             raise ConfigError(f"there is a measure {name!r} already: choose another name")
-        MEASURES[name] = Measure(name, help, add_flags, run)
+        MEASURES[name] = Measure(help, add_flags, run)
         return run
 
     return register

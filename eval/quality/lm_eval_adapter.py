@@ -23,7 +23,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from ...config import DType, EngineConfig
 from ...errors import ConfigError, InputError
 from ...llm import LLM
-from ...outputs import Stats
 from ...sampling_params import SamplingParams
 from ...sessions.chat_render import render_chat
 from .ruler import without_downloads
@@ -114,9 +113,8 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         self.max_length = max_length or llm.geometry.max_positions
         self.batch_size = batch_size
         self.decode_from, self.add_bos_token = decode_from, add_bos_token
-        self.link_fractions: list[float] = []
-        self.attended_fractions: list[float] = []
-        self.shares: dict[str, list[tuple[float, float]]] = {}  # (attended, fetched) fractions of each request by task
+        self.fractions: list[tuple[float, float]] = []  # attended and fetched, of each request
+        self.shares: dict[str, list[tuple[float, float]]] = {}  # the same by task
 
     @property
     def eot_token_id(self) -> int:
@@ -160,8 +158,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         found = []
         scores = self.llm.score(prompts, targets, self.decode_from, batch=self.batch_size)
         for (key, _, _), score in zip(requests, scores, strict=True):
-            self.link_fractions.append(score.stats.fetched_fraction)
-            self.attended_fractions.append(score.stats.exact_fraction)
+            self.fractions.append((score.stats.exact_fraction, score.stats.fetched_fraction))
             found.append((sum(score.logprobs), all(score.is_greedy)))
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, found[-1])
@@ -204,7 +201,8 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
             for request, output in zip(requests[part], self.llm.generate(prompts[part], params[part]), strict=True):
                 [completion] = output.outputs
                 assert completion.stats is not None
-                self._spent(completion.stats, request.task_name)
+                self.fractions.append((completion.stats.exact_fraction, completion.stats.fetched_fraction))
+                self.shares.setdefault(str(request.task_name), []).append(self.fractions[-1])
                 self.cache_hook.add_partial("generate_until", request.args, completion.text)
                 texts.append(completion.text)
         self._say_shares()
@@ -212,12 +210,10 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (sum of log-probabilities, whether greedy) of each (context, continuation)."""
-        before = len(self.attended_fractions)
+        before = len(self.fractions)
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
-        names = [request.task_name for request in requests]
-        shares = zip(self.attended_fractions[before:], self.link_fractions[before:], strict=True)
-        for name, (attended, link) in zip(names, shares, strict=True):
-            self.shares.setdefault(str(name), []).append((attended, link))
+        for request, fractions in zip(requests, self.fractions[before:], strict=True):
+            self.shares.setdefault(str(request.task_name), []).append(fractions)
         self._say_shares()
         return found
 
@@ -236,12 +232,6 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         """Return the mean (attended, fetched) fractions of each task, which the harness adds to its results."""
         means = {name: _mean_shares(shares) for name, shares in self.shares.items()}
         return {"attended_and_link_fractions": means}
-
-    def _spent(self, stats: Stats, task: str | None) -> None:
-        """Record the attended and fetched fractions of a request of `task`."""
-        self.attended_fractions.append(stats.exact_fraction)
-        self.link_fractions.append(stats.fetched_fraction)
-        self.shares.setdefault(str(task), []).append((stats.exact_fraction, stats.fetched_fraction))
 
     def _say_shares(self) -> None:
         """Print the mean fractions of each task so far to stderr."""

@@ -133,7 +133,7 @@ RUNS: dict[str, Architecture] = {
         "multipliers of embedding, residual, scores and logits",
     ),
     "cohere": Architecture(
-        "Cohere", {"logit_scale": 0.3, "use_qk_norm": True}, "parallel, RoPE of neighbours, scaled logits"
+        "Cohere", {"logit_scale": 0.3, "use_qk_norm": True}, "parallel, interleaved RoPE, scaled logits"
     ),
     "cohere2": Architecture(
         "Cohere2",
@@ -142,7 +142,7 @@ RUNS: dict[str, Architecture] = {
     ),
     "starcoder2": Architecture("Starcoder2", {"sliding_window": WINDOW}, "biases, plain MLP"),
     "smollm3": Architecture("SmolLM3", {"no_rope_layers": [1, 0, 1]}, "layers without positions"),
-    "glm": Architecture("Glm", {"head_dim": 8}, "RoPE of neighbours, partial"),
+    "glm": Architecture("Glm", {"head_dim": 8}, "interleaved RoPE, partial"),
     "glm4": Architecture("Glm4", {"head_dim": 8}, "as GLM; norms before and after"),
     "gpt_neox": Architecture("GPTNeoX", {"rotary_pct": 0.25}, "fused q, k, v, parallel, partial RoPE"),
     "gpt_neox_sequential": Architecture("GPTNeoX", {"use_parallel_residual": False}, "as GPT-NeoX, not parallel"),
@@ -170,7 +170,7 @@ RUNS: dict[str, Architecture] = {
             "head_dim": 8,
             "rope_parameters": _YARN | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
         },
-        "YaRN; queries grow with their position",
+        "YaRN, attention temperature scaling",
     ),
     "llama4": Architecture(
         "Llama4Text",
@@ -185,7 +185,8 @@ RUNS: dict[str, Architecture] = {
             "floor_scale": 8,
             "attn_scale": 0.3,
         },
-        "chunked layers, full ones without positions whose queries grow, RoPE of neighbours, mixture of experts",
+        "chunked layers, full layers without positions, attention temperature scaling, interleaved RoPE, "
+        "mixture of experts",
     ),
     "mimo_v2_flash": Architecture(
         "MiMoV2Flash",
@@ -256,17 +257,17 @@ LONGROPE = {
 
 REFUSED: dict[str, tuple[Architecture, str, str]] = {
     "bloom": (Architecture("Bloom"), "alibi", "positions are a bias on attention scores (ALiBi), which no kernel adds"),
-    "falcon_rw": (Architecture("Falcon", {"alibi": True}), "alibi", "the same: Falcon with `alibi`"),
+    "falcon_rw": (Architecture("Falcon", {"alibi": True}), "alibi", "as Bloom, if `alibi` is set"),
     "deepseek_v3": (
         Architecture("DeepseekV3", _LATENT),
         "latent_attention",
-        "multi-head latent attention: what is cached is not keys and values of heads",
+        "multi-head latent attention: the cache holds latent vectors, not keys and values of heads",
     ),
     "phi3_long": (
         Architecture("Phi3", {"rope_parameters": LONGROPE}),
         "rope_length",
-        "a loaded model with RoPE `longrope` or `dynamic`: cached keys go stale (by folder or hub id it runs, held at "
-        "`max_model_len`)",
+        "a loaded model with RoPE `longrope` or `dynamic`: cached keys would go stale (by folder or hub id it runs, "
+        "with the frequencies of `max_model_len`)",
     ),
     "gemma3_bidirectional": (
         Architecture("Gemma3Text", {"head_dim": 8, "use_bidirectional_attention": True}),

@@ -27,7 +27,8 @@ with warnings.catch_warnings():
     from lm_eval.tasks import TaskManager, get_task_dict
 
     from offload_rt.cli import main
-    from offload_rt.eval.core.model_under_test import ModelUnderTest, Variant
+    from offload_rt.eval.core.model_under_test import ModelUnderTest
+    from offload_rt.eval.core.variants import Variant
     from offload_rt.eval.quality.lm_eval_adapter import TASKS, OffloadLM, _batch, _option
     from offload_rt.eval.quality.lm_eval_tasks import (
         OWN,
@@ -168,7 +169,7 @@ def test_sparse_policies_change_only_what_they_leave_out() -> None:
     sparse = OffloadLM("reference", "streaming", dtype="float32", budget=0.05, recent=2, decode_from=1)
     assert same[0][0] == pytest.approx(exact[0][0], abs=1e-3)
     assert sparse.loglikelihood(asked, True)[0][0] != pytest.approx(exact[0][0], abs=0.05)
-    assert sparse.attended_fractions[0] < 0.5
+    assert sparse.fractions[0][0] < 0.5
 
 
 def test_shares_are_told_for_each_task(ours: OffloadLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +184,7 @@ def test_shares_are_told_for_each_task(ours: OffloadLM, capsys: pytest.CaptureFi
     said = capsys.readouterr().err
     assert "None: 2 requests, attended 100.00%" in said and "told: 3 requests, attended 100.00%" in said
     assert few.get_model_info()["attended_and_link_fractions"]["told"][0] == 1.0
-    assert len(few.attended_fractions) == len(few.link_fractions) == 5
+    assert len(few.fractions) == 5
     with pytest.raises(InputError, match="leave --apply_chat_template out"):
         few.apply_chat_template([{"role": "user", "content": "Who?"}])
 

@@ -82,7 +82,7 @@ def test_merge_is_float64s(kernel_device: torch.device, parts: int) -> None:
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("d", [40, 128, 256, 320, 512])
 def test_a_step_has_as_many_rows_as_a_product_takes(d: int, itemsize: int) -> None:
-    """The interpreter accepts any number; a GPU's compiler needs at least 16 (`eval compiled-kernels`, "attend,
+    """The interpreter accepts any number; a GPU's compiler needs at least 16 (`support/compiled_kernels.py`, "attend,
     fp32, d 512")."""
     from offload_rt.kernels.triton_attention import steps
 

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import pytest
+from support import compiled_kernels
 
 SHARED = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "sm_120": 99 * 1024}
 """Shared memory limit of one program, in bytes."""
@@ -38,17 +39,16 @@ ALL = "OFFLOAD_RT_STRESS" in os.environ
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> list[dict[str, Any]]:
-    """Return the rows of `offload-rt eval compiled-kernels`. It runs in a new process, because the interpreter
-    cannot be switched off again, and keeps compiled kernels in a cache."""
+def rows(pytestconfig: pytest.Config) -> list[dict[str, Any]]:
+    """Return the rows of `support/compiled_kernels.py`. It runs in a new process, because the interpreter cannot be
+    switched off again, and keeps compiled kernels in a cache."""
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if pytestconfig.pluginmanager.hasplugin("cacheprovider"):
         environment["TRITON_CACHE_DIR"] = str(pytestconfig.cache.mkdir("triton"))
-    out = tmp_path_factory.mktemp("compiled")
     asked = [] if ALL else ["--arch", "sm_89", *(part for case in AT_RISK for part in ("--case", case))]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "offload_rt", "eval", "compiled-kernels", "--out", str(out), *asked],
+        [sys.executable, "-P", compiled_kernels.__file__, *asked],
         env=environment,
         capture_output=True,
         text=True,
@@ -56,7 +56,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) 
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads((out / "compiled_kernels.json").read_text())["rows"]
+    found: list[dict[str, Any]] = json.loads(done.stdout)
     assert {row["case"] for row in found} >= set(AT_RISK)
     return found
 

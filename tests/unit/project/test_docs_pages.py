@@ -36,35 +36,47 @@ def test_every_command_has_its_help_on_the_page(monkeypatch: pytest.MonkeyPatch)
     assert "--preset" in page
 
 
-def test_the_picture_has_every_room_and_no_import_points_up(
+def test_the_picture_has_every_folder_and_no_import_points_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    house = script("house")
-    lines, uses = house.rooms()
-    where = house.places(lines)
+    structure = script("structure")
+    lines, uses = structure.folders()
+    where = structure.places(lines)
     assert where.keys() == lines.keys() and {"eval/measures", "kernels", "llm"} <= where.keys()
     assert sum(lines.values()) == sum(
-        (house.ROOT / path).read_text(encoding="utf-8").count("\n")
+        (structure.ROOT / path).read_text(encoding="utf-8").count("\n")
         for path in test_layering.files()
         if path.parts[0] == "offload_rt"
     )
-    assert all(where[other][1] > where[room][1] for room, others in uses.items() for other in others & where.keys())
-    monkeypatch.setattr(sys, "argv", ["house.py", str(tmp_path / "house.svg")])
-    house.main()
-    assert (tmp_path / "house.svg").read_text(encoding="utf-8").count("<rect") == 1 + len(lines)
+    assert all(where[other][1] > where[folder][1] for folder, others in uses.items() for other in others & where.keys())
+    monkeypatch.setattr(sys, "argv", ["structure.py", str(tmp_path / "structure.svg")])
+    structure.main()
+    assert (tmp_path / "structure.svg").read_text(encoding="utf-8").count("<rect") == 1 + len(lines)
     assert len(capsys.readouterr().out.splitlines()) == len(lines)
 
 
-def test_the_architectures_are_those_of_the_tests() -> None:
-    architectures = script("architectures")
-    text = architectures.PAGE.read_text(encoding="utf-8")
-    assert architectures.page(text) == text, "run python docs/architectures.py"
+def test_the_table_of_architectures_is_up_to_date() -> None:
+    models = script("models")
+    text = models.PAGE.read_text(encoding="utf-8")
+    assert models.page() == text, "run python docs/models.py"
     assert all(f"`{name}`" in text for name in registry.architectures())
 
 
-@pytest.mark.parametrize("page", ["nothing_lost", "without_a_gpu"])
-def test_the_tests_that_a_page_names_are_there(page: str) -> None:
-    there = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parents[2].rglob("test_*.py"))
-    text = (DOCS / "pages" / f"{page}.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(?:tests/[\w/]+\.py::test_)?([a-z0-9]+(?:_[a-z0-9]+){3,})`", text)
-    assert len(named) > 10 and not [name for name in named if f"def test_{name.removeprefix('test_')}(" not in there]
+def test_the_tables_of_results_are_up_to_date() -> None:
+    results = script("results")
+    for path, text in results.pages().items():
+        assert text == path.read_text(encoding="utf-8"), f"run python docs/results.py: {path.name} is out of date"
+
+
+def test_every_link_of_the_readme_leads_to_a_file() -> None:
+    root = DOCS.parent
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"):
+        links = re.findall(r"\]\(([^)#]+)", (root / name).read_text(encoding="utf-8"))
+        missing = [link for link in links if not link.startswith("https://") and not (root / link).exists()]
+        assert links and not missing, f"{name} links to missing files: {missing}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    menu = (DOCS / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = {str(path.relative_to(DOCS / "pages")) for path in (DOCS / "pages").rglob("*.md")}
+    assert {line.split("- ")[1] for line in menu.splitlines() if line.endswith(".md")} >= pages

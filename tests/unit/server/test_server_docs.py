@@ -54,7 +54,7 @@ def test_every_flag_of_the_page_exists() -> None:
     parser = argparse.ArgumentParser()
     add(parser.add_subparsers())
     text = next(iter(parser._subparsers._group_actions[0].choices.values())).format_help()  # type: ignore[union-attr]
-    table = PAGE[PAGE.index("## Who may ask") : PAGE.index("## Suites that are not ours")]
+    table = PAGE[PAGE.index("## Access and limits") : PAGE.index("## Conformance and load")]
     flags = set(re.findall(r"--[a-z][a-z-]+", table))
     assert len(flags) >= 9 and all(flag in text for flag in flags)
     assert str(ServerOptions().max_waiting) in table and f"{ServerOptions().timeout:.0f} s" in table

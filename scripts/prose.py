@@ -1,0 +1,144 @@
+"""Check that prose is plain technical English: `python scripts/prose.py`, part of `make lint`.
+
+The check counts constructions that are rare in technical English. It reads docstrings, comments, messages and Markdown
+files, and fails if a folder has more of them per 1,000 words than its budget. Budgets may only fall. A text without
+matches can still be unclear: read it as a stranger would.
+
+    python scripts/prose.py --show server    print every match in folders whose name contains "server"
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+BUDGETS = {
+    "eval/measures": 10,
+    "eval/quality": 3,
+    "eval/serving": 30,
+    "eval/simulate": 21,
+    "eval/speed": 5,
+    "eval/suites": 3,
+    "kernels": 5,
+    "offload_rt": 3,
+    "offload_rt/engine": 4,
+    "offload_rt/kv_cache": 2,
+    "offload_rt/model_runner": 5,
+    "offload_rt/models": 2,
+    "offload_rt/planning": 4,
+    "offload_rt/policies": 3,
+    "offload_rt/sessions": 3,
+    "offload_rt/storage": 3,
+    "offload_rt/transfer": 3,
+    "offload_rt/utils": 4,
+    "scripts": 2,
+    "tests/adversary": 3,
+    "tests/support": 12,
+    "tests/unit": 7,
+}
+"""Matches per 1,000 words that each folder or page may have; all others 1."""
+
+LEAST_WORDS = 200
+"""Smaller folders are not checked."""
+
+IS = "is|are|was|were|has|have|can|does"
+CONSTRUCTIONS = (
+    # A sentence opens with a relative pronoun: "What a layer selected is copied." Name the thing instead.
+    r"(?:^|[.:;]\s+)(?:What|Who|Whose|Whom|That of|Those (?:who|of)|Of (?:a|an|the|its|each|all))\b",
+    # A relative clause replaces a noun: "what lies on the disk", "who waits".
+    rf"\bwhat (?:{IS}|do|had|it|they|one|a|an|the|each|[a-z]+s)\b",
+    r"\b(?:who|whoever) (?:has|is|[a-z]+s|[a-z]+ed)\b",
+    r"\bof (?:whose|whom|which)\b",
+    r"\b(?:in|on|by|to|for|from|with) which (?:it|they|a|the|there|each)\b",
+    # Pronouns for persons that do not exist: "nobody reads the block".
+    r"\b(?:nobody|somebody|everybody)\b|\bnothing\b(?! (?:else )?(?:to do|changes|happens|is))",
+    # "where" in place of "if".
+    rf"\bwhere (?:there|it|they|none|one|a \w+|that) (?:{IS})\b|\bwhere (?:none|no)\b",
+    # Passive voice of saying and giving: "is meant", "is given back".
+    r"\b(?:is|are|was|were) (?:meant|said|told|asked (?:of|for)|given (?:up|back)|taken (?:back|for))\b",
+    # Words of another century.
+    r"\b(?:anew|besides|thereby|meanwhile|so many|but for|go(?:es)? on)\b",
+    r"\bfor itself\b|\bof (?:its|one's) own\b|\bbehind (?:it|them|a|an|the|what)\b",
+)
+PATTERN = re.compile("|".join(f"(?:{one})" for one in CONSTRUCTIONS), re.IGNORECASE | re.MULTILINE)
+WORD = re.compile(r"[A-Za-z][A-Za-z'’-]*")
+
+
+def python_prose(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each docstring, comment and message of at least five words."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(WORD.findall(node.value)) >= 5:
+            yield node.lineno, node.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("# ")
+
+
+def markdown_prose(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each paragraph outside of code blocks."""
+    text = re.sub(r"^```.*?^```", lambda block: "\n" * block.group().count("\n"), text, flags=re.DOTALL | re.MULTILINE)
+    line = 1
+    for paragraph in text.split("\n\n"):
+        yield line, paragraph
+        line += paragraph.count("\n") + 2
+
+
+def part_of(path: Path) -> str:
+    """Return the folder or page that `path` counts for: `offload_rt/engine`, `docs`, `README.md`."""
+    parts = path.relative_to(ROOT).parts
+    return "/".join(parts[: 2 if parts[0] in ("offload_rt", "eval", "tests") and len(parts) > 2 else 1])
+
+
+def files() -> Iterator[Path]:
+    """Yield the Python and Markdown files of the project. Linked folders are visited once, at the top."""
+    for top in ("offload_rt", "kernels", "skewing", "eval", "scripts", "tests", "docs"):
+        for path in sorted((ROOT / top).rglob("*")):
+            generated = path.name == "commands.md" or "results" in path.parts
+            if path.suffix in (".py", ".md") and not generated and path != Path(__file__).resolve():
+                yield path
+    yield from sorted(ROOT.glob("*.md"))
+
+
+def count() -> tuple[Counter[str], dict[str, list[str]]]:
+    """Return the words of each part, and its matches with their places."""
+    words: Counter[str] = Counter()
+    found: dict[str, list[str]] = {}
+    for path in files():
+        part, source = part_of(path), path.read_text(encoding="utf-8")
+        for line, text in (python_prose if path.suffix == ".py" else markdown_prose)(source):
+            words[part] += len(WORD.findall(text))
+            for match in PATTERN.finditer(text):
+                at = line + text.count("\n", 0, match.start())
+                found.setdefault(part, []).append(f"{path.relative_to(ROOT)}:{at}: {' '.join(match.group().split())}")
+    return words, found
+
+
+def main() -> int:
+    """Print the rate of each part and return 1 if one exceeds its budget."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--show", metavar="PART", help="print the matches of parts whose name contains PART")
+    shown = parser.parse_args().show
+    words, found = count()
+    failed = False
+    for part in sorted(part for part in words if words[part] >= LEAST_WORDS):
+        rate = 1000 * len(found.get(part, ())) / max(words[part], 1)
+        over = rate > BUDGETS.get(part, 1)
+        failed |= over
+        if over or shown is not None:
+            print(f"{part}: {rate:.1f} per 1,000 words, budget {BUDGETS.get(part, 1)}{': too many' if over else ''}")
+        if shown is not None and shown in part:
+            print("\n".join(found.get(part, ())))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Test that the Python snippets of the documentation run and that its commands are valid.
+
+Snippets run with the reference model in place of other models, a short text in place of books, and few new tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload_rt
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli import _parser
+from offload_rt.eval.cli import MEASURES
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").glob("*.md"))]
+
+NOT_RUN = {
+    "extending.md": "tests/unit/project/test_seams.py and others run the whole examples",
+    "transformers.md": "needs an instruct model; tests/unit/engine/test_drop_in.py runs pipelines",
+    "models.md": "needs bitsandbytes and a download; tests/unit/models/test_packed.py runs it on a tiny model",
+}
+"""Pages whose snippets do not run here, with the reason."""
+
+
+def snippets(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def commands(page: Path) -> list[str]:
+    """Return the lines of shell sessions, and commands within sentences."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```console\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    found = [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    quoted = [" ".join(code.split()) for code in re.findall(r"`((?:offload-rt|make|python)\s[^`]+)`", prose)]
+    return [*found, *quoted]
+
+
+class Reference(LLM):
+    """The reference model with a small KV cache, whatever model and memory a snippet names."""
+
+    def __init__(self, model: Any, *args: Any, **options: Any) -> None:
+        options = {name: value for name, value in options.items() if name not in ("tokenizer", "disk", "disk_limit")}
+        super().__init__("reference", *args, **options | {"host_memory": "64MiB", "device": "cpu"})
+        assert self.runner.model.tokenizer is not None
+        self.runner.model.tokenizer.chat_template = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
+
+
+@dataclasses.dataclass(frozen=True)
+class FewTokens(SamplingParams):
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_tokens", min(self.max_tokens, 4))
+        super().__post_init__()
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Provide files that snippets read, and names that an earlier part of a page has defined."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(offload_rt, "LLM", Reference)
+    monkeypatch.setattr(offload_rt, "SamplingParams", FewTokens)
+    for name in ("book.txt", "report.txt"):
+        Path(name).write_text("It was a dark night, and nobody was on the road to the moat house. " * 4)
+    Path("questions.txt").write_text("Who was there?\nWhere was it?\n")
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield {"LLM": Reference, "SamplingParams": FewTokens, "offload_rt": offload_rt, "__name__": "snippet"}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that snippets do not close
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.name)
+def test_snippets_run(page: Path, workplace: dict[str, Any]) -> None:
+    found = snippets(page)
+    if page.name in NOT_RUN:
+        for code in found:
+            compile(code, page.name, "exec")
+        return
+    if page.name == "README.md":
+        found = [code for code in found if "model.generate" not in code]  # needs a transformers model
+    for code in found:
+        exec(compile(code, page.name, "exec"), workplace)
+
+
+def check(command: str) -> None:
+    """Raise an error if a command names an option, target, extra or file that does not exist."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    words = shlex.split(command.split(" > ")[0], comments=True)
+    words = words[next(i for i, word in enumerate(words) if "=" not in word) :]  # without variables of the environment
+    if words[0] == "make":
+        assert f"\n{words[1]}:" in makefile, command
+        assert all(word.split("=")[0] in makefile for word in words[2:]), command
+        assert all(f"STRESS_{word[5:]} " in makefile for word in words[2:] if words[1] == "stress"), command
+    elif words[0] == "python":
+        assert (ROOT / words[1]).is_file(), command
+    elif words[:2] == ["pip", "install"]:
+        extras = [name for word in words for group in re.findall(r"\[(.*)\]", word) for name in group.split(",")]
+        project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        assert all(f"\n{extra} = [" in project for extra in extras), command
+    elif words[0] == "offload-rt":
+        flags = {word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)} - {"--help"}
+        assert flags <= set(re.findall(r"--?[a-z][a-z-]*", options_of(words[1:]))), command
+
+
+def options_of(words: list[str]) -> str:
+    """Return the help of a command, or of a benchmark or evaluation. Files that register one have their own options."""
+    name = words[1] if words[0] == "eval" else words[0]
+    if name == "--help":
+        return ""
+    if words[0] in ("eval", "bench", "tune", "lm-eval"):
+        if name.endswith(".py"):
+            return " ".join(words)
+        parser, add_flags = argparse.ArgumentParser(), MEASURES[name].add_flags
+        if add_flags is None:
+            return " ".join(words)
+        add_flags(parser)
+        return parser.format_help()
+    [choices] = [action.choices for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return str(choices[name].format_help())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_are_valid(page: Path) -> None:
+    for command in commands(page):
+        check(command)
+
+
+def test_an_unknown_option_is_found() -> None:
+    for command in ("offload-rt generate MODEL --no-such-option", "make no-such-target", "make stress PART=nothing"):
+        with pytest.raises(AssertionError):
+            check(command)
