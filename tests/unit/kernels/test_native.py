@@ -202,9 +202,9 @@ def test_code_compiles_without_warnings(name: str, level: str, tmp_path: Path) -
     if native_code.find_compiler() is None:
         pytest.skip("no C compiler")
     library = LIBRARIES[name]
-    for values in (
-        {key: own[0] for key, own in library.constants.items()},
-        {k: v[-1] for k, v in library.constants.items()},
-    ):
-        flags = (*library.flags_for(values), "-Wall", "-Wextra", "-Werror")
+    smallest, largest = (
+        library.flags_for({name: values[i] for name, values in library.constants.items()}) for i in (0, -1)
+    )
+    for flags in {smallest, largest}:
+        flags = (*flags, "-Wall", "-Wextra", "-Werror")
         native_code.compile_library(library.path, flags, level, tmp_path / "library.so")
