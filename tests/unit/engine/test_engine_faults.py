@@ -21,12 +21,12 @@ from offload_rt.engine.request import Request
 from offload_rt.policies.base import PolicyState
 from offload_rt.sessions.session_kv import SessionKV
 
-PROMPTS = [tiny_prompt(CHUNK + 8) + tiny_prompt(30, seed=i) for i in range(4)]
+PROMPTS = [tiny_prompt(CHUNK + 4) + tiny_prompt(12, seed=i) for i in range(4)]
 PARAMS = [
-    SamplingParams(max_tokens=9, temperature=0),
-    SamplingParams(max_tokens=12, seed=1, n=2),
-    SamplingParams(max_tokens=8, temperature=0, num_beams=2),
-    SamplingParams(max_tokens=10, seed=3),
+    SamplingParams(max_tokens=6, temperature=0),
+    SamplingParams(max_tokens=7, seed=1, n=2),
+    SamplingParams(max_tokens=5, temperature=0, num_beams=2),
+    SamplingParams(max_tokens=6, seed=3),
 ]
 MODEL = tiny_model("llama", num_hidden_layers=2)
 POLICIES: dict[str, dict[str, Any]] = {

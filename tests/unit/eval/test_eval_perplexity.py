@@ -123,7 +123,7 @@ def test_chunks_are_those_of_the_steps(name: str) -> None:
     assert layers.fractions.attended == pytest.approx(steps.stats.exact_fraction, abs=1e-12)
 
 
-CHUNK_BYTES = 2 * 4 * 2 * 16 * 64 * 8
+CHUNK_BYTES = 2 * 3 * 2 * 16 * 64 * 8
 """Of the tiny Llama and GPT-2 in float64."""
 
 FIFO = {"policy": "fifo", "protect": "none"}
@@ -156,7 +156,7 @@ def test_a_bounded_pool_layer_by_layer(name: str, eviction: Any, start: int, mor
     """As above in two chunks, from the 129th token on over victims."""
     (policy, options), model = VARIANTS[name], tiny_model("llama").double()
     ids = tokens(160)
-    limit = 2 * CHUNK_BYTES if not more else 2 * 2 * 4 * 2 * 64 * (16 + 4)
+    limit = 2 * CHUNK_BYTES if not more else 2 * 2 * 3 * 2 * 64 * (16 + 4)
     engine = {"host_memory": limit, "eviction": eviction, **more}
     llm = LLM(model, policy=policy, policy_options=options, **engine)
     steps = llm.score([ids[: start + 1]], [ids[start + 1 :]], start)[0]

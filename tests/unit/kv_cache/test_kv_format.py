@@ -79,7 +79,7 @@ def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
         [rounded] = llm.score([tokens[:80]], [tokens[80:]])
         assert rounded.stats.h2d_bytes * 64 == exact.stats.h2d_bytes * width
         assert rounded.stats.kv_bytes_host * 64 == exact.stats.kv_bytes_host * width
-        assert llm.runner.pool.chunk_bytes == 2 * 4 * 2 * CHUNK * width
+        assert llm.runner.pool.chunk_bytes == 2 * 3 * 2 * CHUNK * width
         # The first scored token attends to 79 quantised KV entries and an exact one. Prefill attends to exact KV.
         losses.append(max(abs(a - b) for a, b in zip(rounded.logprobs, exact.logprobs, strict=True)))
     assert losses[0] < 0.1 < losses[2] and losses[0] < losses[1] < losses[2]

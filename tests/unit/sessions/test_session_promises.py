@@ -30,7 +30,7 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_llm(chunks: int = 100, **options: Any) -> LLM:
-    model, size = tiny_model("llama", dtype=torch.float64), 4 * 2 * 2 * 64 * 16 * 8
+    model, size = tiny_model("llama", dtype=torch.float64), 3 * 2 * 2 * 64 * 16 * 8
     return LLM(model, dtype="float64", host_memory=chunks * size, **({"policy": "full"} | options))
 
 

@@ -233,12 +233,12 @@ def test_what_cannot_be_restored_is_refused(tmp_path: Path) -> None:
 
 def test_a_store_without_room_never_goes_over_its_limit(tmp_path: Path) -> None:
     llm = make_llm()
-    session = llm.session("s", tmp_path, limit="400KiB")
+    session = llm.session("s", tmp_path, limit="300KiB")
     right = talk(session, TURNS[:2])
     with pytest.warns(UserWarning, match="not saved whole"):
         session.close()
     assert (
-        sum(path.stat().st_size for path in tmp_path.rglob("*") if path.name != "lock" and path.is_file()) <= 400 << 10
+        sum(path.stat().st_size for path in tmp_path.rglob("*") if path.name != "lock" and path.is_file()) <= 300 << 10
     )
     session = make_llm().session("s", tmp_path)
     assert session.tokens == TURNS[0] + right[0] + TURNS[1] + right[1]

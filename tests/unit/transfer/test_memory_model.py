@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 from support.outputs import completed
-from support.tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import depth, tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, SamplingParams
 from offload_rt.cli.run_picture import plot_run
@@ -131,7 +131,7 @@ def test_plot_into_no_folder_is_an_input_error(infinigen: Stats, tmp_path: Path)
 
 
 def costs_of(name: str, dtype: torch.dtype, options: InfiniGenOptions | None) -> DeviceCosts:
-    shape = load_shape(tiny_model(name, dtype=dtype))
+    shape = load_shape(tiny_model(name, dtype=dtype, **depth(name, 4)))
     policy = "full" if options is None else "infinigen"
     return DeviceCosts(shape, memory_demand(policy, options or FullOptions(), shape.geometry, dtype), 512)
 

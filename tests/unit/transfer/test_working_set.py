@@ -19,10 +19,10 @@ from offload_rt.transfer.plan import first_askers
 from offload_rt.transfer.working_set import Table, rows_within
 
 OPTIONS: dict[str, Any] = {"preset": "rows", "sinks": 2, "recent": 8}
-CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
+CHUNK_BYTES = 2 * 3 * 2 * 16 * CHUNK * 8
 
 
-SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 3}
+SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 2}
 """Sliding window in the last layer of a Qwen model."""
 
 
@@ -153,7 +153,7 @@ def test_hits_bytes_and_fractions_agree() -> None:
     assert before.working_set_hit_rate is None and before.working_set_bytes == 0
     rate, row = after.working_set_hit_rate, 2 * 16 * 8
     assert rate is not None and 0 < rate < 1
-    layers, heads = 3, 2
+    layers, heads = 2, 2
     dense = sum(range(150, 150 + steps)) - steps * 9
     selected = (before.h2d_bytes - dense * heads * row) / row
     assert before.h2d_bytes - after.h2d_bytes == round(rate * selected) * row
