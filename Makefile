@@ -1,6 +1,7 @@
 # Every target works on a fresh clone: the virtual environment is made first where it is missing or out of date.
 #   make demo    continue a real book with the model that ships in the package
 #   make test    lint, types and tests (needs no GPU, no network once installed)
+#   make quick   ruff and one case of each test in about a minute; PART=engine runs all tests of tests/unit/engine
 #   make test-training  the tests of scripts/reference that train
 #   make stress    the long ones, in parts of a few minutes: PART=disk (200 kills while chunks are written, 100 over
 #                contexts on disk, whose every write fails once, and a million tokens' resident memory), sessions (50 kills
@@ -37,7 +38,7 @@ OUT := out
 
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo demo-real docs test test-training stress gpu bench bench-real paper real lint venv clean
+.PHONY: demo demo-real docs test quick test-training stress gpu bench bench-real paper real lint venv clean
 
 venv: $(READY)
 
@@ -61,6 +62,12 @@ demo-real: $(READY)
 # to `import kernels`, the name of another project's package.
 test: lint docs
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not training'
+
+QUICK := $(if $(PART),tests/unit/$(PART),tests --ignore tests/unit/eval --ignore tests/unit/stress)
+
+quick: $(READY)
+	$(BIN)/ruff check .
+	OMP_NUM_THREADS=1 $(if $(PART),,OFFLOAD_RT_QUICK=1) $(BIN)/pytest -q -n 2 --dist worksteal -m 'not training and not slow' $(QUICK)
 
 test-training: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m training

@@ -78,7 +78,7 @@ def random_options(rng: random.Random, store: Path | None) -> ServerOptions:
         max_body=rng.choice((2048, 1 << 16, 1 << 20)),
         timeout=rng.choice((3.0, 30.0, 30.0)),
         max_connections=rng.choice((4, 8, 16, 64, None)),
-        head_timeout=rng.choice((1.0, 2.0, 10.0)),
+        head_timeout=rng.choice((1.0, 2.0, 4.0)),
         send_timeout=rng.choice((0.5, 5.0)),
         grace=rng.choice((1.0, 5.0)),
         documents=store,

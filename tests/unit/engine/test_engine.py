@@ -164,6 +164,7 @@ def test_bad_prompts_are_refused_before_anything_is_taken() -> None:
     assert llm.runner.pool.bytes_held == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
 def test_memory_is_made_ready_at_admission_and_never_in_a_decode_step(
     policy: str, monkeypatch: pytest.MonkeyPatch

@@ -421,7 +421,7 @@ def test_a_long_turn_follows_a_short_one(kind: str, path: str, first: int, tmp_p
     }
     llm = make(kind, **options.get(path, {}))
     llm = staged(llm) if path == "copied" else llm
-    for name, turns in {"long": (first, 1100), "same start": (first + 80, 30)}.items():
+    for name, turns in {"long": (first, 700), "same start": (first + 80, 30)}.items():
         session = llm.session(name, tmp_path)
         for seed, length in enumerate(turns):
             turn = tiny_prompt(length, seed=seed)

@@ -21,6 +21,7 @@ from offload_rt.utils import native_code, native_libraries
 
 ROOT = Path(__file__).parents[3]
 STRESS = "OFFLOAD_RT_STRESS" in os.environ
+pytestmark = pytest.mark.slow
 LINKED = ("kernels", "skewing", "eval")
 
 

@@ -11,7 +11,7 @@ from adversary.run import CASES_PER_SEED, PARTS, run_part
 
 STRESS = "OFFLOAD_RT_STRESS" in os.environ
 SECONDS = float(os.environ.get("ADVERSARY_SECONDS", "600"))
-CASES = 3
+CASES = 2
 
 
 @pytest.mark.timeout(SECONDS + 300)
