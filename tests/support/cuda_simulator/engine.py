@@ -8,6 +8,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -244,9 +245,8 @@ class Engine:
     def run(self, queue: Queue, entries: int = 1 << 30, until: Point | None = None) -> bool:
         """Run up to `entries` entries of a queue, at most up to a point. Return whether any ran."""
         ran = 0
-        if not queue.entries or (isinstance(head := queue.entries[0], Wait) and not head.point.reached):
-            return False
-        with _disable_current_modes(), torch.inference_mode():
+        with ExitStack() as modes:
+            on_host = False
             while queue.entries and ran < entries:
                 head = queue.entries[0]
                 if isinstance(head, Wait) and not head.point.reached:
@@ -258,5 +258,9 @@ class Engine:
                     if head is until:
                         break
                 elif not isinstance(head, Wait):
+                    if not on_host:  # only now, because entering these modes takes longer than most entries
+                        modes.enter_context(_disable_current_modes())
+                        modes.enter_context(torch.inference_mode())
+                        on_host = True
                     head()
         return ran > 0

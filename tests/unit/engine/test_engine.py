@@ -55,9 +55,8 @@ def test_requests_join_and_leave_mid_decode() -> None:
 
 def test_a_prefill_does_not_starve_running_decodes() -> None:
     """The first request gets a token every step while the second prompt is prefilled layer by layer."""
-    llm = make_llm(
-        max_num_batched_tokens=70
-    )  # the prompt has 200 tokens and the model three layers: one layer per step
+    # The prompt has 200 tokens and the model three layers: one layer per step.
+    llm = make_llm(max_num_batched_tokens=66)
     engine = Engine(llm.runner, max_num_seqs=2)
     engine.add(tiny_prompt(5), greedy(30))
     engine.step()
