@@ -4,6 +4,7 @@ available."""
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -126,6 +127,7 @@ def test_a_compiler_may_be_a_command_with_arguments(named: str, cache: Path, mon
     """Cover a command such as `ccache cc`, a path with spaces, and an empty value."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
+    monkeypatch.setenv("PATH", str(cache.parents[1] / "quick"), prepend=os.pathsep)
     folder = cache.parents[1] / "a folder"
     folder.mkdir()
     (folder / "cc").symlink_to(str(shutil.which("cc")))
