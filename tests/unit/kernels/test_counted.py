@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.host_sync import NoHostSync
 from support.device_link import staged
+from support.host_sync import NoHostSync
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 

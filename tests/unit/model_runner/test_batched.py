@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.host_sync import NoHostSync
 from support.batches import OPTIONS, begun, compiled, make
 from support.device_link import staged
+from support.host_sync import NoHostSync
 from support.tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
