@@ -343,7 +343,7 @@ def test_demand_follows_the_options() -> None:
         0.3,
         2 * 16,
     )  # 4 columns, padded
-    assert memory_demand("full", {}, geometry, torch.float32).dense == (0, 1, 2, 3)
+    assert memory_demand("full", {}, geometry, torch.float32).dense == (0, 1, 2)
     assert memory_demand("quest", {"page": 8}, geometry, torch.float32).key_bytes == 2 * 2 * 16 * 4 / 8
 
 

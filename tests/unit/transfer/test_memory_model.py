@@ -56,7 +56,7 @@ def test_table_shows_what_the_statistics_say(infinigen: Stats) -> None:
     text = shown(stats_table(infinigen))
     assert row(text, "prompt") == "500 tokens"
     assert row(text, "generated") == "40 tokens"
-    assert row(text, "dense layers") == "0 of 4"
+    assert row(text, "dense layers") == "0 of 3"
     assert row(text, "exact attention fraction") == f"{infinigen.exact_fraction:.2%}"
     assert row(text, "fetched fraction") == f"{infinigen.fetched_fraction:.2%}"
     assert infinigen.missed_mass is not None
@@ -139,7 +139,7 @@ def costs_of(name: str, dtype: torch.dtype, options: InfiniGenOptions | None) ->
 @pytest.mark.parametrize("scorer", ["partial", "int4", "int2"])
 def test_requirements_are_what_a_run_takes(scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
-    llm = LLM(tiny_model("qwen3"), policy_options={"preset": "rows", "scorer": scorer, "dense_layers": (1,)})
+    llm = LLM(tiny_model("qwen3", num_hidden_layers=4), policy_options={"preset": "rows", "scorer": scorer, "dense_layers": (1,)})
     stats = run(llm)
     options = InfiniGenOptions.preset("rows", scorer=scorer, dense_layers=(1,))
     costs = costs_of("qwen3", torch.float32, options)

@@ -159,7 +159,7 @@ def test_hits_bytes_and_fractions_agree() -> None:
     assert before.h2d_bytes - after.h2d_bytes == round(rate * selected) * row
     assert after.sparse_fetched_fraction == pytest.approx(before.sparse_fetched_fraction * (1 - rate), rel=0.02)
     assert after.fetched_fraction == pytest.approx(
-        before.fetched_fraction - before.sparse_fetched_fraction * rate * 3 / 4, 0.02
+        before.fetched_fraction - before.sparse_fetched_fraction * rate * 2 / 3, 0.02
     )
     assert after.working_set_rows == 9
     assert after.working_set_bytes == layers * heads * (9 + 1) * (row + 8)
@@ -172,7 +172,7 @@ def test_a_working_set_of_everything_fetches_every_row_once() -> None:
     prompt = tiny_prompt(60)
     [done] = completed(make(256, policy_options=options).generate([prompt], greedy(31)))
     candidates = 60 + 30 - 2 - 8  # of the last step: each was fetched in some step
-    assert done.stats.h2d_bytes == 4 * 2 * candidates * 2 * 16 * 8
+    assert done.stats.h2d_bytes == 3 * 2 * candidates * 2 * 16 * 8
 
 
 @pytest.mark.parametrize(
