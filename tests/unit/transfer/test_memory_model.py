@@ -61,9 +61,9 @@ def test_table_shows_what_the_statistics_say(infinigen: Stats) -> None:
     assert row(text, "fetched fraction") == f"{infinigen.fetched_fraction:.2%}"
     assert infinigen.missed_mass is not None
     assert row(text, "missed attention mass") == f"{infinigen.missed_mass:.2%}"
-    nothing = replace(infinigen, missed_mass=None, missed_mass_worst_layer=None, dense_layers=(0, 1, 2, 3))
+    nothing = replace(infinigen, missed_mass=None, missed_mass_worst_layer=None, dense_layers=(0, 1, 2))
     assert row(shown(stats_table(nothing)), "missed attention mass") == "not measured"
-    assert row(shown(stats_table(nothing)), "dense layers") == "all 4"
+    assert row(shown(stats_table(nothing)), "dense layers") == "all 3"
 
 
 def test_table_says_what_is_usual_and_what_to_do(infinigen: Stats) -> None:
@@ -139,7 +139,10 @@ def costs_of(name: str, dtype: torch.dtype, options: InfiniGenOptions | None) ->
 @pytest.mark.parametrize("scorer", ["partial", "int4", "int2"])
 def test_requirements_are_what_a_run_takes(scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
-    llm = LLM(tiny_model("qwen3", num_hidden_layers=4), policy_options={"preset": "rows", "scorer": scorer, "dense_layers": (1,)})
+    llm = LLM(
+        tiny_model("qwen3", num_hidden_layers=4),
+        policy_options={"preset": "rows", "scorer": scorer, "dense_layers": (1,)},
+    )
     stats = run(llm)
     options = InfiniGenOptions.preset("rows", scorer=scorer, dense_layers=(1,))
     costs = costs_of("qwen3", torch.float32, options)
