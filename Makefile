@@ -1,6 +1,7 @@
 # Every target works on a fresh clone: the virtual environment is made first where it is missing or out of date.
 #   make demo    continue a real book with the model that ships in the package
 #   make test    lint, types and tests (needs no GPU, no network once installed)
+#   make quick   ruff and one case of each test in about a minute; PART=engine runs all tests of tests/unit/engine
 #   make test-training  the tests of scripts/reference that train
 #   make stress    the long ones, in parts of a few minutes: PART=disk (200 kills while chunks are written, 100 over
 #                contexts on disk, whose every write fails once, and a million tokens' resident memory), sessions (50 kills
@@ -25,7 +26,8 @@
 #                (about half an hour on two cores; what is done is not done again)
 #   make real    what a selection loses on trained models (MODEL=smollm2 runs one), written to eval/results/MODEL; in
 #                parts that begin nothing new after 50 minutes: PART=perplexity|needles|tasks|ruler
-#   make docs    the documentation as a site in out/docs, warnings as errors; part of make test
+#   make docs    write the generated pages of the documentation, then make site
+#   make site    the documentation as a site in out/docs, warnings as errors; part of make test
 #   make demo-real   an instruct model reads a chapter, answers questions about it, continues it (MODEL=folder, GGUF, hub id)
 #   make lint    ruff, mypy and the check of prose
 
@@ -37,7 +39,7 @@ OUT := out
 
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo demo-real docs test test-training stress gpu bench bench-real paper real lint venv clean
+.PHONY: demo demo-real docs site test quick test-training stress gpu bench bench-real paper real lint venv clean
 
 venv: $(READY)
 
@@ -59,8 +61,15 @@ demo-real: $(READY)
 
 # pytest's own command, not `python -m pytest`: the latter puts this folder on sys.path, where kernels/ would answer
 # to `import kernels`, the name of another project's package.
-test: lint docs
+test: $(READY)
+	$(MAKE) -j2 lint site
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not training'
+
+QUICK := $(if $(PART),tests/unit/$(PART),tests --ignore tests/unit/eval --ignore tests/unit/stress)
+
+quick: $(READY)
+	$(BIN)/ruff check .
+	OMP_NUM_THREADS=1 $(if $(PART),,OFFLOAD_RT_QUICK=1) $(BIN)/pytest -q -n 2 --dist worksteal -m 'not training and not slow' $(QUICK)
 
 test-training: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m training
@@ -130,6 +139,9 @@ bench-real: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/structure.py docs/pages/structure.svg
 	$(BIN)/python docs/commands.py docs/pages/reference/commands.md
+	$(MAKE) site
+
+site: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/mkdocs.yml
 
 # Trained models: fetched once by the tool of GET_MODELS where it is at hand.

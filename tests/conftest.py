@@ -33,6 +33,9 @@ gc.disable()
 EVERY = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 """Whether all `gpu` tests run on a simulated device, not only those marked `simulated` (`make stress PART=gpu`)."""
 
+QUICK = os.environ.get("OFFLOAD_RT_QUICK") == "1"
+"""Whether only the first case of each parametrised test runs (`make quick`)."""
+
 LEAN = os.environ.get("OFFLOAD_RT_LEAN") == "1"
 """Whether tests of missing extras are skipped, as in a GPU image that was not built for this project."""
 
@@ -52,7 +55,12 @@ def pytest_make_collect_report(
     return report
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if QUICK:
+        cases = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        first = list(reversed(cases.values()))
+        config.hook.pytest_deselected(items=list(set(items).difference(first)))
+        items[:] = first
     if torch.cuda.is_available():
         return
     for item in items:

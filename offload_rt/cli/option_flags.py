@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import Field
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from ..config import Duration, Size
-from ..utils.config_fields import option_of
+from ..utils.config_fields import field_types, option_of
 
 _UNITS = {Size: "SIZE", Duration: "TIME"}
 
@@ -37,7 +37,7 @@ def add_option(
         metavar: Metavar instead of the field's.
     """
     option = option_of(field)
-    kind = _without_none(get_type_hints(owner, include_extras=True)[field.name])
+    kind = _without_none(field_types(owner)[field.name])
     arguments: dict[str, Any] = {"dest": prefix + field.name, "help": help or option.help, "default": None}
     if kind is bool:
         arguments["action"] = argparse.BooleanOptionalAction

@@ -61,7 +61,9 @@ class Residency:
 
     def row(self, layer: int, slot: int) -> torch.Tensor:
         """Return a copy of the KV of the resident token in `slot`, `[2, Hkv, d]`."""
-        return self._rows[layer][:, :, place(slot, *self._sizes[layer])].contiguous()
+        # Not contiguous(), which returns a view if only one token is resident. Compute overwrites its slot.
+        row = self._rows[layer][:, :, place(slot, *self._sizes[layer])]
+        return row.clone(memory_format=torch.contiguous_format)
 
     def move(self, layer: int, source: int, target: int) -> None:
         """Copy the KV of the recent token in slot `source` to slot `target` if that is a sink."""

@@ -79,7 +79,7 @@ def check_types(config: Any) -> None:
         ConfigError: A field has a value of another type.
     """
     kind: Any = type(config)
-    hints = _hints(kind)
+    hints = field_types(kind)
     for each in fields(config):
         value, kinds = getattr(config, each.name), _scalars(hints[each.name])
         if kinds is None or type(value) in kinds:
@@ -105,7 +105,7 @@ def _number(value: Any, kinds: set[type]) -> int | float | None:
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
+def field_types(kind: type) -> dict[str, Any]:
     """Return the evaluated annotations of a class. Cached, because sampling parameters are checked per request."""
     return get_type_hints(kind, include_extras=True)
 

@@ -29,12 +29,12 @@ SPARSE: dict[str, Any] = WINDOW | {"preset": "rows", "alpha": 2.0, "max_fraction
 
 def single(make: Callable[..., LLM], folder: Path) -> Answers:
     """Generate from one prompt."""
-    return answers(make(), [tiny_prompt(75)], 4)
+    return answers(make(), [tiny_prompt(70)], 4)
 
 
 def ragged(make: Callable[..., LLM], folder: Path) -> Answers:
     """Generate from three prompts of different lengths."""
-    return answers(make(), [tiny_prompt(n, seed=n) for n in (40, 75, 66)], 4)
+    return answers(make(), [tiny_prompt(n, seed=n) for n in (30, 70, 63)], 3)
 
 
 def replayed(make: Callable[..., LLM], folder: Path) -> Answers:
@@ -97,13 +97,13 @@ def continued(make: Callable[..., LLM], folder: Path) -> Answers:
 def slid(make: Callable[..., LLM], folder: Path) -> Answers:
     """Generate past a sliding window in blocks that other sequences have used."""
     llm = make()
-    found = answers(llm, [tiny_prompt(n, seed=n) for n in (130, 62)], 5)
-    return found + answers(llm, [tiny_prompt(n, seed=n) for n in (66, 125)], 5)
+    found = answers(llm, [tiny_prompt(n, seed=n) for n in (130, 62)], 4)
+    return found + answers(llm, [tiny_prompt(n, seed=n) for n in (66, 125)], 4)
 
 
 def evicted(make: Callable[..., LLM], folder: Path) -> Answers:
     """Generate past the end of a pool of two blocks."""
-    return answers(make(host_memory=CHUNK_BYTES * 2), [tiny_prompt(122)], 12)
+    return answers(make(host_memory=CHUNK_BYTES * 2), [tiny_prompt(125)], 8)
 
 
 def forked(make: Callable[..., LLM], folder: Path) -> Answers:
@@ -118,7 +118,7 @@ def session(make: Callable[..., LLM], folder: Path) -> Answers:
     """Save a conversation, load it in another runtime, and fork it."""
     greedy = SamplingParams(max_tokens=3, temperature=0)
     first = make().session("s", folder)
-    turns = [tiny_prompt(70, seed=1), tiny_prompt(9, seed=2), tiny_prompt(5, seed=3)]
+    turns = [tiny_prompt(66, seed=1), tiny_prompt(9, seed=2), tiny_prompt(5, seed=3)]
     found = [[event.token_id for event in first.send(turns[0], greedy)]]
     first.close()
     second = make().session("s", folder)

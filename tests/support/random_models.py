@@ -24,7 +24,6 @@ HEAD_STEP = {
 """Required divisor of the head size: 2 with RoPE, more if only a part of each head is rotated, 1 without RoPE."""
 FIXED_HEADS = ("qwen2_vl", "qwen2_5_vl", "mimo_v2_flash")
 """Families with other options that depend on the head size."""
-OWN_ROPE = ("llama3", "olmo3", "ministral3", "llava", *FIXED_HEADS)
 PLAIN_ROPE = ("mistral", "qwen2", "qwen3", "granite", "olmo2", "starcoder2")
 ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "default"},

@@ -34,7 +34,7 @@ _IDS: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 
 _ROPE: dict[str, Any] = _IDS | {
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
@@ -43,7 +43,7 @@ _ROPE: dict[str, Any] = _IDS | {
 _OPT: dict[str, Any] = _IDS | {
     "hidden_size": 64,
     "ffn_dim": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "max_position_embeddings": 1024,
 }
@@ -53,7 +53,7 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, _ROPE),
     # all layers use a sliding window
     "mistral": (MistralConfig, _ROPE | {"sliding_window": 48}),
-    # biases of q, k, v; tied head; no sliding window (use_sliding_window=True, max_window_layers=2: layers 2 and 3)
+    # biases of q, k, v; tied head; no sliding window (use_sliding_window=True, max_window_layers=2: layer 2)
     "qwen2": (Qwen2Config, _ROPE | {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 48}),
     # QK-norm; head_dim 24, not hidden / heads = 16
     "qwen3": (Qwen3Config, _ROPE | {"head_dim": 24, "sliding_window": 48}),
@@ -62,10 +62,10 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     # like OPT-350m: post-norm, no final norm, embeddings projected from 40 to 64 and back
     "opt_postnorm": (
         OPTConfig,
-        _OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 40, "num_hidden_layers": 3},
+        _OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 40},
     ),
     # fused Conv1D; the other variant is scale_attn_by_inverse_layer_idx=True
-    "gpt2": (GPT2Config, _IDS | {"n_embd": 64, "n_inner": 96, "n_layer": 4, "n_head": 4, "n_positions": 1024}),
+    "gpt2": (GPT2Config, _IDS | {"n_embd": 64, "n_inner": 96, "n_layer": 3, "n_head": 4, "n_positions": 1024}),
 }
 NAMES = tuple(CONFIGS)
 

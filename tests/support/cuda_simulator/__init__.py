@@ -1,12 +1,12 @@
-"""CUDA without a device, for tests: streams that run late, memory that is poisoned, copies that happen later.
+"""Simulate CUDA devices in tests: late streams, poisoned memory and deferred copies.
 
     with simulated(Seeded(1)) as sim:
         LLM(tiny_model("llama").to("cuda"), policy="infinigen").generate(...)
 
-What runs is the package as it is: torch's operations go to queues (`dispatch`), Triton's kernels too, under its
-interpreter (`triton_queue`); `torch.cuda` is the simulator's (`torch_cuda`). A device may do everything later than the
-host, and does here, as the schedule says (`engine`); a wait that is missing, a block that is used again too early
-(`memory`), a host that reads too early show as other tokens or as errors. `Simulator.syncs` says where the host waited.
+The package runs unchanged. Operations of torch (`dispatch`) and interpreted Triton kernels (`triton_queue`) are queued,
+and `torch_cuda` replaces `torch.cuda`. The schedule (`engine`) decides how far each stream lags behind the host. A
+missing wait, a block that is reused too early (`memory`), or a host that reads too early causes other tokens or an
+error. `Simulator.syncs` lists where the host waited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .copies import Sync, register
 from .dispatch import DeviceMode
 from .engine import CaptureError, Late, Lazy, Schedule, Seeded
 from .simulator import Simulator
-from .torch_cuda import outlive, patch_torch
+from .torch_cuda import ignore_late_unregistration, patch_torch
 from .triton_queue import IllegalAccessError, patch_triton
 
 __all__ = [
@@ -43,13 +43,18 @@ __all__ = [
 def simulated(
     schedule: Schedule, *, limit: int = 1 << 31, devices: int = 1, in_place: bool = True
 ) -> Iterator[Simulator]:
-    """A machine with CUDA devices; everything that this thread does with them in this context is simulated. `limit`:
-    bytes of a device. in_place: whether kernels find page-locked memory at the host's addresses. Skips the test where
-    the simulator cannot be built."""
+    """Simulate a machine with CUDA devices for this thread. Skip the test if the simulator cannot be built.
+
+    Args:
+        schedule: Decides which stream advances when.
+        limit: Memory of a device in bytes.
+        devices: Number of devices.
+        in_place: Whether kernels access page-locked memory at its host address.
+    """
     sim = Simulator(schedule, limit=limit, devices=devices)
     with pytest.MonkeyPatch.context() as patch, DeviceMode(sim):
         register()
-        outlive()
+        ignore_late_unregistration()
         patch.setattr(copies, "current", [sim])
         patch_torch(patch, sim)
         patch_triton(patch, sim)

@@ -1,7 +1,7 @@
-"""Copies between host and device as torch makes them, and the log of what the host waits for.
+"""Copies between host and device, and the log of host waits.
 
-Only a copy that is asked for without blocking, whose host side is page-locked and in one piece, is queued; it reads and
-writes host memory when it runs. For all others the host waits.
+A copy is queued if it is non-blocking and its host memory is page-locked and contiguous. It then accesses host memory
+when it runs. For all other copies the host waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .simulator import Simulator
 
 current: list[Simulator] = []
-"""The machine that is simulated now, if any."""
+"""The active simulator, if any."""
 
 PACKAGE = Path(__file__).parents[3]
 OWN = str(Path(__file__).parent)
@@ -26,19 +26,18 @@ OWN = str(Path(__file__).parent)
 
 @dataclass(frozen=True)
 class Sync:
-    """The host waited for the device: `what` for, and where, as `file:line` of the repository."""
+    """A wait of the host for the device: the operation, and its `file:line` in the repository."""
 
     what: str
     place: str
 
     @property
     def file(self) -> str:
-        """The place without its line."""
         return self.place.rpartition(":")[0]
 
 
 def place() -> str:
-    """The innermost line that is neither torch's nor the simulator's."""
+    """Return the innermost line outside torch and the simulator."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -55,8 +54,7 @@ def place() -> str:
 
 
 def to_device(sim: Simulator, into: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
-    """Host to device."""
-    target, dense = sim.seen(into), source.is_contiguous() or source.stride() == into.stride()
+    target, dense = sim.host_view(into), source.is_contiguous() or source.stride() == into.stride()
     if non_blocking and dense and sim.memory.is_pinned(source.data_ptr()):
         kept = source.view_as(source) if source.numel() else source
         sim.queue_work("copy", lambda: _copy(target, kept), into.device.index)
@@ -67,8 +65,7 @@ def to_device(sim: Simulator, into: torch.Tensor, source: torch.Tensor, non_bloc
 
 
 def to_host(sim: Simulator, into: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
-    """Device to host."""
-    origin, dense = sim.seen(source), into.is_contiguous() or source.stride() == into.stride()
+    origin, dense = sim.host_view(source), into.is_contiguous() or source.stride() == into.stride()
     sim.queue_work("copy", lambda: _copy(into, origin), source.device.index)
     if not (non_blocking and dense and sim.memory.is_pinned(into.data_ptr())):
         sim.host_waits(_reason("device to host", non_blocking, dense), source.device.index)
@@ -85,8 +82,10 @@ def _reason(what: str, non_blocking: bool, dense: bool) -> str:
 
 
 def copy_between(sim: Simulator, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`copy_` and `_to_copy` where one side is the host's; NotImplemented where neither or both are. Of what goes to
-    "meta" nothing is copied."""
+    """Run `copy_` or `_to_copy` between host and device. Return NotImplemented for copies within either.
+
+    A copy to "meta" copies nothing.
+    """
     if name == "copy_":
         into, source = args[0], args[1]
         if into.is_cuda == source.is_cuda:
@@ -117,8 +116,7 @@ def copy_between(sim: Simulator, name: str, args: Any, kwargs: dict[str, Any]) -
 
 @cache
 def register() -> None:
-    """`torch.tensor(..., device="cuda")` and indices given as lists come over by calls within torch that no mode sees:
-    they end in these two."""
+    """Implement two operations that bypass dispatch modes, in `torch.tensor(..., device="cuda")` and list indices."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty_strided", _empty, "CUDA")
     library.impl("copy_", _copied, "CUDA")

@@ -1,5 +1,4 @@
-"""What runs when: streams as queues, events as points in them, and the schedule that says which stream gets on while
-the host goes ahead."""
+"""Streams as queues of work, events as points in them, and schedules that decide which stream advances."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,13 +19,15 @@ Work = Callable[[], None]
 
 
 class CaptureError(RuntimeError):
-    """What CUDA forbids while a stream is being captured."""
+    """Raised for operations that CUDA forbids while a stream is captured."""
 
 
 @dataclass(eq=False)
 class Point:
-    """A place in a queue's order, which is reached once everything before it has run. One that was recorded in a
-    `capture` belongs to the graph, and is never reached itself."""
+    """A position in a queue, reached once all earlier entries have run.
+
+    A point that was recorded during a `capture` belongs to the graph and is never reached itself.
+    """
 
     queue: Queue
     reached: bool = False
@@ -34,14 +36,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Wait:
-    """What is behind it in a queue does not run before `point` is reached."""
+    """Later entries of the queue do not run before `point` is reached."""
 
     point: Point
 
 
 @dataclass(frozen=True)
 class Poisoning:
-    """What no stream launches: it may be the last of a captured one."""
+    """Work of the simulator itself. A captured stream may end with it."""
 
     work: Work
 
@@ -54,8 +56,12 @@ Entry = Work | Point | Wait
 
 @dataclass(eq=False)
 class Queue:
-    """What a stream has still to run, in order. `number` counts streams as they were made, 0 is the default one. While
-    there is a `capture` what is queued goes there."""
+    """The pending work of a stream.
+
+    Attributes:
+        number: Number of the stream in order of creation. 0 is the default stream.
+        capture: If set, new entries go there instead.
+    """
 
     number: int
     device: int
@@ -65,8 +71,14 @@ class Queue:
 
 @dataclass(eq=False)
 class Capture:
-    """Entries of a graph by the streams they were captured in, the one that began it first; `pool` has its memory.
-    `thread`: None where no other thread may wait for the device meanwhile."""
+    """A captured graph.
+
+    Attributes:
+        origin: Stream that began the capture.
+        pool: Memory pool of the graph.
+        thread: Only thread that must not wait for the device during the capture. None for all threads.
+        queues: Entries by the stream in which they were captured.
+    """
 
     origin: Queue
     pool: int
@@ -74,12 +86,12 @@ class Capture:
     queues: dict[Queue, list[Entry]] = field(default_factory=dict)
 
     def add(self, queue: Queue, entry: Entry) -> None:
-        """Captures an entry; the first one of a stream draws it in."""
+        """Capture an entry, and from now on all entries of its stream."""
         self.queues.setdefault(queue, []).append(entry)
         queue.capture = self
 
     def check_joined(self) -> None:
-        """Raises CaptureError where work of a stream is not before the end of the one that began."""
+        """Raise CaptureError if the origin stream does not wait for the work of another captured stream."""
         joined: set[Queue] = set()
         more = {self.origin}
         while more:
@@ -95,49 +107,47 @@ class Capture:
 
 
 class Schedule(Protocol):
-    """Decides what runs by itself, whenever the host has queued something."""
+    """Decide which work runs after the host has queued an entry."""
 
-    def advance(self, engine: Engine) -> None:
-        """Runs as much as it wants."""
-        ...
+    def advance(self, engine: Engine) -> None: ...
 
 
 class Lazy:
-    """Nothing runs before the host waits for it: the host is as far ahead as it can be."""
+    """Run nothing before the host waits for it."""
 
     def advance(self, engine: Engine) -> None:
-        """Runs nothing."""
+        pass
 
 
 @dataclass(frozen=True)
 class Late:
-    """Streams run as soon as they can, all but those with these numbers, which only run when they must."""
+    """Run streams as soon as possible, except for those with these numbers, which run only when waited for."""
 
     numbers: tuple[int, ...] = ()
 
     def advance(self, engine: Engine) -> None:
-        """Runs all streams but the late ones until nothing can go on."""
         others = [queue for queue in engine.queues if queue.entries and queue.number not in self.numbers]
         while sum([engine.run(queue) for queue in others]):
             pass
 
 
 class Seeded:
-    """A random stream runs a few entries, now and then."""
+    """Run a few entries of a random stream with a probability of 1/4."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def advance(self, engine: Engine) -> None:
-        """Runs up to a dozen entries of one stream, of three times in four nothing."""
         if self._random.random() < 0.25:
             queue = self._random.choice(engine.queues)
             engine.run(queue, self._random.randint(1, 12))
 
 
 class Engine:
-    """Queues of work. Entries of one run in order, beside those of others; an error of one is raised where it runs.
-    Any thread may queue and wait; one at a time runs."""
+    """Run queues of work in the order of a schedule. Errors are raised where an entry runs.
+
+    Any thread may queue work and wait, but only one runs entries at a time.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -146,14 +156,13 @@ class Engine:
         self._numbers = itertools.count()
 
     def new_queue(self, device: int) -> Queue:
-        """A stream."""
         queue = Queue(next(self._numbers), device)
         with self.lock:
             self.queues.append(queue)
         return queue
 
     def replay(self, capture: Capture, behind: Queue) -> None:
-        """Queues all that was captured, behind and before what else is queued in a stream."""
+        """Queue a captured graph in a stream."""
         with self.lock:
             start = self.record(behind)
             points: dict[Point, Point] = {}
@@ -179,7 +188,6 @@ class Engine:
             self.schedule.advance(self)
 
     def submit(self, queue: Queue, work: Work) -> None:
-        """Queues work."""
         with self.lock:
             if queue.capture is not None:
                 queue.capture.add(queue, work)
@@ -188,7 +196,7 @@ class Engine:
             self.schedule.advance(self)
 
     def record(self, queue: Queue) -> Point:
-        """The point behind everything queued so far."""
+        """Return the point after all entries queued so far."""
         with self.lock:
             point = Point(queue, capture=queue.capture)
             if queue.capture is not None:
@@ -199,7 +207,7 @@ class Engine:
             return point
 
     def wait(self, queue: Queue, point: Point) -> None:
-        """What is queued from now on runs behind `point`."""
+        """Let later entries of the queue run after `point`."""
         with self.lock:
             if point.capture is not None:
                 if point.capture is not point.queue.capture:
@@ -211,7 +219,7 @@ class Engine:
                 queue.entries.append(Wait(point))
 
     def finish(self, point: Point) -> None:
-        """The host waits: runs what must have run before `point`, an entry at a time, and what the schedule wants."""
+        """Let the host wait for `point`: run required entries one by one, and others as the schedule decides."""
         with self.lock:
             self._check_may_wait(point)
             while not point.reached:
@@ -230,16 +238,15 @@ class Engine:
                 raise CaptureError("the host waits for the device while a stream is captured")
 
     def finish_all(self) -> None:
-        """The host waits for everything."""
+        """Let the host wait for all streams."""
         for queue in list(self.queues):
             self.finish(self.record(queue))
 
     def run(self, queue: Queue, entries: int = 1 << 30, until: Point | None = None) -> bool:
-        """Runs up to `entries` entries of a queue, up to a point, as far as it can go; whether there was any."""
+        """Run up to `entries` entries of a queue, at most up to a point. Return whether any ran."""
         ran = 0
-        if not queue.entries or (isinstance(head := queue.entries[0], Wait) and not head.point.reached):
-            return False
-        with _disable_current_modes(), torch.inference_mode():
+        with ExitStack() as modes:
+            on_host = False
             while queue.entries and ran < entries:
                 head = queue.entries[0]
                 if isinstance(head, Wait) and not head.point.reached:
@@ -251,5 +258,9 @@ class Engine:
                     if head is until:
                         break
                 elif not isinstance(head, Wait):
+                    if not on_host:  # only now, because entering these modes takes longer than most entries
+                        modes.enter_context(_disable_current_modes())
+                        modes.enter_context(torch.inference_mode())
+                        on_host = True
                     head()
         return ran > 0

@@ -1,4 +1,4 @@
-"""The compiled part of the simulator (`device.cpp`), built once for a version of it and of torch, and kept."""
+"""Build and load the compiled part of the simulator (`device.cpp`). Builds are cached by version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "offload_rt_cuda_simulator"
 
 @cache
 def load() -> Any:
-    """The module. Skips the test that asks where it cannot be built, or where there is a device to test on."""
+    """Return the module. Skip the test if it cannot be built or if there is a CUDA device."""
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device: nothing has to be simulated")
     kept = _kept()
@@ -41,7 +41,7 @@ def _kept() -> Path:
 
 
 def _build(target: Path) -> None:
-    """In a folder of its own, since others may be at it too."""
+    """Build in a private folder, because other processes may build at the same time."""
     if shutil.which(os.environ.get("CXX", "c++")) is None or shutil.which("ninja") is None:
         pytest.skip("the simulator of CUDA is compiled: it needs a C++ compiler and ninja")
     from torch.utils import cpp_extension

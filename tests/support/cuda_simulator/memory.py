@@ -1,9 +1,8 @@
-"""Device memory as the caching allocator gives it out, and page-locked host memory. What is given back is poisoned in
-the order of its stream: NaN in every float, a large number in every integer.
+"""Device memory with a caching allocator, and page-locked host memory.
 
-A block goes back to the stream that it was allocated on, at once; only streams that `record_stream` named keep it out
-of use, until what they had queued by then has run. It is given out again, to its stream and for its size, when the
-poison has been written: so a reader that did not wait finds no right numbers from the last time.
+Freed blocks are poisoned in stream order, with NaN in floats and a large number in integers. A block returns to the
+stream of its allocation, after the pending work of the streams named by `record_stream`. It is reused by the same
+stream and for the same size once it is poisoned, so that a reader that did not wait never finds correct old values.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ import torch
 from .engine import Engine, Point, Poisoning, Queue
 
 POISON = np.uint16(0x7FFF)
-"""Twice or four times in a row NaN as float16, bfloat16, float32 and float64; beyond every index as an integer."""
+"""Repeated, NaN as float16, bfloat16, float32 and float64, and larger than any index as an integer."""
 
 MOST_POISONED = 1 << 26
-"""Bytes of registered memory that are poisoned: more would only take memory."""
+"""Largest part of registered memory that is poisoned, in bytes."""
 
 ROUND = 512
-"""Bytes that a block's size is a multiple of, as in torch's allocator."""
+"""Block sizes are multiples of this number of bytes, as in torch's allocator."""
 
 
 _numbers = itertools.count()
-"""Of blocks, on all machines that this process simulates: tensors may outlive theirs."""
+"""Numbers of blocks over all simulators of this process, because tensors may outlive their simulator."""
 
 
 class Region:
-    """Address space that blocks are cut from, one behind the other; nothing is behind it that was not touched."""
+    """Address space for consecutive blocks."""
 
     def __init__(self, size: int) -> None:
         self._memory = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
@@ -45,7 +44,7 @@ class Region:
         self._next = self.start
 
     def cut(self, size: int) -> int:
-        """The address of `size` fresh bytes, poisoned."""
+        """Return the address of `size` new, poisoned bytes."""
         address = self._next
         if address + size > self.stop:
             raise MemoryError("the simulator's own memory is too small for this test")
@@ -54,15 +53,19 @@ class Region:
         return address
 
     def poison(self, address: int, size: int) -> None:
-        """Overwrites a block."""
         at = address - self.start
         self._memory[at : at + size].view(np.uint16)[:] = POISON
 
 
 @dataclass(eq=False)
 class Block:
-    """`size` bytes at `address`, allocated on `queue` from the memory of `pool` (0: everybody's, else a graph's).
-    `users`: the streams that `record_stream` named."""
+    """A block of device memory.
+
+    Attributes:
+        queue: Stream of the allocation.
+        pool: Memory pool of a graph, or 0.
+        users: Streams named by `record_stream`.
+    """
 
     number: int
     address: int
@@ -74,8 +77,12 @@ class Block:
 
 @dataclass
 class Usage:
-    """Bytes now and at most. `allocated`: of tensors that exist. `active`: of these and of what a stream still keeps
-    from being used again, and all that graphs have."""
+    """Bytes in use, and their peaks.
+
+    Attributes:
+        allocated: Bytes of existing tensors.
+        active: `allocated`, blocks that a stream still uses, and all memory of graphs.
+    """
 
     allocated: int = 0
     active: int = 0
@@ -83,22 +90,21 @@ class Usage:
     active_peak: int = 0
 
     def take(self, size: int, more: int) -> None:
-        """A block is given out, `more` bytes of which were not kept already."""
+        """Count an allocation of `size` bytes, `more` of which were not active."""
         self.allocated, self.active = self.allocated + size, self.active + more
         self.allocated_peak = max(self.allocated_peak, self.allocated)
         self.active_peak = max(self.active_peak, self.active)
 
     def reset_peaks(self) -> None:
-        """Peaks count from now on."""
         self.allocated_peak, self.active_peak = self.allocated, self.active
 
 
 _host_regions: list[Region] = []
-"""Kept, since a test may read what was copied to the host when its machine is gone."""
+"""Kept, because a test may read host memory after its simulator is gone."""
 
 
 class Memory:
-    """Blocks of the device and of page-locked host memory. `limit`: bytes that may be active, as on a small card."""
+    """Allocate device memory of at most `limit` bytes, and page-locked host memory."""
 
     def __init__(self, module: Any, engine: Engine, limit: int) -> None:
         self._module, self._engine, self.limit = module, engine, limit
@@ -113,15 +119,15 @@ class Memory:
         self._kept: list[tuple[Block, list[Point]]] = []
         self._of_pools: Counter[int] = Counter()
         self.in_place = True
-        """Whether kernels find page-locked memory where the host does."""
+        """Whether kernels access page-locked memory at its host address."""
         self.lockable = 1 << 62
-        """Bytes that may be registered."""
+        """Maximum number of registered bytes."""
         self.registered: list[tuple[int, int]] = []
 
     # ------------------------------------------------------------------------------------------------------ device
 
     def allocate(self, queue: Queue, nbytes: int, pool: int = 0) -> torch.Tensor:
-        """Bytes on the device `[nbytes]`. torch.OutOfMemoryError where the limit does not allow them."""
+        """Return device memory, uint8 `[nbytes]`. Raise torch.OutOfMemoryError if the limit is exceeded."""
         self.collect()
         size = max(ROUND, -(-nbytes // ROUND) * ROUND)
         if self.usage.active + size > self.limit:
@@ -144,18 +150,18 @@ class Memory:
         return self._module.over(address, nbytes, number, queue.device)
 
     def drop_pool(self, pool: int) -> None:
-        """The last graph of a pool is gone: its memory is everybody's."""
+        """Free the memory of a pool whose last graph was deleted."""
         self.usage.active -= self._of_pools.pop(pool, 0)
 
     def use(self, address: int, queue: Queue) -> None:
-        """`record_stream`: the block at `address` is not given out again before `queue` has got to where the host
-        is when the block goes."""
+        """Implement `record_stream`: do not reuse the block at `address` before `queue` has run the work that is
+        pending when the block is freed."""
         block = self._blocks[self._at[address]]
         if block.queue is not queue:
             block.users.add(queue)
 
     def collect(self) -> None:
-        """Takes back what nobody holds any more, as far as streams let it go."""
+        """Take back the blocks of deleted tensors that no stream uses."""
         for number in self._module.take_returned():
             if (place := self._host_blocks.pop(number, None)) is not None:
                 self.host.poison(*place)
@@ -182,8 +188,7 @@ class Memory:
     # -------------------------------------------------------------------------------------------------------- host
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
-        """Page-locked bytes `[nbytes]` of the host. Copies that are queued hold what they read, so that a block comes
-        back when they have run, as torch's own page-locked memory does."""
+        """Return page-locked host memory, uint8 `[nbytes]`. Queued copies keep their source alive, as in torch."""
         self.collect()
         size = max(ROUND, -(-nbytes // ROUND) * ROUND)
         free = self._free_host[size]
@@ -193,8 +198,10 @@ class Memory:
         return self._module.over(address, nbytes, number, -1)
 
     def register(self, address: int, size: int) -> bool:
-        """cudaHostRegister, which poisons what nobody has written yet: False where a part is registered already, or it
-        would be too much."""
+        """Implement cudaHostRegister. Poison the memory, which must be new.
+
+        Return False if a part is already registered or the memory exceeds `lockable`.
+        """
         held = sum(stop - start for start, stop in self.registered)
         if held + size > self.lockable or any(
             start < address + size and address < stop for start, stop in self.registered
@@ -206,18 +213,18 @@ class Memory:
         return True
 
     def unregister(self, address: int) -> None:
-        """cudaHostUnregister."""
+        """Implement cudaHostUnregister."""
         self.registered = [place for place in self.registered if place[0] != address]
 
     def is_pinned(self, address: int) -> bool:
-        """Whether the device can read and write the host memory at `address`."""
+        """Return whether the device can access the host memory at `address`."""
         if self.host.start <= address < self.host.stop:
             return True
         at = bisect_right(self.registered, (address, 1 << 62)) - 1
         return at >= 0 and self.registered[at][0] <= address < self.registered[at][1]
 
     def reachable(self, low: int, high: int) -> bool:
-        """Whether a kernel may touch the addresses from `low` to `high`."""
+        """Return whether a kernel can access the addresses from `low` to `high`."""
         if self.device.start <= low and high < self.device.stop:
             return True
         return self.in_place and self.is_pinned(low) and self.is_pinned(high)

@@ -1,4 +1,4 @@
-"""The simulated machine: memory, streams, what was launched, and where the host waited."""
+"""The simulated machine: memory, streams, launches and host waits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from .memory import Memory
 
 
 class Simulator:
-    """One machine with CUDA devices that are simulated. `syncs`: every time that the host waited for a device.
-    `launched`: kernels and copies by name; poisoning is not among them."""
+    """A machine with simulated CUDA devices.
+
+    Attributes:
+        syncs: All waits of the host for a device.
+        launched: Numbers of kernels and copies by name, without poisoning.
+        error: Pending error of a call that returned a code. The next launch raises it.
+        graphs: Number of graphs by memory pool.
+    """
 
     def __init__(self, schedule: Schedule, *, limit: int = 1 << 31, devices: int = 1) -> None:
         self._module = load()
@@ -30,30 +36,26 @@ class Simulator:
         self.syncs: list[Sync] = []
         self.syncs_raise = False
         self.error: str | None = None
-        """Of a call whose result was a code: the next launch raises it."""
         self.graphs: Counter[int] = Counter()
-        """Of each pool of memory."""
         self.launched: Counter[str] = Counter()
 
     # --------------------------------------------------------------------------------------------- device and stream
 
     @property
     def device(self) -> int:
-        """This thread's current device."""
         return int(self._module.current_device())
 
     def set_device(self, device: int) -> None:
-        """Makes it this thread's."""
         self._module.set_device(device)
 
     def stream(self, device: int | None = None) -> Queue:
-        """This thread's current stream of a device."""
+        """Return this thread's current stream of a device."""
         device = self.device if device is None else device
         found: Queue = self._streams.get(device, self.defaults[device])
         return found
 
     def set_stream(self, queue: Queue) -> None:
-        """Makes it this thread's current stream of its device, and that the current device."""
+        """Make `queue` this thread's current stream, and its device the current device."""
         self._streams[queue.device] = queue
         self.set_device(queue.device)
 
@@ -67,7 +69,7 @@ class Simulator:
     # ------------------------------------------------------------------------------------------------------- work
 
     def queue_work(self, name: str, work: Work, device: int | None = None) -> None:
-        """Queues a kernel or copy in the current stream of a device, the current one where it is None."""
+        """Queue a kernel or copy in the current stream of a device (None: the current device)."""
         if self.error is not None:
             error, self.error = self.error, None
             raise RuntimeError(f"CUDA error (simulated): {error}")
@@ -75,7 +77,7 @@ class Simulator:
         self.engine.submit(self.stream(device), work)
 
     def host_waits(self, what: str, device: int | None = None, *, point: Point | None = None) -> None:
-        """The host waits, for everything in the current stream of a device or for `point`; it is noted."""
+        """Let the host wait for `point`, or for the current stream of a device. Record the wait in `syncs`."""
         if self.syncs_raise:
             raise RuntimeError(f"called a synchronizing CUDA operation ({what})")
         self.syncs.append(Sync(what, place()))
@@ -84,13 +86,13 @@ class Simulator:
     # ----------------------------------------------------------------------------------------------------- tensors
 
     def new(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor on the device with the shape, strides and dtype of `like`, which holds poison."""
+        """Return a poisoned device tensor with the shape, strides and dtype of `like`."""
         queue = self.stream(device.index if device.index is not None else self.device)
         pool = 0 if queue.capture is None else queue.capture.pool
         return self._shaped(self.memory.allocate(queue, _extent(like), pool), like)
 
     def new_pinned(self, like: torch.Tensor) -> torch.Tensor:
-        """A page-locked tensor with the shape, strides and dtype of `like`."""
+        """Return a page-locked tensor with the shape, strides and dtype of `like`."""
         return self._shaped(self.memory.allocate_host(_extent(like)), like)
 
     def _shaped(self, memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -99,14 +101,18 @@ class Simulator:
     def part(
         self, base: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
     ) -> torch.Tensor:
-        """A view of any shape and dtype over the memory of `base`; an inference tensor where `base` is one."""
-        with torch.inference_mode(base.is_inference()):
-            out: torch.Tensor = self._module.part(base, dtype, list(size), list(stride), offset)
+        """Return a view of any shape and dtype of the memory of `base`. It is an inference tensor if `base` is one."""
+        out: torch.Tensor
+        if base.is_inference() == torch.is_inference_mode_enabled():  # entering a mode takes longer than the call
+            out = self._module.part(base, dtype, list(size), list(stride), offset)
+        else:
+            with torch.inference_mode(base.is_inference()):
+                out = self._module.part(base, dtype, list(size), list(stride), offset)
         return out
 
-    def seen(self, x: torch.Tensor) -> torch.Tensor:
-        """What a launch sees of an argument: memory of the device as a host tensor that keeps nothing alive; a tensor
-        of the host as it is."""
+    def host_view(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a host tensor over the memory of a device tensor, without keeping it alive. Return host tensors
+        unchanged."""
         if not x.is_cuda:
             return x
         out: torch.Tensor = self._module.seen(x)
@@ -114,7 +120,7 @@ class Simulator:
 
 
 def _extent(like: torch.Tensor) -> int:
-    """Bytes that a tensor reaches over."""
+    """Return the number of bytes from a tensor's first to its last element."""
     if like.numel() == 0:
         return 0
     last = sum((size - 1) * step for size, step in zip(like.shape, like.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""`torch.cuda` and `torch.accelerator` of the simulated machine: what the package and the libraries below it call."""
+"""Replacements for `torch.cuda` and `torch.accelerator`, as far as the package and its libraries use them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .simulator import Simulator
 
 
 def index_of(sim: Simulator, device: Any) -> int:
-    """The number of a device given as torch takes it."""
+    """Return the index of a device that is given in any form that torch accepts."""
     if device is None:
         return sim.device
     if isinstance(device, int):
@@ -31,37 +31,34 @@ def index_of(sim: Simulator, device: Any) -> int:
 
 
 class Event:
-    """`torch.cuda.Event`, and `torch.Event`."""
+    """Replace `torch.cuda.Event` and `torch.Event`."""
 
     def __init__(self, sim: Simulator, *args: Any, **named: Any) -> None:
         self._sim = sim
         self._point: Point | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """At the end of a stream."""
         self._point = self._sim.engine.record(self._sim.stream() if stream is None else stream.queue)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """A stream waits for it; one that was never recorded holds nobody up."""
+        """Let a stream wait for the event, unless it was never recorded."""
         if self._point is not None:
             self._sim.engine.wait(self._sim.stream() if stream is None else stream.queue, self._point)
 
     def synchronize(self) -> None:
-        """The host waits."""
         if self._point is not None:
             self._sim.host_waits("event", point=self._point)
 
     def query(self) -> bool:
-        """Whether it is reached."""
         return self._point is None or self._point.reached
 
     def elapsed_time(self, other: Event) -> float:
-        """Milliseconds: there is no time here, so always one."""
+        """Return one millisecond. Time is not simulated."""
         return 1.0
 
 
 class Stream:
-    """`torch.cuda.Stream`, and `torch.Stream`, which is also the context in which it is the current one."""
+    """Replace `torch.cuda.Stream` and `torch.Stream`. As a context manager, make it the current stream."""
 
     def __init__(self, sim: Simulator, device: Any = None, *, queue: Queue | None = None, **named: Any) -> None:
         self._sim = sim
@@ -87,46 +84,39 @@ class Stream:
         return id(self.queue)
 
     def wait_event(self, event: Event) -> None:
-        """Later work waits for the event."""
         event.wait(self)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Later work waits for what the other has now."""
         self._sim.engine.wait(self.queue, self._sim.engine.record(stream.queue))
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event at the end."""
         event = Event(self._sim) if event is None else event
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """The host waits."""
         self._sim.host_waits("stream", point=self._sim.engine.record(self.queue))
 
 
 class Graph:
-    """`torch.cuda.CUDAGraph`."""
+    """Replace `torch.cuda.CUDAGraph`."""
 
     def __init__(self, sim: Simulator) -> None:
         self._sim = sim
         self._captured: Capture | None = None
 
     def begin(self, pool: int, queue: Queue, mode: str) -> None:
-        """Captures what is queued in `queue` from now on."""
         thread = None if mode == "global" else threading.get_ident()
         queue.capture = self._captured = Capture(queue, pool, thread)
         self._sim.graphs[pool] += 1
 
     def end(self) -> None:
-        """Captures nothing more."""
         assert self._captured is not None
         self._sim.memory.collect()
         self.abandon()
         self._captured.check_joined()
 
     def abandon(self) -> None:
-        """Streams are as before."""
         assert self._captured is not None
         for queue in {*self._captured.queues, self._captured.origin}:
             queue.capture = None
@@ -140,20 +130,19 @@ class Graph:
             self._sim.memory.drop_pool(pool)
 
     def replay(self) -> None:
-        """Queues it in the current stream."""
         assert self._captured is not None
         self._sim.launched["graph"] += 1
         self._sim.engine.replay(self._captured, self._sim.stream())
 
 
 @cache
-def outlive() -> None:
-    """A runtime that outlives its machine, until it is collected, gives back memory that is no longer registered."""
+def ignore_late_unregistration() -> None:
+    """Let runtimes that outlive their simulator unregister memory that is no longer registered."""
     setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=lambda address: 0))  # noqa: B010
 
 
 def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
-    """Puts the simulated machine in torch's place, until the patch is undone."""
+    """Replace functions and classes of torch until the patch is undone."""
     cuda, memory = torch.cuda, sim.memory
     pools = itertools.count(1)
 
@@ -267,7 +256,7 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
 
 
 def _accelerator(cuda: dict[str, Any]) -> dict[str, Any]:
-    """The same under the names of `torch.accelerator`."""
+    """Return the same functions under their names in `torch.accelerator`."""
     same = (
         "is_available", "device_count", "current_stream", "set_stream", "synchronize", "empty_cache",
         "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats",
@@ -294,14 +283,14 @@ def _used(sim: Simulator, x: torch.Tensor, stream: Stream) -> None:
 
 
 class _Generator(torch.Generator):
-    """The device's random numbers are the host's."""
+    """Generate random numbers of the device on the host."""
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
         return super().__new__(cls, "cpu")
 
 
 class _Bias:
-    """`CausalBias`, the lower right one: a tensor's subclass cannot be made while a mode looks on."""
+    """Replace the lower-right `CausalBias`, because dispatch modes do not support tensor subclasses."""
 
     def __init__(self, variant: Any, queries: int, keys: int) -> None:
         assert variant is torch.nn.attention.bias.CausalVariant.LOWER_RIGHT
@@ -309,21 +298,20 @@ class _Bias:
 
 
 def _flash(params: Any, debug: bool = False) -> bool:
-    """What the flash kernels of a GPU take, groups of queries among it."""
+    """Return whether the flash attention kernels of a GPU support these inputs, including grouped queries."""
     return params.query.dtype in (torch.float16, torch.bfloat16) and params.query.shape[-1] <= 256
 
 
 def _attention(sim: Simulator, of_torch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`scaled_dot_product_attention`: on the device one launch, by its definition, that takes no memory but its
-    result's, as the flash kernels do."""
+    """Return a `scaled_dot_product_attention` that is one launch on the device and allocates only its result."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any = None, **named: Any) -> torch.Tensor:
         if not q.is_cuda:
             return of_torch(q, k, v, attn_mask=attn_mask, **named)
         assert set(named) <= {"scale", "is_causal", "enable_gqa", "dropout_p"}
         out = sim.new(torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device="meta"), q.device)
-        into, seen = sim.seen(out), [sim.seen(x) for x in (q, k, v)]
-        mask = sim.seen(attn_mask) if isinstance(attn_mask, torch.Tensor) else attn_mask
+        into, seen = sim.host_view(out), [sim.host_view(x) for x in (q, k, v)]
+        mask = sim.host_view(attn_mask) if isinstance(attn_mask, torch.Tensor) else attn_mask
         sim.queue_work("attention", lambda: into.copy_(_defined(*seen, mask, **named)), q.device.index)
         return out
 
@@ -331,7 +319,7 @@ def _attention(sim: Simulator, of_torch: Callable[..., torch.Tensor]) -> Callabl
 
 
 def _defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **named: Any) -> torch.Tensor:
-    """Attention of host tensors."""
+    """Compute attention of host tensors by definition."""
     if named.get("enable_gqa"):
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3) for x in (k, v))
     m, n = q.shape[-2], k.shape[-2]

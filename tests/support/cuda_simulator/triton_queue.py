@@ -1,5 +1,7 @@
-"""Triton kernels in the simulated device's streams: launched as on a device, run later by Triton's interpreter, which
-may then touch nothing but device memory and page-locked host memory."""
+"""Queue Triton kernels in the simulated device's streams.
+
+Triton's interpreter runs them later. They can access only device memory and page-locked host memory.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,11 @@ from .simulator import Simulator
 
 
 class IllegalAccessError(RuntimeError):
-    """A kernel touched memory that the device cannot reach."""
+    """Raised if a kernel accesses memory that the device cannot reach."""
 
 
 def patch_triton(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
-    """Queues launches from now on, until `patch` is undone. Does nothing where Triton is not installed:
-    operations are torch's there."""
+    """Queue launches until `patch` is undone. Do nothing if Triton is not installed."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -36,8 +37,8 @@ def patch_triton(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
         for x in given:
             if not x.is_cuda and not sim.memory.is_pinned(x.data_ptr()):
                 raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
-        seen = [sim.seen(x) if isinstance(x, torch.Tensor) else x for x in args]
-        seen_named = {k: sim.seen(x) if isinstance(x, torch.Tensor) else x for k, x in named.items()}
+        seen = [sim.host_view(x) if isinstance(x, torch.Tensor) else x for x in args]
+        seen_named = {k: sim.host_view(x) if isinstance(x, torch.Tensor) else x for k, x in named.items()}
         if "WIDEN" in named:
             seen_named["WIDEN"] = True  # the interpreter has no products of bfloat16
         sim.queue_work(f"triton {kernel.__name__}", lambda: run(kernel, *seen, grid=grid, warmup=warmup, **seen_named))

@@ -186,6 +186,7 @@ class Terminal:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path) -> None:
     """The test waits for output, never for a time."""
     command = [str(Path(sys.executable).parent / "offload-rt"), "chat", "reference", "--session", "s", "--store"]

@@ -176,6 +176,7 @@ def test_info(cli: Cli) -> None:
     )
 
 
+@pytest.mark.slow
 def test_reader_that_leaves_early_is_no_error(pages: Path) -> None:
     process = spawn(pages, "--max-new-tokens", "40")
     assert process.stdout is not None
@@ -226,6 +227,7 @@ def test_ctrl_c_before_the_first_token(generate: Cli, monkeypatch: pytest.Monkey
     assert "no statistics" in run.err
 
 
+@pytest.mark.slow
 def test_ctrl_c_for_real(pages: Path) -> None:
     process = spawn(pages, "--max-new-tokens", "3000", "--ignore-eos")
     assert process.stdout is not None

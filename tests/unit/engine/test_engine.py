@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from support.outputs import completed
-from support.tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, ModelError, PoolFullError, SamplingParams
 from offload_rt.core import CHUNK
@@ -28,7 +28,7 @@ def beams(width: int, count: int) -> SamplingParams:
 
 def make_llm(chunks: int = 64, **options: object) -> LLM:
     model = tiny_model("llama", dtype=torch.float64)
-    chunk_bytes = 2 * 4 * 2 * 16 * 64 * 8
+    chunk_bytes = 2 * 3 * 2 * 16 * 64 * 8
     return LLM(model, policy="full", dtype="float64", host_memory=chunks * chunk_bytes, **options)  # type: ignore[arg-type]
 
 
@@ -55,13 +55,14 @@ def test_requests_join_and_leave_mid_decode() -> None:
 
 def test_a_prefill_does_not_starve_running_decodes() -> None:
     """The first request gets a token every step while the second prompt is prefilled layer by layer."""
-    llm = make_llm(max_num_batched_tokens=50)  # the prompt has 200 tokens and the model four layers: one layer per step
+    # The prompt has 200 tokens and the model three layers: one layer per step.
+    llm = make_llm(max_num_batched_tokens=66)
     engine = Engine(llm.runner, max_num_seqs=2)
     engine.add(tiny_prompt(5), greedy(30))
     engine.step()
     engine.add(tiny_prompt(200, seed=1), greedy(3))
-    seen = [{event.request_id for event in engine.step()} for _ in range(4)]
-    assert seen == [{0}, {0}, {0}, {0, 1}]
+    seen = [{event.request_id for event in engine.step()} for _ in range(3)]
+    assert seen == [{0}, {0}, {0, 1}]
 
 
 def test_a_pool_too_small_for_all_makes_requests_wait() -> None:
@@ -122,21 +123,21 @@ def test_statistics_count_what_full_moves() -> None:
     [completion] = completed(llm.generate([tiny_prompt(50)], greedy(11)))
     stats = completion.stats
     row_pair = 2 * 16 * 8
-    assert stats.h2d_bytes == sum(range(50, 60)) * 4 * 2 * row_pair
-    assert stats.d2h_bytes == 60 * 4 * 2 * row_pair
+    assert stats.h2d_bytes == sum(range(50, 60)) * 3 * 2 * row_pair
+    assert stats.d2h_bytes == 60 * 3 * 2 * row_pair
     assert stats.exact_fraction == 1 and stats.fetched_fraction == pytest.approx(1, abs=0.02)
-    assert stats.dense_layers == (0, 1, 2, 3) and stats.missed_mass is None
-    assert stats.kv_bytes_host == 64 * 4 * 2 * row_pair
+    assert stats.dense_layers == (0, 1, 2) and stats.missed_mass is None
+    assert stats.kv_bytes_host == 64 * 3 * 2 * row_pair
     assert set(stats.to_dict()) >= {"prefill_seconds", "decode_seconds", "peak_device_bytes", "scoring_bytes_device"}
 
 
 def test_generation_runs_for_as_long_as_the_pool_holds() -> None:
-    """Compare 700 tokens across many blocks with transformers: no buffer may have a fixed size."""
+    """Compare 500 tokens across many blocks with transformers: no buffer may have a fixed size."""
     model = tiny_model("llama")
     llm = LLM(model, policy="full", host_memory="4MiB")
-    ids = torch.tensor([tiny_prompt(3)])
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=700, do_sample=False)[0, 3:]
-    assert completed(llm.generate(tiny_prompt(3), greedy(700)))[0].token_ids == expected.tolist()
+    [done] = completed(llm.generate(tiny_prompt(3), greedy(500)))
+    assert len(done.token_ids) == 500
+    assert_greedy(model, tiny_prompt(3), done.token_ids)
 
 
 def test_bad_prompts_are_refused_before_anything_is_taken() -> None:
@@ -162,6 +163,7 @@ def test_bad_prompts_are_refused_before_anything_is_taken() -> None:
     assert llm.runner.pool.bytes_held == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
 def test_memory_is_made_ready_at_admission_and_never_in_a_decode_step(
     policy: str, monkeypatch: pytest.MonkeyPatch

@@ -139,7 +139,7 @@ def test_repair_keeps_the_estimated_contract(scorer: str, slack: float, monkeypa
     model, prompt = tiny_model("llama"), tiny_prompt(170)
     llm = LLM(model, policy_options=options | {"max_missed_mass": limit}, missed_mass_every=1)
     (score,) = llm.score([prompt[:150]], [prompt[150:]])
-    assert len(after) == 20 * 3
+    assert len(after) == 20 * 2
     assert max(after) <= limit + 1e-6
     assert max(before) > 2 * limit  # there was something to repair
     true = max(mass for _, masses in score.stats.missed_by_step for mass in masses)

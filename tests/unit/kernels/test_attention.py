@@ -18,10 +18,23 @@ from offload_rt.kernels.causal_blocks import BlockedAttention
 from offload_rt.model_runner.attention import attend, group_weights, scores_lse
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor) -> torch.Tensor:
-    """Attend q `[H, m, d]` to k and v `[Hkv, n, d]`, with seen bool `[m, n]`."""
+def plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    seen: torch.Tensor,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend q `[H, m, d]` to k and v `[Hkv, n, d]` in float64, with seen bool `[m, n]`."""
     k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0).double() for x in (k, v))
-    return torch.softmax((q.double() @ k.transpose(1, 2) * scale).masked_fill(~seen, -math.inf), -1) @ v
+    scores = q.double() @ k.mT * scale
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, q.shape[1], 1)), -1)
+    return scores.softmax(-1)[:, :, : k.shape[1]] @ v
 
 
 def random_rows(seed: int, heads: int, group: int, m: int, n: int, d: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -88,19 +101,14 @@ def test_causal_attention_by_c_code(
     monkeypatch.setattr(team, "threads", lambda: threads)
     sinks = torch.linspace(-1, 3, 6) if sunk else None
     ago = torch.arange(n - m, n)[:, None] - torch.arange(n)
-    scores = q.double() @ k.repeat_interleave(3, 0).double().mT * 0.3
-    scores = scores if cap is None else cap * torch.tanh(scores / cap)
-    scores = scores.masked_fill((ago < 0) | (ago >= (window or n)), -math.inf)
-    sink = torch.full((6, m, 1), -math.inf) if sinks is None else sinks.view(6, 1, 1).expand(6, m, 1)
-    weights = torch.cat((sink, scores), -1).softmax(-1)[:, :, 1:]
+    expected = plain(q, k, v, 0.3, (ago >= 0) & (ago < (window or n)), cap, sinks)
     found = [attend_causal(q, k, v, 0.3, window, cap, sinks)]
     if causal_cpu.takes(q) is not None:
         monkeypatch.setattr(causal_cpu, "takes", lambda q: None)
         found.append(attend_causal(q, k, v, 0.3, window, cap, sinks))
     for out in found:
         assert out.dtype == dtype and out.shape == q.shape
-        error = (out.double() - weights @ v.repeat_interleave(3, 0).double()).abs().max()
-        assert error < BOUNDS[dtype]
+        assert (out.double() - expected).abs().max() < BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -121,11 +129,8 @@ def test_attention_to_blocks(
     n = edges[-1] + 7 + m
     q, k, v = random_rows(n, 2, 3, m, n, d, dtype)
     q = q * torch.linspace(0.1, 4, m).to(q.dtype).view(1, m, 1)
-    sinks, scores = torch.linspace(-1, 9, 6), q.double() @ k.repeat_interleave(3, 0).double().mT * 0.3
-    scores = scores if cap is None else cap * torch.tanh(scores / cap)
-    scores = scores.masked_fill(torch.arange(n - m, n)[:, None] < torch.arange(n), -math.inf)
-    weights = torch.cat((sinks.view(6, 1, 1).expand(6, m, 1), scores), -1).softmax(-1)[:, :, 1:]
-    expected, found = weights @ v.repeat_interleave(3, 0).double(), []
+    sinks, found = torch.linspace(-1, 9, 6), []
+    expected = plain(q, k, v, 0.3, torch.arange(n - m, n)[:, None] >= torch.arange(n), cap, sinks)
     for library in (True, False):
         if not library:
             monkeypatch.setattr(causal_cpu, "takes", lambda q: None)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.asking import NobodyAsks
 from support.device_link import staged
+from support.host_sync import NoHostSync
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
@@ -90,7 +90,7 @@ def test_the_kernels_select_and_attend_alike_and_ask_for_nothing(monkeypatch: py
     decode, steps = Runner.decode, []
 
     def watched(self: Runner, *args: Any) -> torch.Tensor:
-        with NobodyAsks():
+        with NoHostSync():
             steps.append(decode(self, *args))
         return steps[-1]
 
@@ -100,7 +100,7 @@ def test_the_kernels_select_and_attend_alike_and_ask_for_nothing(monkeypatch: py
     assert done.stats.exact_fraction == plain.stats.exact_fraction
     assert 0 < (done.stats.working_set_hit_rate or 0) < 1
 
-    with pytest.raises(EngineError, match="AskedError"):  # eviction reads the selected tokens on the host
+    with pytest.raises(EngineError, match="HostSyncError"):  # eviction reads the selected tokens on the host
         make(True, torch.float32, options, eviction="lru").generate([prompt], params)
 
 

@@ -4,6 +4,7 @@ available."""
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -126,6 +127,7 @@ def test_a_compiler_may_be_a_command_with_arguments(named: str, cache: Path, mon
     """Cover a command such as `ccache cc`, a path with spaces, and an empty value."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
+    monkeypatch.setenv("PATH", str(cache.parents[1] / "quick"), prepend=os.pathsep)
     folder = cache.parents[1] / "a folder"
     folder.mkdir()
     (folder / "cc").symlink_to(str(shutil.which("cc")))
@@ -202,9 +204,9 @@ def test_code_compiles_without_warnings(name: str, level: str, tmp_path: Path) -
     if native_code.find_compiler() is None:
         pytest.skip("no C compiler")
     library = LIBRARIES[name]
-    for values in (
-        {key: own[0] for key, own in library.constants.items()},
-        {k: v[-1] for k, v in library.constants.items()},
-    ):
-        flags = (*library.flags_for(values), "-Wall", "-Wextra", "-Werror")
+    smallest, largest = (
+        library.flags_for({name: values[i] for name, values in library.constants.items()}) for i in (0, -1)
+    )
+    for flags in {smallest, largest}:
+        flags = (*flags, "-Wall", "-Wextra", "-Werror")
         native_code.compile_library(library.path, flags, level, tmp_path / "library.so")

@@ -36,6 +36,7 @@ def processor_seconds(stop: str) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="this torch has no OpenMP")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: OpenMP starts no threads")
 def test_threads_sleep_after_an_operation_although_torch_was_imported_first() -> None:

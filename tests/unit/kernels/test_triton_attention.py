@@ -7,8 +7,7 @@ import math
 
 import pytest
 import torch
-from support.interpreter import compiled
-from support.rounding import ROUNDING
+from support.interpreter import ROUNDING, compiled
 
 from offload_rt.kernels import lists
 

@@ -36,6 +36,7 @@ AT_RISK = ["gather, bf16", "partial keys", "int8 keys", "attend, bf16", "runs, b
 """Cases of `make test`. `make stress PART=kernels` covers all cases and architectures."""
 
 ALL = "OFFLOAD_RT_STRESS" in os.environ
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.interpreter import ROUNDING
 
 from offload_rt.kernels import lists
 from offload_rt.kernels.pointer_table import PointerTable
@@ -44,7 +45,7 @@ def test_kept_and_fetched_rows_are_attended_to(
     wide = PointerTable.of([rows.double() for rows in kept.tensors])
     want, want_lse = lists.attend_kept(q.double(), wide, starts, stops, k.double(), v.double(), counts, d**-0.5)
     largest = max(float(x.double().nan_to_num(0).abs().max()) for x in (v, *kept.tensors))
-    rounding = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}.get(dtype, 0.0) if q.is_cuda else 0.0
+    rounding = ROUNDING[dtype] if q.is_cuda else 0.0  # the interpreter multiplies in float32
     assert want.isfinite().all() and ((out - want).abs() <= (rounding + 4e-6) * largest).all()
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.interpreter import compiled
-from support.rounding import ROUNDING
+from support.interpreter import ROUNDING, compiled
 
 from offload_rt.kernels import dispatch, segments
 from offload_rt.kernels.segments import Run

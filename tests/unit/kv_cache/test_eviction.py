@@ -18,8 +18,8 @@ from offload_rt.core import CHUNK
 from offload_rt.model_runner.sequence import Sequence
 from offload_rt.model_runner.slot_table import InPlaceEviction
 
-CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
-"""K and V of a block in four layers, float64."""
+BLOCK_BYTES = 2 * 2 * 16 * CHUNK * 8
+"""K and V of a block in one layer with two KV heads, float64."""
 
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
@@ -33,14 +33,15 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 
 
 def make_llm(
-    policy: str, options: dict[str, Any], chunks: int, eviction: Any, name: str = "llama", layers: int = 4
+    policy: str, options: dict[str, Any], chunks: int, eviction: Any, name: str = "llama", layers: int = 3
 ) -> LLM:
+    block_bytes = BLOCK_BYTES if name == "llama" else 2 * BLOCK_BYTES  # the others have four KV heads
     return LLM(
         tiny_model(name, dtype=torch.float64, **depth(name, layers)),
         policy=policy,
         policy_options=options,
         dtype="float64",
-        host_memory=chunks * CHUNK_BYTES * layers // 4,
+        host_memory=chunks * layers * block_bytes,
         eviction=eviction,
     )
 
@@ -56,17 +57,17 @@ def test_generation_goes_on_far_past_the_limit_in_flat_memory(
     llm = make_llm(policy, options, 2, eviction, layers=2)
     pool, runner = llm.runner.pool, llm.runner
     for event in llm.stream(tiny_prompt(50), SamplingParams(max_tokens=3 * CHUNK, temperature=0)):
-        assert pool.bytes_used <= CHUNK_BYTES
+        assert pool.bytes_used <= 2 * 2 * BLOCK_BYTES
         if event.index % 50 == 0:
             runner.check_integrity()
     stats = llm.last_stats
     assert stats is not None and stats.new_tokens == 3 * CHUNK
-    assert stats.kv_bytes_host == CHUNK_BYTES and pool.bytes_held == 0
+    assert stats.kv_bytes_host == 2 * 2 * BLOCK_BYTES and pool.bytes_held == 0
 
 
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
 def test_eviction_changes_nothing_while_there_is_room(policy: str, options: dict[str, Any]) -> None:
-    params = SamplingParams(max_tokens=40, temperature=0)
+    params = SamplingParams(max_tokens=24, temperature=0)
     [bounded] = completed(make_llm(policy, options, 3, "counter").generate([tiny_prompt(150)], params))
     [free] = completed(make_llm(policy, options, 30, None).generate([tiny_prompt(150)], params))
     assert bounded.token_ids == free.token_ids
@@ -79,18 +80,8 @@ def test_full_with_fifo_equals_attention_over_the_newest_tokens(name: str, prote
 
     Their K and V were computed while older tokens were present, as in the plain model.
     """
-    tokens = tiny_prompt(210)
-    llm = make_llm("full", {}, 2, {"policy": "fifo", "protect": protect}, name=name)
-    if name != "llama":
-        chunk_bytes = llm.runner.pool.chunk_bytes
-        llm = LLM(
-            tiny_model(name, dtype=torch.float64),
-            policy="full",
-            dtype="float64",
-            host_memory=2 * chunk_bytes,
-            eviction={"policy": "fifo", "protect": protect},
-        )
-    runner = llm.runner
+    tokens = tiny_prompt(170)
+    runner = make_llm("full", {}, 2, {"policy": "fifo", "protect": protect}, name=name).runner
     kept: Kept = [[] for _ in range(runner.adapter.geometry.layers)]
     plain_step(runner.adapter, tokens[:120], 0, kept)
     sequence = runner.new_sequence(tokens[:120], 120)
@@ -128,14 +119,14 @@ def test_slots_hold_what_a_plain_list_says(
     blocks = pool.new_block_table(prompt)
     slots = InPlaceEviction(pool, EvictionOptions(policy, protect), sinks, recent)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(seed)
-    rows = [[float(p) for p in range(prompt)] for _ in range(4)]
-    for layer in range(4):
+    rows = [[float(p) for p in range(prompt)] for _ in range(3)]
+    for layer in range(3):
         value = torch.tensor(rows[layer]).double()[None, :, None].expand(2, -1, 16)
         pool.write(blocks, layer, 0, value, -value)
     pool.commit(blocks, prompt)
     for position in range(prompt, prompt + steps):
         slots.begin_step(blocks, position)
-        for layer in range(4):
+        for layer in range(3):
             value = torch.full((2, 1, 16), float(position), dtype=torch.float64)
             if (moved := slots.displaced(layer)) is not None:
                 [row] = pool.runs(blocks, layer, range(moved[0], moved[0] + 1))
@@ -158,7 +149,7 @@ def test_slots_hold_what_a_plain_list_says(
             pool.truncate(blocks, slots.context)
             assert blocks.capacity == slots.context == CHUNK and not slots.grows
     state = slots._state
-    for layer in range(4):
+    for layer in range(3):
         [run] = pool.runs(blocks, layer, range(slots.context))
         assert run.k[0, :, 0].tolist() == rows[layer] == state.position[layer, : slots.context].tolist()
         assert len(set(rows[layer])) == slots.context, "a token is held twice"

@@ -79,7 +79,7 @@ def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
         [rounded] = llm.score([tokens[:80]], [tokens[80:]])
         assert rounded.stats.h2d_bytes * 64 == exact.stats.h2d_bytes * width
         assert rounded.stats.kv_bytes_host * 64 == exact.stats.kv_bytes_host * width
-        assert llm.runner.pool.chunk_bytes == 2 * 4 * 2 * CHUNK * width
+        assert llm.runner.pool.chunk_bytes == 2 * 3 * 2 * CHUNK * width
         # The first scored token attends to 79 quantised KV entries and an exact one. Prefill attends to exact KV.
         losses.append(max(abs(a - b) for a, b in zip(rounded.logprobs, exact.logprobs, strict=True)))
     assert losses[0] < 0.1 < losses[2] and losses[0] < losses[1] < losses[2]
@@ -88,8 +88,8 @@ def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "int2"])
 def test_formats_go_with_selection_forks_batches_and_eviction(kv_cache_dtype: str) -> None:
     """A budget of 1.0 with the window of full gives full's tokens, as resident KV is not quantised."""
-    params = SamplingParams(max_tokens=12, temperature=0)
-    prompts = [tiny_prompt(length, seed=length) for length in (1, 70, 120)]
+    params = SamplingParams(max_tokens=8, temperature=0)
+    prompts = [tiny_prompt(length, seed=length) for length in (1, 70, 124)]
     full = [c.token_ids for c in completed(make_llm(kv_cache_dtype).generate(prompts, params))]
     options = {"alpha": math.inf, "max_fraction": 1.0, "dense_layers": (), "sinks": 0, "recent": 1}
     everything = make_llm(kv_cache_dtype, "infinigen", **options)
@@ -104,8 +104,8 @@ def test_formats_go_with_selection_forks_batches_and_eviction(kv_cache_dtype: st
         kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
         eviction="lru",
     )
-    [long] = completed(bounded.generate([prompts[1]], SamplingParams(max_tokens=90, temperature=0)))
-    assert len(long.token_ids) == 90 and bounded.runner.pool.bytes_used == 0
+    [long] = completed(bounded.generate([prompts[1]], SamplingParams(max_tokens=70, temperature=0)))
+    assert len(long.token_ids) == 70 and bounded.runner.pool.bytes_used == 0
 
 
 def test_results_do_not_depend_on_what_ran_before() -> None:

@@ -28,10 +28,10 @@ from offload_rt.storage.saver import layer_block
 
 WINDOW = 48
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "all slide": ("mistral", {}),
-    "half slide": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
+    "all slide": ("mistral", {"num_hidden_layers": 2}),
+    "half slide": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 2}),
     "room to spare": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2, "num_hidden_layers": 5}),
-    "one slides": ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}),
+    "one slides": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2, "num_hidden_layers": 3}),
 }
 MIXED = [name for name in MODELS if name != "all slide"]
 POLICIES: dict[str, dict[str, Any]] = {
@@ -61,10 +61,10 @@ def held_windows(llm: LLM) -> int:
 @pytest.mark.parametrize(
     ("kind", "layers", "group", "place", "sliding"),
     [
-        ("all slide", 4, (1, 1, 1, 1), (0, 1, 2, 3), 1),
-        ("half slide", 2, (0, 0, 1, 1), (0, 1, 0, 1), 1),
+        ("all slide", 2, (1, 1), (0, 1), 1),
+        ("half slide", 1, (0, 1), (0, 0), 1),
         ("room to spare", 2, (0, 0, 1, 1, 2), (0, 1, 0, 1, 0), 2),
-        ("one slides", 3, (0, 0, 0, 1), (0, 1, 2, 0), 1),
+        ("one slides", 2, (0, 0, 1), (0, 1, 0), 1),
     ],
 )
 def test_layers_fall_into_groups(
@@ -109,12 +109,12 @@ def test_sliding_layers_hold_their_window_and_no_more(kind: str) -> None:
     llm = make(kind, enable_prefix_caching=False)
     pool = llm.runner.pool
     most = pool.groups.sliding * pool.groups.window_chunks
-    for event in llm.stream(tiny_prompt(300), greedy(200)):
+    for event in llm.stream(tiny_prompt(300), greedy(140)):
         places = -(-(300 + event.index) // CHUNK)
         assert held_windows(llm) <= pool.groups.window_chunks
         held = pool.bytes_used // pool.chunk_bytes - most
-        assert held <= pool.groups.full * (places + 4), "slots for all 500 tokens were reserved at the start"
-    assert pool.bytes_peak <= (pool.groups.full * 8 + most) * pool.chunk_bytes
+        assert held <= pool.groups.full * (places + 4), "slots for all 440 tokens were reserved at the start"
+    assert pool.bytes_peak <= (pool.groups.full * 7 + most) * pool.chunk_bytes
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -198,11 +198,11 @@ def test_generation_goes_on_far_past_the_limit(kind: str, eviction: str) -> None
     memory = pool.chunk_bytes * (2 * pool.groups.full + pool.groups.sliding * pool.groups.window_chunks)
     options = {"policy": "infinigen", "policy_options": {"recent": 8, "alpha": 2.0}}
     llm = make(kind, memory=memory, eviction=eviction, **options)
-    for event in llm.stream(tiny_prompt(50), greedy(200)):
+    for event in llm.stream(tiny_prompt(50), greedy(150)):
         assert llm.runner.pool.bytes_used <= memory
         if event.index % 50 == 0:
             llm.runner.check_integrity()
-    assert llm.last_stats is not None and llm.last_stats.new_tokens == 200 and llm.runner.pool.bytes_held == 0
+    assert llm.last_stats is not None and llm.last_stats.new_tokens == 150 and llm.runner.pool.bytes_held == 0
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
@@ -421,7 +421,7 @@ def test_a_long_turn_follows_a_short_one(kind: str, path: str, first: int, tmp_p
     }
     llm = make(kind, **options.get(path, {}))
     llm = staged(llm) if path == "copied" else llm
-    for name, turns in {"long": (first, 1100), "same start": (first + 80, 30)}.items():
+    for name, turns in {"long": (first, 700), "same start": (first + 80, 30)}.items():
         session = llm.session(name, tmp_path)
         for seed, length in enumerate(turns):
             turn = tiny_prompt(length, seed=seed)

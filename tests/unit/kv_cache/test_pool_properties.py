@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -205,6 +206,9 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 PoolMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=1000 if "OFFLOAD_RT_STRESS" in os.environ else 60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestPool = PoolMachine.TestCase

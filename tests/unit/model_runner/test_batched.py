@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.asking import NobodyAsks
 from support.batches import OPTIONS, begun, compiled, make
 from support.device_link import staged
+from support.host_sync import NoHostSync
 from support.tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,7 +52,7 @@ def test_a_batch_by_the_kernels_is_each_sequence_by_itself(
     runner = make(True, **options)
     batch = [begun(runner, length, seed=length) for length in lengths]
     for logits in want:
-        with NobodyAsks():
+        with NoHostSync():
             got = runner.decode(batch)
         torch.testing.assert_close(got, torch.cat(logits), rtol=1e-4, atol=1e-4)
     for one, other in zip(batch, alone, strict=True):

@@ -18,7 +18,7 @@ from support.tiny_models import NAMES, assert_greedy, tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 
-GREEDY = SamplingParams(max_tokens=64, temperature=0)
+GREEDY = SamplingParams(max_tokens=48, temperature=0)
 EVERYTHING = {"alpha": math.inf, "max_fraction": 1.0}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in NAMES),
@@ -60,7 +60,7 @@ def test_full_gives_transformers_greedy_tokens(name: str, options: dict[str, Any
     prompt = tiny_prompt(length)
     llm = LLM(model, policy="full", host_memory="8MiB")
     [completion] = completed(llm.generate([prompt], GREEDY))
-    assert len(completion.token_ids) == 64
+    assert len(completion.token_ids) == 48
     assert_greedy(model, prompt, completion.token_ids)
     assert completion.finish_reason == "length"
     assert llm.runner.pool.bytes_held == 0
@@ -102,7 +102,7 @@ def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: 
     model = tiny_model(name, dtype=torch.float64)
     llm = LLM(model, policy=policy, policy_options=options, host_memory="64MiB", dtype="float64")
     prompts = [tiny_prompt(length, seed=length) for length in (150, 1, 70)]
-    short = SamplingParams(max_tokens=12, temperature=0)
+    short = SamplingParams(max_tokens=8, temperature=0)
     together = [completion.token_ids for completion in completed(llm.generate(prompts, short))]
     alone = [completed(llm.generate([prompt], short))[0].token_ids for prompt in prompts]
     assert together == alone
@@ -118,7 +118,7 @@ def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: 
 )
 def test_infinigen_with_everything_is_full(name: str, source: str, scorer: str) -> None:
     model = tiny_model(name)
-    prompt, params = tiny_prompt(80), SamplingParams(max_tokens=24, temperature=0)
+    prompt, params = tiny_prompt(80), SamplingParams(max_tokens=16, temperature=0)
     options = EVERYTHING | {"preset": "rows", "source": source, "scorer": scorer, "dense_layers": ()}
     [sparse] = completed(
         LLM(model, policy="infinigen", policy_options=options, host_memory="8MiB").generate([prompt], params)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-TOKENS = 4096
+TOKENS = 2048
 
 MEASURE = f"""
 import resource

@@ -143,6 +143,7 @@ def test_a_damaged_file_is_one_error(written: tuple[Path, Any], damage: Any, tmp
         load_model(tmp_path / "bad.gguf", device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2", *(["qwen"] if "OFFLOAD_RT_STRESS" in os.environ else [])])
 def test_shape_of_real_files(name: str) -> None:
     if not (REAL / f"{name}.gguf").exists() or not (REAL / name).exists():

@@ -41,7 +41,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
     "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
     "qwen3-layer-types": (
         "qwen3",
-        {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
     "opt-no-final-norm": ("opt", {"_remove_final_layer_norm": True}),
@@ -220,26 +220,26 @@ class TestGeometry:
         assert g.scales == pytest.approx([head_dim**-0.5] * g.layers)
 
     def test_scales_of_gpt2_options(self) -> None:
-        assert adapter_for(build("gpt2-inverse-layer")).geometry.scales == pytest.approx([1 / 4, 1 / 8, 1 / 12, 1 / 16])
-        assert adapter_for(build("gpt2-unscaled")).geometry.scales == (1.0,) * 4
+        assert adapter_for(build("gpt2-inverse-layer")).geometry.scales == pytest.approx([1 / 4, 1 / 8, 1 / 12])
+        assert adapter_for(build("gpt2-unscaled")).geometry.scales == (1.0,) * 3
 
     @pytest.mark.parametrize(
         ("variant", "windows"),
         [
-            ("llama", (None,) * 4),
-            ("mistral", (48,) * 4),
-            ("mistral-no-window", (None,) * 4),
-            ("qwen2", (None,) * 4),
-            ("qwen2-sliding", (None, None, 48, 48)),
-            ("qwen3-layer-types", (48, None, 48, None)),
-            ("gpt2", (None,) * 4),
+            ("llama", (None,) * 3),
+            ("mistral", (48,) * 3),
+            ("mistral-no-window", (None,) * 3),
+            ("qwen2", (None,) * 3),
+            ("qwen2-sliding", (None, None, 48)),
+            ("qwen3-layer-types", (48, None, 48)),
+            ("gpt2", (None,) * 3),
         ],
     )
     def test_windows(self, variant: str, windows: tuple[int | None, ...]) -> None:
         assert adapter_for(build(variant)).geometry.windows == windows
 
     def test_llama_ignores_a_window_as_transformers_does(self) -> None:
-        assert adapter_for(tiny_model("llama", sliding_window=8)).geometry.windows == (None,) * 4
+        assert adapter_for(tiny_model("llama", sliding_window=8)).geometry.windows == (None,) * 3
         compare(tiny_model("llama", sliding_window=8), 0, 2e-5)
 
     def test_yarn_stretches_the_positions(self) -> None:

@@ -21,6 +21,7 @@ from offload_rt.utils import native_code, native_libraries
 
 ROOT = Path(__file__).parents[3]
 STRESS = "OFFLOAD_RT_STRESS" in os.environ
+pytestmark = pytest.mark.slow
 LINKED = ("kernels", "skewing", "eval")
 
 
@@ -58,12 +59,16 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def out(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the sdist and the wheel from the tree, and in `again` the wheel from the sdist without a compiler. `make
-    stress` builds the tree's wheel with optimisation, as for a release."""
+    """Build the sdist and the wheel from the tree, and in `again` the wheel from the sdist without a compiler.
+
+    `make stress` builds the tree's wheel as for a release. Otherwise only libraries of this processor's highest level
+    are compiled, without optimisation, and the others are empty files.
+    """
     out = tmp_path_factory.mktemp("out")
     compiler = native_code.find_compiler()
     if compiler is not None and not STRESS:
-        compiler = [str(unoptimised(compiler, out / "quick"))]
+        level = native_code.LEVEL_FLAGS[native_code.available_levels()[-1]]
+        compiler = [str(unoptimised(compiler, out / "quick", only=f"{shlex.join(level)} -O"))]
     build = (
         "import setuptools.build_meta as b, sys\n"
         "_, out, *kinds = sys.argv\n"

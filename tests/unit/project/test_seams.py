@@ -251,10 +251,10 @@ def test_an_option_added_later_is_left_out_of_the_digest_where_it_is_neutral() -
 def test_the_demand_of_a_policy_is_what_its_options_say() -> None:
     from offload_rt.models.shape import load_shape
 
-    shape = load_shape(tiny_model("llama"))  # 4 layers, 2 KV heads of 16
+    shape = load_shape(tiny_model("llama"))  # 3 layers, 2 KV heads of 16
     for policy in policy_names():
         demand = memory_demand(policy, {}, shape.geometry, torch.float32)
-        assert demand.scoring_bytes(4, 100) == int((4 - len(demand.dense)) * demand.key_bytes * 100)
+        assert demand.scoring_bytes(3, 100) == int((3 - len(demand.dense)) * demand.key_bytes * 100)
         assert (demand.key_bytes > 0) == (policy in ("infinigen", "auto", "h2o", "quest"))
 
 

@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -106,9 +107,13 @@ def test_a_client_that_leaves_ends_its_request(tokenizer: PreTrainedTokenizerBas
 
 def test_time_runs_out(url: str, engine: ScriptedEngine) -> None:
     aborted, engine.pause = engine.aborted, 0.05
-    whole = httpx2.post(f"{url}/v1/chat/completions", json=ASK, headers=RIGHT, timeout=20)
+
+    def ask(stream: bool) -> httpx2.Response:
+        return httpx2.post(f"{url}/v1/chat/completions", json=ASK | {"stream": stream}, headers=RIGHT, timeout=20)
+
+    with ThreadPoolExecutor(2) as threads:
+        whole, streamed = threads.map(ask, (False, True))
     assert whole.status_code == 408 and whole.json()["error"]["type"] == "timeout_error"
-    streamed = httpx2.post(f"{url}/v1/chat/completions", json=ASK | {"stream": True}, headers=RIGHT, timeout=20)
     events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: ")]
     assert streamed.status_code == 200 and json.loads(events[-1])["error"]["type"] == "timeout_error"
     assert engine.aborted == aborted + 2

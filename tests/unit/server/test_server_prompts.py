@@ -221,10 +221,15 @@ def test_a_prompt_that_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch
     """The client must get an answer before the connection closes."""
     recorded = Recorded(monkeypatch)
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
-    with served(engine, timeout=0.1) as url, httpx2.Client(base_url=url, timeout=30) as http:
+    with served(engine, timeout=0.1) as url, ThreadPoolExecutor(len(PATHS)) as threads:
         try:
-            for path, body in PATHS.items():
-                answer = http.post(path, json=body("It was a dark night. " * 50))
+            text = "It was a dark night. " * 50
+            posts = {
+                path: threads.submit(httpx2.post, url + path, json=body(text), timeout=30)
+                for path, body in PATHS.items()
+            }
+            for path, post in posts.items():
+                answer = post.result()
                 assert answer.status_code == 408, path
                 assert answer.json()["error"]["type"] == "timeout_error"
         finally:

@@ -99,7 +99,7 @@ def test_a_full_disk_keeps_what_is_whole(small_disk: Callable[[str], Path]) -> N
 
 
 def test_a_session_on_a_full_disk_says_so_and_goes_on(small_disk: Callable[[str], Path]) -> None:
-    folder = small_disk("600k")
+    folder = small_disk("450k")
     session = make_llm().session("s", folder)
     tokens: list[int] = []
     for turn in TURNS:

@@ -28,7 +28,7 @@ from offload_rt.sessions.truncate import SINKS, last_kept
 SHORT = SamplingParams(max_tokens=6, temperature=0)
 NAMES = ("ada", "bob", "cyd")
 POSITIONS = 260
-CHUNK_BYTES = 4 * 2 * 2 * 64 * 16 * 8
+CHUNK_BYTES = 3 * 2 * 2 * 64 * 16 * 8
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},

@@ -258,7 +258,7 @@ def test_calibration_reports_progress_and_repeats() -> None:
         )
         for _ in range(2)
     ]
-    assert calls == [(i, 8) for i in range(1, 9)] * 2, "two segments (1,024 positions) of four layers"
+    assert calls == [(i, 6) for i in range(1, 7)] * 2, "two segments (1,024 positions) of three layers"
     assert torch.equal(made[0].query, made[1].query)
 
 
@@ -365,7 +365,7 @@ def test_fold_shares_what_it_does_not_change() -> None:
     own = {id(p) for p in model.parameters()}
     fresh = [name for name, p in folded.named_parameters() if id(p) not in own]
     assert all("c_attn" in name for name in fresh)
-    assert len(fresh) == 2 * 4
+    assert len(fresh) == 2 * 3
     assert folded.dtype == torch.bfloat16
 
 

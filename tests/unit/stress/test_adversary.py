@@ -11,7 +11,6 @@ from adversary.run import CASES_PER_SEED, PARTS, run_part
 
 STRESS = "OFFLOAD_RT_STRESS" in os.environ
 SECONDS = float(os.environ.get("ADVERSARY_SECONDS", "600"))
-CASES = 3
 
 
 @pytest.mark.timeout(SECONDS + 300)
@@ -19,8 +18,9 @@ CASES = 3
 def test_adversary_finds_nothing(part: str) -> None:
     """Each run in `make stress` starts at another seed, which a failure prints."""
     first = int(time.time()) * CASES_PER_SEED if STRESS else 0
-    seeds = range(first, first + (CASES_PER_SEED if STRESS else CASES))
+    few = 1 if part == "clients" else 2  # clients wait for timeouts
+    seeds = range(first, first + (CASES_PER_SEED if STRESS else few))
     done, failed = run_part(part, iter(seeds), SECONDS)
     commands = "\n".join(f"python tests/adversary/run.py {part} --case {seed}" for seed in failed)
     assert not failed, f"{len(failed)} of {done['cases']} cases failed:\n{commands}"
-    assert done.total() > done["cases"] >= min(CASES, len(seeds))
+    assert done.total() > done["cases"] >= few

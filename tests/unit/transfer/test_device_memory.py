@@ -334,7 +334,7 @@ def test_settings_without_meaning_are_refused(folder: Any, wrong: dict[str, Any]
 
 
 def test_demand_follows_the_options() -> None:
-    geometry = load_shape(tiny_model("llama")).geometry  # 4 layers, 2 KV heads of 16
+    geometry = load_shape(tiny_model("llama")).geometry  # 3 layers, 2 KV heads of 16
     options = InfiniGenOptions.preset("rows", dense_layers=(0, 1), budget=0.3)
     demand = memory_demand("infinigen", options, geometry, torch.bfloat16)
     assert (demand.dense, demand.resident, demand.share, demand.key_bytes) == (
@@ -343,7 +343,7 @@ def test_demand_follows_the_options() -> None:
         0.3,
         2 * 16,
     )  # 4 columns, padded
-    assert memory_demand("full", {}, geometry, torch.float32).dense == (0, 1, 2, 3)
+    assert memory_demand("full", {}, geometry, torch.float32).dense == (0, 1, 2)
     assert memory_demand("quest", {"page": 8}, geometry, torch.float32).key_bytes == 2 * 2 * 16 * 4 / 8
 
 

@@ -26,6 +26,7 @@ from offload_rt.eval.suites.gpu_parts import SMALL, GpuJob, GpuSize
 
 CPU = torch.device("cpu")
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
+pytestmark = pytest.mark.slow
 
 TINY = replace(
     SMALL,

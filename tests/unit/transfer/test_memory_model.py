@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 from support.outputs import completed
-from support.tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import depth, tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, SamplingParams
 from offload_rt.cli.run_picture import plot_run
@@ -56,14 +56,14 @@ def test_table_shows_what_the_statistics_say(infinigen: Stats) -> None:
     text = shown(stats_table(infinigen))
     assert row(text, "prompt") == "500 tokens"
     assert row(text, "generated") == "40 tokens"
-    assert row(text, "dense layers") == "0 of 4"
+    assert row(text, "dense layers") == "0 of 3"
     assert row(text, "exact attention fraction") == f"{infinigen.exact_fraction:.2%}"
     assert row(text, "fetched fraction") == f"{infinigen.fetched_fraction:.2%}"
     assert infinigen.missed_mass is not None
     assert row(text, "missed attention mass") == f"{infinigen.missed_mass:.2%}"
-    nothing = replace(infinigen, missed_mass=None, missed_mass_worst_layer=None, dense_layers=(0, 1, 2, 3))
+    nothing = replace(infinigen, missed_mass=None, missed_mass_worst_layer=None, dense_layers=(0, 1, 2))
     assert row(shown(stats_table(nothing)), "missed attention mass") == "not measured"
-    assert row(shown(stats_table(nothing)), "dense layers") == "all 4"
+    assert row(shown(stats_table(nothing)), "dense layers") == "all 3"
 
 
 def test_table_says_what_is_usual_and_what_to_do(infinigen: Stats) -> None:
@@ -131,7 +131,7 @@ def test_plot_into_no_folder_is_an_input_error(infinigen: Stats, tmp_path: Path)
 
 
 def costs_of(name: str, dtype: torch.dtype, options: InfiniGenOptions | None) -> DeviceCosts:
-    shape = load_shape(tiny_model(name, dtype=dtype))
+    shape = load_shape(tiny_model(name, dtype=dtype, **depth(name, 4)))
     policy = "full" if options is None else "infinigen"
     return DeviceCosts(shape, memory_demand(policy, options or FullOptions(), shape.geometry, dtype), 512)
 
@@ -139,7 +139,10 @@ def costs_of(name: str, dtype: torch.dtype, options: InfiniGenOptions | None) ->
 @pytest.mark.parametrize("scorer", ["partial", "int4", "int2"])
 def test_requirements_are_what_a_run_takes(scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
-    llm = LLM(tiny_model("qwen3"), policy_options={"preset": "rows", "scorer": scorer, "dense_layers": (1,)})
+    llm = LLM(
+        tiny_model("qwen3", num_hidden_layers=4),
+        policy_options={"preset": "rows", "scorer": scorer, "dense_layers": (1,)},
+    )
     stats = run(llm)
     options = InfiniGenOptions.preset("rows", scorer=scorer, dense_layers=(1,))
     costs = costs_of("qwen3", torch.float32, options)

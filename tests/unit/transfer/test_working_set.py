@@ -19,10 +19,10 @@ from offload_rt.transfer.plan import first_askers
 from offload_rt.transfer.working_set import Table, rows_within
 
 OPTIONS: dict[str, Any] = {"preset": "rows", "sinks": 2, "recent": 8}
-CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
+CHUNK_BYTES = 2 * 3 * 2 * 16 * CHUNK * 8
 
 
-SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 3}
+SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 2}
 """Sliding window in the last layer of a Qwen model."""
 
 
@@ -153,13 +153,13 @@ def test_hits_bytes_and_fractions_agree() -> None:
     assert before.working_set_hit_rate is None and before.working_set_bytes == 0
     rate, row = after.working_set_hit_rate, 2 * 16 * 8
     assert rate is not None and 0 < rate < 1
-    layers, heads = 3, 2
+    layers, heads = 2, 2
     dense = sum(range(150, 150 + steps)) - steps * 9
     selected = (before.h2d_bytes - dense * heads * row) / row
     assert before.h2d_bytes - after.h2d_bytes == round(rate * selected) * row
     assert after.sparse_fetched_fraction == pytest.approx(before.sparse_fetched_fraction * (1 - rate), rel=0.02)
     assert after.fetched_fraction == pytest.approx(
-        before.fetched_fraction - before.sparse_fetched_fraction * rate * 3 / 4, 0.02
+        before.fetched_fraction - before.sparse_fetched_fraction * rate * 2 / 3, 0.02
     )
     assert after.working_set_rows == 9
     assert after.working_set_bytes == layers * heads * (9 + 1) * (row + 8)
@@ -172,7 +172,7 @@ def test_a_working_set_of_everything_fetches_every_row_once() -> None:
     prompt = tiny_prompt(60)
     [done] = completed(make(256, policy_options=options).generate([prompt], greedy(31)))
     candidates = 60 + 30 - 2 - 8  # of the last step: each was fetched in some step
-    assert done.stats.h2d_bytes == 4 * 2 * candidates * 2 * 16 * 8
+    assert done.stats.h2d_bytes == 3 * 2 * candidates * 2 * 16 * 8
 
 
 @pytest.mark.parametrize(
