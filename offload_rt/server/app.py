@@ -21,8 +21,8 @@ from .anthropic.requests import CountRequest, MessagesRequest
 from .connection import ClientGoneError, json_answer, until_gone
 from .conversation import Conversation, template_message, tool_options
 from .errors import RefusedError, error_response, refusal, refused
-from .gate import GONE, REQUEST_ID, Gate
 from .log import logger
+from .middleware import GONE, REQUEST_ID, RequestMiddleware
 from .openai.chat import chat
 from .openai.completions import complete
 from .openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -53,7 +53,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     _add_tools(app, service)
     _add_state(app, service)
     add_page(app)
-    app.add_middleware(Gate, options=options)
+    app.add_middleware(RequestMiddleware, options=options)
     if options.cors_origins:  # outside the gate, so that browsers can read the reason of a refusal
         app.add_middleware(
             CORSMiddleware,
@@ -89,7 +89,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": service.created,
             "owned_by": "offload-rt",
-            "max_model_len": service.room.most,
+            "max_model_len": service.limits.most,
         }
 
     @app.get("/v1/models")
@@ -180,7 +180,7 @@ def _add_tools(app: FastAPI, service: Service) -> None:
             conversation = Conversation(messages, **tools, template=template)
             made = service.prompts.of_conversation(conversation, answer=body.add_generation_prompt)
             _, ids = await until_gone(request, made)
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": service.room.most, "tokens": ids}
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": service.limits.most, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = await until_gone(request, service.prompts.tokens_of(ids))
         return found
@@ -198,8 +198,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.figures.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/load")
     async def load() -> Response:
-        return json_answer(service.figures.load())
+        return json_answer(service.metrics.load())

@@ -16,13 +16,13 @@ from .errors import RefusedError, refused
 from .options import ServerOptions
 
 _ADDED = (
-    "waiting", "running", "prompt_tokens", "cached_tokens", "generated_tokens", "link_bytes", "device_kv_bytes",
+    "waiting", "running", "prompt_tokens", "cached_tokens", "generated_tokens", "h2d_bytes", "device_kv_bytes",
 )  # fmt: skip
 """Fields of `EngineLoad` that are summed over the engines. The other fields describe the shared pool."""
 
 
 class Engines:
-    """The server's engine, and up to `max_policies - 1` engines for other policies.
+    """The server's engine, and up to `max_engines - 1` engines for other policies.
 
     Each engine decodes a separate batch. The engines take turns on the shared pool and share cached prefixes. If the
     limit is reached, an idle engine is closed.
@@ -70,10 +70,10 @@ class Engines:
             self._users[key] -= 1
 
     async def _make(self, key: str, policy: str, options: Mapping[str, Any]) -> AsyncLLM:
-        most, own = self._options.max_policies, self.own.llm.config.policy
+        most, own = self._options.max_engines, self.own.llm.config.policy
         if most == 1:
             raise refused(
-                f"this server allows only policy {own!r}: remove policy, or restart it with a higher --max-policies",
+                f"this server allows only policy {own!r}: remove policy, or restart it with a higher --max-engines",
                 "policy",
             )
         if len(self._others) >= most - 1:

@@ -32,7 +32,7 @@ class ServerOptions:
         served_model_name: Model name for clients. None: the hub id, or the last part of the path.
         max_waiting: Maximum number of waiting requests. Further requests get 429 with Retry-After.
         max_tokens_limit: Maximum number of new tokens per request. None: the model's context length.
-        max_policies: Maximum number of policies (with options) in use at once, including the server's default.
+        max_engines: Maximum number of policies (with options) in use at once, including the server's default.
         max_body: Maximum size of a request body in bytes. Larger requests get 413.
         timeout: Maximum duration of a request in seconds, from its arrival to the last byte of the response.
         max_connections: Maximum number of open connections. If all are in use, a new connection replaces the one whose
@@ -60,7 +60,7 @@ class ServerOptions:
     max_tokens_limit: int | None = option(
         None, help="maximum number of new tokens per request", metavar="N", group="limits"
     )
-    max_policies: int = option(
+    max_engines: int = option(
         1, help="maximum number of policies in use at once, including the default", metavar="N", group="limits"
     )
     max_body: Size = option(16 << 20, help="maximum size of a request", group="limits")
@@ -105,7 +105,7 @@ class ServerOptions:
             self.max_connections is None or self.max_connections >= 1,
             f"max_connections={self.max_connections} must be at least 1",
         )
-        check(self.max_policies >= 1, f"max_policies={self.max_policies} must be at least 1")
+        check(self.max_engines >= 1, f"max_engines={self.max_engines} must be at least 1")
         check(self.max_body >= 1024, f"max_body={self.max_body} must be at least 1KiB")
         check(all(self.api_keys), "an API key must not be empty")
 

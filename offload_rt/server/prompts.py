@@ -15,7 +15,7 @@ from ..sessions.chat_render import render_chat
 from ..utils.allocator import give_back
 from .conversation import Conversation
 from .errors import refused
-from .sampling import Room
+from .sampling import TokenLimits
 from .tokenizing import TextTokenizer
 
 T = TypeVar("T")
@@ -37,8 +37,8 @@ class Prompts:
     its work.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, room: Room) -> None:
-        self._tokenizer, self._room = tokenizer, room
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, limits: TokenLimits) -> None:
+        self._tokenizer, self._limits = tokenizer, limits
         self._texts = None if tokenizer is None else TextTokenizer(tokenizer)
         self._short = ThreadPoolExecutor(SHORT_THREADS, "offload-rt-prompts")
         self._long = ThreadPoolExecutor(1, "offload-rt-long-prompts")
@@ -126,7 +126,7 @@ class Prompts:
         except UnicodeEncodeError:
             raise refused("the text contains a lone surrogate, which is not a valid character: remove it") from None
         assert self.tokenizer is not None and self._texts is not None
-        return self._texts.encode(text, special_tokens, cancelled, self._room.check_prompt)
+        return self._texts.encode(text, special_tokens, cancelled, self._limits.check_prompt)
 
     def _rendered(self, conversation: Conversation, answer: bool) -> str:
         if conversation.offered is not None and "tools" not in self.template:

@@ -20,7 +20,7 @@ from .options import DELIVERY_SECONDS, ServerOptions
 
 KEEP_ALIVE_SECONDS = 30
 MOST_HEAD_BYTES = 64 << 10
-"""Maximum size of a request head. h11 checks incomplete heads, `Gate` checks complete ones."""
+"""Maximum size of a request head. h11 checks incomplete heads, `RequestMiddleware` checks complete ones."""
 MOST_CONNECTIONS = 4096
 LEAST_CONNECTIONS = 16
 LISTEN_QUEUE = 2048

@@ -19,7 +19,7 @@ _SAME = (
 """Fields with the same meaning in requests and in `SamplingParams`."""
 
 
-class Room:
+class TokenLimits:
     """Token limits: context length of the model, KV cache capacity, and the server's limit on new tokens.
 
     Args:

@@ -19,17 +19,17 @@ from ..async_llm import AsyncLLM
 from ..errors import ConfigError, OffloadError, PoolFullError, SessionBusyError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
-from .deltas import Usage, usage_of
+from .chat_stream import Usage, usage_of
 from .documents import Conversations, Documents, ResponseStore, response_of, session_of
 from .engines import Engines
 from .errors import RefusedError, ending, refused
-from .figures import Figures
 from .log import logger
+from .metrics import Metrics
 from .openai.requests import SampledBody
 from .options import ServerOptions
 from .parsers import reasoning_parser, tool_parser
 from .prompts import Prompts
-from .sampling import Room
+from .sampling import TokenLimits
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Service:
         self._forgetting: set[asyncio.Task[None]] = set()
         self.name = options.served_model_name or _called(engine.llm.name)
         self.created = int(time.time())
-        self.room = room = Room(engine.llm.geometry.max_positions, engine.llm.most_tokens, options)
-        self.prompts = Prompts(engine.llm.tokenizer, room)
-        self.figures = Figures(self.engines, self.name)
+        self.limits = limits = TokenLimits(engine.llm.geometry.max_positions, engine.llm.most_tokens, options)
+        self.prompts = Prompts(engine.llm.tokenizer, limits)
+        self.metrics = Metrics(self.engines, self.name)
         self.tools = tool_parser(options.tool_parser, self.prompts.template)
         self.reasoning = reasoning_parser(options.reasoning_parser, self.prompts.template)
 
@@ -196,7 +196,7 @@ class Service:
                         last = await anext(states)
                     if not first and any(each.token_ids for each in last.outputs):
                         first = time.perf_counter()
-                        self.figures.began(first - begun)
+                        self.metrics.began(first - begun)
                     reasons = [each.finish_reason for each in last.outputs]
                     if "abort" in reasons:
                         raise ending()
@@ -212,7 +212,7 @@ class Service:
         finally:
             now = time.perf_counter()
             usage = Usage(len(ids)) if last is None else usage_of(last)
-            self.figures.ended(reason, usage, now - begun, now - first if first else 0.0)
+            self.metrics.ended(reason, usage, now - begun, now - first if first else 0.0)
             self._note(request, ids, last, usage, reason, first - begun if first else None)
 
     def _for_client(self, error: OffloadError) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..answers import Step, answer, asked
+from ..chat_responses import Step, answer, asked
+from ..chat_stream import Usage
 from ..connection import event, json_answer, streamed, until_gone
 from ..conversation import refuse_prefill
-from ..deltas import Usage
 from ..parsers.pieces import Content, Piece, Reasoning, ToolCall, joined
 from ..sampling import forced_call
 from ..service import EngineArguments, Service
@@ -44,7 +44,7 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
     text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
     given = {name: value for name in ("temperature", "top_k", "top_p") if (value := getattr(body, name)) is not None}
     forced = forced_call(conversation)
-    tokens = service.room.tokens(len(ids), body.max_tokens)
+    tokens = service.limits.tokens(len(ids), body.max_tokens)
     params = service.params(max_tokens=tokens, stop=body.stop_sequences or (), **given, **forced)
     where = EngineArguments(cache_salt=service.salt(request, body.cache_salt))
     steps = answer(service, request, asked(text, ids, conversation, params, forced=bool(forced), where=where))

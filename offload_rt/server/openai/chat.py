@@ -16,10 +16,10 @@ from starlette.responses import Response
 
 from ...llm import LLM
 from ...outputs import RequestOutput
-from ..answers import ChatJob, Step, answer, asked
+from ..chat_responses import ChatJob, Step, answer, asked
+from ..chat_stream import Usage
 from ..connection import event, json_answer, streamed, until_gone
 from ..conversation import from_chat
-from ..deltas import Usage
 from ..errors import refused
 from ..parsers.pieces import Content, Piece, Reasoning, ToolCall
 from ..sampling import forced_call, sampling_fields, structured_outputs
@@ -85,7 +85,7 @@ class TraceEvents:
             "prefill": [trace.layers_prefilled, trace.layers],
             "step": self._steps,
             "attended": [[round(share, 4) for share in step] for step in new],
-            "link_bytes": trace.link_bytes,
+            "h2d_bytes": trace.h2d_bytes,
             "selected": gained.tolist() if new else None,
         }
 
@@ -147,7 +147,7 @@ async def _asked(service: Service, body: ChatRequest, request: Request) -> tuple
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
     structured = structured_outputs(body.response_format, body.structured_outputs)
     forced = {} if structured else forced_call(conversation)
-    tokens = service.room.tokens(len(ids), body.max_completion_tokens or body.max_tokens)
+    tokens = service.limits.tokens(len(ids), body.max_completion_tokens or body.max_tokens)
     params = service.params(max_tokens=tokens, **sampling_fields(body), **more, **structured, **forced)
     where = service.where(body, request, trace=bool(body.trace))
     return text, asked(text, ids, conversation, params, forced=bool(forced), where=where)

@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from ...outputs import Logprob, Logprobs
 from ...sampling_params import SamplingParams
+from ..chat_stream import ChatStream, Delta, Usage, usage_of
 from ..connection import event, json_answer, streamed, until_gone
-from ..deltas import Delta, Deltas, Usage, usage_of
 from ..errors import refused
 from ..sampling import sampling_fields, structured_outputs
 from ..service import EngineArguments, Service
@@ -60,7 +60,7 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
     logprobs |= structured_outputs(body.response_format, body.structured_outputs)
     fields = sampling_fields(body) | logprobs
     params = [
-        service.params(max_tokens=service.room.tokens(len(one.ids), body.max_tokens, DEFAULT_TOKENS), **fields)
+        service.params(max_tokens=service.limits.tokens(len(one.ids), body.max_tokens, DEFAULT_TOKENS), **fields)
         for one in prompts
     ]
     where = service.where(body, request)
@@ -103,7 +103,7 @@ async def _one(
     service: Service, request: Request, prompt: _Prompt, params: SamplingParams, top: int | None, where: EngineArguments
 ) -> AsyncGenerator[Step, None]:
     """Yield the new parts of the completions of one prompt."""
-    deltas, offsets = Deltas(), dict.fromkeys(range(params.n), len(prompt.echo))
+    deltas, offsets = ChatStream(), dict.fromkeys(range(params.n), len(prompt.echo))
     echoed: set[int] = set()
     with service.answering(where.session):
         async with aclosing(service.outputs(request, prompt.ids, params, where)) as outputs:

@@ -13,10 +13,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..answers import Step, answer, asked
+from ..chat_responses import Step, answer, asked
+from ..chat_stream import Usage
 from ..connection import event, json_answer, streamed, until_gone
 from ..conversation import call_message
-from ..deltas import Usage
 from ..documents import Kept, response_of
 from ..errors import refused
 from ..parsers.pieces import Content, Piece, Reasoning, ToolCall, joined
@@ -138,7 +138,7 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
     }
     given |= (structured := structured_outputs(format_of(body)))
     given |= (forced := {} if structured else forced_call(conversation))
-    params = service.params(max_tokens=service.room.tokens(len(ids), body.max_output_tokens), **given)
+    params = service.params(max_tokens=service.limits.tokens(len(ids), body.max_output_tokens), **given)
     salt = service.salt(request, body.cache_salt)
 
     def answers(session: str) -> AsyncGenerator[Step, None]:

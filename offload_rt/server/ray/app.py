@@ -23,8 +23,8 @@ from ...config import EngineConfig, StoreOptions
 from ...errors import ConfigError, StoreError
 from ...llm import LLM
 from ..app import make_app
-from ..forwarding import ForwardedRequest, Proxy, Upstream
 from ..options import ServerOptions
+from ..proxy import ForwardedRequest, Proxy, Upstream
 
 ROUTER = "offload_rt.server.ray.router.AffinityRouter"
 
@@ -142,9 +142,9 @@ def _proxy(options: ServerOptions) -> Starlette:
 
     handle = serve.get_deployment_handle(ENGINE).options(stream=True)
 
-    async def ask(forwarded: ForwardedRequest, affinity: str) -> AsyncIterator[Message]:
+    async def ask(forwarded: ForwardedRequest, route_key: str) -> AsyncIterator[Message]:
         # Without a session id, Serve's router chooses any replica.
-        answers = (handle.options(session_id=affinity) if affinity else handle).answer.remote(forwarded)
+        answers = (handle.options(session_id=route_key) if route_key else handle).answer.remote(forwarded)
         try:
             async for message in answers:
                 yield message

@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
-from ..forwarding import give_way
+from ..proxy import balance_by_load
 
 
 class AffinityRouter(ConsistentHashRouter):  # type: ignore[misc]
@@ -27,4 +27,4 @@ class AffinityRouter(ConsistentHashRouter):  # type: ignore[misc]
         if any(len(rank) != 1 for rank in ranks):
             return ranks
         queues = [self.replica_queue_len_cache.get(rank[0].replica_id) or 0 for rank in ranks]
-        return [ranks[i] for i in give_way(queues, self._most_ahead)]
+        return [ranks[i] for i in balance_by_load(queues, self._most_ahead)]

@@ -43,7 +43,7 @@ def test_the_examples_run(url: str) -> None:
         '"cached_tokens"',
         "input_tokens",
         '"resp_',
-        "offload_rt_link_bytes",
+        "offload_rt_h2d_bytes",
     ):
         assert said in done.stdout, said
 

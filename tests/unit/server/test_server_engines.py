@@ -41,7 +41,7 @@ def test_who_leaves_leaves_no_engine_half_made_or_half_closed(monkeypatch: pytes
         go.set()
 
     async def run() -> list[int]:
-        engines = Engines(AsyncLLM(llm), ServerOptions(max_policies=2))
+        engines = Engines(AsyncLLM(llm), ServerOptions(max_engines=2))
         monkeypatch.setattr(LLM, "under", slowly)
         await leave(engines, "full")
         await ask(engines, "full")

@@ -200,9 +200,9 @@ def test_models_tokens_and_state(client: openai.OpenAI, url: str) -> None:
         text = http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
         assert text == "user: hello\n"
         assert http.get("/health").json() == {"status": "ok"}
-        assert http.get("/v1/load").json()["link_bytes"] == 7
+        assert http.get("/v1/load").json()["h2d_bytes"] == 7
         lines = http.get("/metrics").text.splitlines()
-        for name in ("num_requests_running", "kv_cache_usage_perc", "prompt_tokens_cached_total", "link_bytes_total"):
+        for name in ("num_requests_running", "kv_cache_usage_perc", "prompt_tokens_cached_total", "h2d_bytes_total"):
             assert any(line.startswith(f'offload_rt_{name}{{model_name="scripted"}}') for line in lines), name
         first = next(line for line in lines if line.startswith("offload_rt_time_to_first_token_seconds_count"))
         assert float(first.split()[-1]) >= 1

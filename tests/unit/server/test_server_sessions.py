@@ -136,8 +136,8 @@ def test_what_a_request_does_is_traced(model: Path, tmp_path: Path) -> None:
         attended = [share for step in steps for share in step["attended"]]
         assert len(attended) == 4 and all(len(layers) == 2 and 0 < min(layers) <= 1 for layers in attended)
         assert all((share == 1) == (layer in head["dense_layers"]) for layer, share in enumerate(attended[0]))
-        assert steps[-1]["prefill"] == [2, 2] and steps[-1]["link_bytes"] > 0
-        assert [step["link_bytes"] for step in steps] == sorted(step["link_bytes"] for step in steps)
+        assert steps[-1]["prefill"] == [2, 2] and steps[-1]["h2d_bytes"] > 0
+        assert [step["h2d_bytes"] for step in steps] == sorted(step["h2d_bytes"] for step in steps)
         total = [sum(counts) for counts in zip(*(step["selected"] for step in steps if step["selected"]), strict=True)]
         assert sum(total) > 0 and not any(total[: head["sinks"]]), "resident tokens are not selected"
         plain = http.post("/v1/chat/completions", json=ASK | {"stream": True})
@@ -147,7 +147,7 @@ def test_what_a_request_does_is_traced(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_request_names_its_policy(model: Path, tmp_path: Path) -> None:
-    with serving(model, tmp_path, max_policies=2) as (http, engine):
+    with serving(model, tmp_path, max_engines=2) as (http, engine):
         expected = ask(http)
         for policy in ("streaming", "full"):  # the second engine replaces the first
             found = ask(http, policy=policy)

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .deltas import Usage
+from .chat_stream import Usage
 from .engines import Engines
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -32,7 +32,7 @@ _TOTALS = {
     "prompt_tokens": ("prompt tokens", "prompt_tokens"),
     "prompt_tokens_cached": ("prompt tokens found in the prefix cache", "cached_tokens"),
     "generation_tokens": ("generated tokens", "generated_tokens"),
-    "link_bytes": ("KV bytes transferred between host and device", "link_bytes"),
+    "h2d_bytes": ("KV bytes transferred between host and device", "h2d_bytes"),
 }
 _TIERS = {
     "host": "session_host_tokens",

@@ -11,8 +11,8 @@ from starlette.requests import Request
 
 from ..outputs import Logprobs, RequestOutput, StopReason
 from ..sampling_params import SamplingParams
+from .chat_stream import ChatStream, Usage, usage_of
 from .conversation import Conversation
-from .deltas import Deltas, Usage, usage_of
 from .parsers import answer_parser, ends_within_thinking
 from .parsers.pieces import Parser, Piece, ToolCall
 from .service import EngineArguments, Service
@@ -79,7 +79,7 @@ def asked(
 
 async def answer(service: Service, request: Request, job: ChatJob) -> AsyncGenerator[Step, None]:
     """Generate and parse `params.n` responses to a conversation."""
-    deltas, parsers, called = Deltas(), dict[int, Parser](), set[int]()
+    deltas, parsers, called = ChatStream(), dict[int, Parser](), set[int]()
     async with aclosing(service.outputs(request, job.ids, job.params, job.where)) as outputs:
         async for output in outputs:
             for delta in deltas.of(output):

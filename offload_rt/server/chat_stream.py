@@ -33,7 +33,7 @@ class Delta:
 
 
 @dataclass
-class Deltas:
+class ChatStream:
     """Compute deltas from successive outputs of a request."""
 
     _characters: dict[int, int] = field(default_factory=lambda: defaultdict(int))

@@ -33,7 +33,7 @@ MOST_BODIES = 16
 logger = logging.getLogger(__name__)
 
 
-class Gate:
+class RequestMiddleware:
     """ASGI middleware. It adds the header `x-request-id` to each response and logs each request once."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:

@@ -28,7 +28,7 @@ _FIELDS = ("system", "instructions", "messages", "prompt", "input")
 """Prompt fields of all protocols, in the order of a chat template."""
 
 
-def affinity(headers: Headers, body: bytes) -> str:
+def route_key(headers: Headers, body: bytes) -> str:
     """Return the routing key of a request, or "" if any replica may handle it.
 
     The key is derived from the header `x-session-id`, else from the API key and the field `session`, else from the
@@ -54,7 +54,7 @@ def affinity(headers: Headers, body: bytes) -> str:
     return _digest("prompt", beginning[:same]) if len(beginning) >= LEAST else ""
 
 
-def give_way(queues: Sequence[int], most_ahead: int) -> list[int]:
+def balance_by_load(queues: Sequence[int], most_ahead: int) -> list[int]:
     """Return the order in which replicas are tried, given their numbers of running requests.
 
     The order is unchanged unless the first replica has more than `most_ahead` requests more than the least loaded one.
@@ -124,7 +124,7 @@ class Proxy:
         if body is None:
             return
         forwarded = ForwardedRequest({name: scope[name] for name in _PASSED if name in scope}, body)
-        answering = asyncio.ensure_future(self._answer(forwarded, affinity(Headers(scope=scope), body), send))
+        answering = asyncio.ensure_future(self._answer(forwarded, route_key(Headers(scope=scope), body), send))
         left = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({answering, left}, return_when=asyncio.FIRST_COMPLETED)
