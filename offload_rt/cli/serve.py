@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
 def _run_on_ray(args: argparse.Namespace, options: ServerOptions, config: EngineConfig, store: StoreOptions) -> int:
     if not importlib.util.find_spec("ray"):
         raise ConfigError("--ray needs ray: pip install 'offload-rt[ray]'")
-    from ..server.ray.app import Cluster, ray_app, serve_on_ray
+    from ..server.ray_app import Cluster, ray_app, serve_on_ray
 
     folder = Path(args.store).expanduser().resolve() if args.store else None
-    cluster = Cluster(args.ray, args.ray_most, gpus=0 if config.device == "cpu" else 1)
+    cluster = Cluster(args.ray, args.ray_max, gpus=0 if config.device == "cpu" else 1)
     serve_on_ray(ray_app(args.model, config, options, folder, store, cluster), options)
     return 0
 
@@ -95,7 +95,7 @@ def add(commands: Any) -> None:
         "--ray", type=int, metavar="N", help="N replicas on a Ray cluster (RAY_ADDRESS, or a new local one)"
     )
     groups["server"].add_argument(
-        "--ray-most", type=int, metavar="N", help="with --ray: maximum number of replicas for autoscaling"
+        "--ray-max", type=int, metavar="N", help="with --ray: maximum number of replicas for autoscaling"
     )
     add_store_flags(parser, required=False)
     add_engine_flags(parser)

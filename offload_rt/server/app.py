@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,21 +17,38 @@ from starlette.responses import Response
 
 from ..async_llm import AsyncLLM
 from ..errors import OffloadError
-from .anthropic.messages import count_tokens, messages
-from .anthropic.requests import CountRequest, MessagesRequest
+from .anthropic import CountRequest, MessagesRequest, count_tokens, messages
 from .connection import ClientGoneError, json_answer, until_gone
-from .conversation import Conversation, template_message, tool_options
+from .conversation import conversation_of
 from .errors import RefusedError, error_response, refusal, refused
 from .log import logger
 from .middleware import GONE, REQUEST_ID, RequestMiddleware
 from .openai.chat import chat
 from .openai.completions import complete
-from .openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
 from .openai.responses import respond
-from .openai.responses_requests import ResponsesRequest
 from .options import ServerOptions
-from .page import add_page
 from .service import Service
+
+STATIC = Path(__file__).parent / "static"
+SCRIPTS = ("page.js", "basics.js", "markdown.js", "sessions.js", "watch.js")
+PAGE_FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    **{f"/{name}": (name, "text/javascript") for name in SCRIPTS},
+}
+
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+"""Headers that restrict the page to requests to this server."""
+
+OPEN_PATHS = ("/health", "/favicon.ico", *PAGE_FILES)
+"""Paths that need no API key: the health check and the web page, which asks for the key."""
 
 
 def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
@@ -52,9 +70,9 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     _add_anthropic(app, service)
     _add_tools(app, service)
     _add_state(app, service)
-    add_page(app)
-    app.add_middleware(RequestMiddleware, options=options)
-    if options.cors_origins:  # outside the gate, so that browsers can read the reason of a refusal
+    _add_page(app)
+    app.add_middleware(RequestMiddleware, options=options, open_paths=OPEN_PATHS)
+    if options.cors_origins:  # outside `RequestMiddleware`, so that browsers can read the reason of a refusal
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.cors_origins,
@@ -89,7 +107,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": service.created,
             "owned_by": "offload-rt",
-            "max_model_len": service.limits.most,
+            "max_model_len": service.limits.capacity,
         }
 
     @app.get("/v1/models")
@@ -173,14 +191,10 @@ def _add_tools(app: FastAPI, service: Service) -> None:
             work = service.prompts.of_text(body.prompt or "", special_tokens=body.add_special_tokens)
             ids = await until_gone(request, work)
         else:
-            messages = [template_message(message, f"messages.{i}") for i, message in enumerate(body.messages)]
-            if body.continue_final_message:
-                raise refused("continue_final_message: this server cannot continue a message", "continue_final_message")
-            tools, template = tool_options(body.tools, None), body.chat_template_kwargs or {}
-            conversation = Conversation(messages, **tools, template=template)
-            made = service.prompts.of_conversation(conversation, answer=body.add_generation_prompt)
-            _, ids = await until_gone(request, made)
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": service.limits.most, "tokens": ids}
+            conversation = conversation_of(body, body.messages)
+            rendered = service.prompts.of_conversation(conversation, answer=body.add_generation_prompt)
+            _, ids = await until_gone(request, rendered)
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": service.limits.capacity, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = await until_gone(request, service.prompts.tokens_of(ids))
         return found
@@ -203,3 +217,12 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/v1/load")
     async def load() -> Response:
         return json_answer(service.metrics.load())
+
+
+def _add_page(app: FastAPI) -> None:
+    for path, (name, kind) in PAGE_FILES.items():
+        app.add_api_route(path, _page_file((STATIC / name).read_bytes(), kind), include_in_schema=False)
+
+
+def _page_file(content: bytes, kind: str) -> Callable[[], Response]:
+    return lambda: Response(content, media_type=kind, headers=PAGE_HEADERS)

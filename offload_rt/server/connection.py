@@ -31,16 +31,17 @@ class ClientGoneError(Exception):
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns. Cancel it and raise ClientGoneError if the client closes the connection.
+    """Call `until_disconnect` for a request.
 
     Raises TimeoutError shortly after the request's deadline if `work` did not raise it, and before the connection is
     aborted.
     """
     async with asyncio.timeout_at(request.scope["state"]["deadline"] + DELIVERY_SECONDS / 2):
-        return await _or_gone(request.receive, work)
+        return await until_disconnect(request.receive, work)
 
 
-async def _or_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns. Cancel it and raise ClientGoneError if the client closes the connection."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -85,7 +86,7 @@ class EventStream(Response):
         """Send all events. Close the generator if the client disconnects."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await _or_gone(receive, self._send(scope, send))
+            await until_disconnect(receive, self._send(scope, send))
         except ClientGoneError:
             scope["state"]["notes"]["client"] = "gone"
         except asyncio.CancelledError:  # the grace period of the shutdown is over

@@ -70,17 +70,17 @@ class Engines:
             self._users[key] -= 1
 
     async def _make(self, key: str, policy: str, options: Mapping[str, Any]) -> AsyncLLM:
-        most, own = self._options.max_engines, self.own.llm.config.policy
-        if most == 1:
+        limit, own = self._options.max_engines, self.own.llm.config.policy
+        if limit == 1:
             raise refused(
                 f"this server allows only policy {own!r}: remove policy, or restart it with a higher --max-engines",
                 "policy",
             )
-        if len(self._others) >= most - 1:
+        if len(self._others) >= limit - 1:
             idle = next((name for name in self._others if not self._users.get(name)), None)
             if idle is None:
                 raise RefusedError(
-                    429, f"{most} policies are in use: retry later, or remove policy", headers={"Retry-After": "5"}
+                    429, f"{limit} policies are in use: retry later, or remove policy", headers={"Retry-After": "5"}
                 )
             await self._drop(idle)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-MOST_KINDS = 100
+MAX_KINDS = 100
 """Maximum number of message kinds that are counted separately."""
 
 logger = logging.getLogger("offload_rt.server")
@@ -32,31 +32,31 @@ class JsonLines(logging.Formatter):
 
 
 class Repetitions(logging.Filter):
-    """Pass only the first `most` warnings, errors and refused requests of each kind per interval.
+    """Pass only the first `limit` warnings, errors and refused requests of each kind per interval.
 
     The field `suppressed` of the first record after an interval contains the numbers of dropped records.
     """
 
-    def __init__(self, most: int = 20, seconds: float = 10.0) -> None:
+    def __init__(self, limit: int = 20, seconds: float = 10.0) -> None:
         super().__init__()
-        self._most, self._seconds, self._end = most, seconds, 0.0
+        self._limit, self._seconds, self._end = limit, seconds, 0.0
         self._counts: Counter[str] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
         fields = getattr(record, "fields", {})
         status = fields.get("status", 0)
         if (now := time.monotonic()) >= self._end:
-            dropped = {kind: count - self._most for kind, count in self._counts.items() if count > self._most}
+            dropped = {kind: count - self._limit for kind, count in self._counts.items() if count > self._limit}
             if dropped:
                 record.fields = fields | {"suppressed": dropped}
             self._counts, self._end = Counter(), now + self._seconds
         if record.levelno < logging.WARNING and status < 400:
             return True
         kind = f"{record.msg!s:.80}" + (f" {status}" if status else "")
-        if kind not in self._counts and len(self._counts) >= MOST_KINDS:
+        if kind not in self._counts and len(self._counts) >= MAX_KINDS:
             kind = "other"
         self._counts[kind] += 1
-        return self._counts[kind] <= self._most
+        return self._counts[kind] <= self._limit
 
 
 def log_to_stderr() -> None:

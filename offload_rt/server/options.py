@@ -88,24 +88,15 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_body", parse_size(self.max_body, "max_body"))
-        object.__setattr__(self, "timeout", parse_duration(self.timeout, "timeout"))
-        object.__setattr__(self, "head_timeout", parse_duration(self.head_timeout, "head_timeout"))
-        object.__setattr__(self, "send_timeout", parse_duration(self.send_timeout, "send_timeout"))
-        object.__setattr__(self, "grace", parse_duration(self.grace, "grace"))
+        for name in ("timeout", "head_timeout", "send_timeout", "grace"):
+            object.__setattr__(self, name, parse_duration(getattr(self, name), name))
         check_types(self)
         check_choice("tool_parser", self.tool_parser, get_args(ToolParser))
         check_choice("reasoning_parser", self.reasoning_parser, get_args(ReasoningParser))
         check(0 <= self.port <= 65535, f"port={self.port} must be between 0 and 65535; 0 chooses a free port")
-        check(self.max_waiting >= 1, f"max_waiting={self.max_waiting} must be at least 1")
-        check(
-            self.max_tokens_limit is None or self.max_tokens_limit >= 1,
-            f"max_tokens_limit={self.max_tokens_limit} must be at least 1",
-        )
-        check(
-            self.max_connections is None or self.max_connections >= 1,
-            f"max_connections={self.max_connections} must be at least 1",
-        )
-        check(self.max_engines >= 1, f"max_engines={self.max_engines} must be at least 1")
+        for name in ("max_waiting", "max_tokens_limit", "max_engines", "max_connections"):
+            value = getattr(self, name)
+            check(value is None or value >= 1, f"{name}={value} must be at least 1")
         check(self.max_body >= 1024, f"max_body={self.max_body} must be at least 1KiB")
         check(all(self.api_keys), "an API key must not be empty")
 

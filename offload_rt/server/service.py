@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..async_llm import AsyncLLM
 from ..errors import ConfigError, OffloadError, PoolFullError, SessionBusyError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
-from .chat_stream import Usage, usage_of
+from .chat_stream import Usage
 from .documents import Conversations, Documents, ResponseStore, response_of, session_of
 from .engines import Engines
 from .errors import RefusedError, ending, refused
@@ -28,8 +28,7 @@ from .metrics import Metrics
 from .openai.requests import SampledBody
 from .options import ServerOptions
 from .parsers import reasoning_parser, tool_parser
-from .prompts import Prompts
-from .sampling import TokenLimits
+from .prompts import Prompts, TokenLimits
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Service:
         self.engines = Engines(engine, options)
         self.conversations = Conversations(self._documents("conversations"))
         self.responses = ResponseStore(self._documents("responses"))
-        self._held: set[str] = set()
+        self._locked: set[str] = set()
         self._salt_key = secrets.token_bytes(32)
         self._salts_keys = len(set(options.api_keys)) > 1 and not options.share_prefixes
         self._forgetting: set[asyncio.Task[None]] = set()
@@ -78,7 +77,7 @@ class Service:
                 code="model_not_found",
             )
 
-    def where(self, body: SampledBody, request: Request, *, trace: bool = False) -> EngineArguments:
+    def arguments(self, body: SampledBody, request: Request, *, trace: bool = False) -> EngineArguments:
         """Return the engine options of a request. Raises RefusedError for unsupported combinations."""
         if body.exact is not None and body.exact != (self.engine.llm.config.exact is not None):
             raise refused("exact differs from the server's setting, which requests cannot change: remove it", "exact")
@@ -121,28 +120,28 @@ class Service:
         """Whether sessions are stored."""
         return self.options.documents is not None
 
-    def is_answering(self, name: str) -> bool:
-        return name in self._held
+    def is_locked(self, session: str) -> bool:
+        return session in self._locked
 
     @contextmanager
-    def answering(self, *names: str | None) -> Iterator[None]:
+    def locked(self, *names: str | None) -> Iterator[None]:
         """Lock sessions and responses while they are generated and stored, or deleted.
 
         Raises SessionBusyError (409) if one of them is locked.
         """
-        held = {name for name in names if name is not None}
-        if held & self._held:
+        sessions = {name for name in names if name is not None}
+        if sessions & self._locked:
             raise SessionBusyError("this conversation is in use by another request")
-        self._held |= held
+        self._locked |= sessions
         try:
             yield
         finally:
-            self._held -= held
+            self._locked -= sessions
 
     async def delete_session(self, owner: str, name: str) -> None:
         """Delete a conversation and its KV. Raises RefusedError (404), SessionBusyError, StoreError."""
         session = session_of(owner, name)
-        with self.answering(session):
+        with self.locked(session):
             # The engine may have a session without a conversation: from text completions or early disconnects.
             known = await self._delete_kv(session)
             if not known or self.conversations.exists(owner, name):
@@ -150,18 +149,18 @@ class Service:
 
     async def delete_response(self, owner: str, name: str) -> None:
         """Delete a response and the KV of its conversation. Raises as `delete_session`."""
-        with self.answering(response_of(owner, name)):  # lock before `get`: an unfinished response is not stored yet
+        with self.locked(response_of(owner, name)):  # lock before `get`: an unfinished response is not stored yet
             session = self.responses.get(name, owner).session
-            with self.answering(None if session == response_of(owner, name) else session):
+            with self.locked(None if session == response_of(owner, name) else session):
                 await self._delete_kv(session)
-                self.responses.delete(name, owner)
+                self.responses.delete(name)
 
     async def _delete_kv(self, session: str) -> bool:
         return self.remembers and await self.engine.delete_session(session)
 
     def forget(self, sessions: Sequence[str]) -> None:
         """Delete the KV of evicted conversations in the background, except of those in use, which are stored again."""
-        for session in [name for name in sessions if self.remembers and not self.is_answering(name)]:
+        for session in [name for name in sessions if self.remembers and not self.is_locked(name)]:
             task = asyncio.ensure_future(self._forget(session))
             self._forgetting.add(task)
             task.add_done_callback(self._forgetting.discard)
@@ -173,7 +172,7 @@ class Service:
             logger.warning("cannot delete a session: %s", error)
 
     async def outputs(
-        self, request: Request, ids: Sequence[int], params: SamplingParams, where: EngineArguments | None = None
+        self, request: Request, ids: Sequence[int], params: SamplingParams, arguments: EngineArguments
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request; the last one is finished. Closing the iterator aborts the request.
 
@@ -182,14 +181,13 @@ class Service:
             TimeoutError: The deadline has passed.
             RefusedError: The server is shutting down.
         """
-        where = where or EngineArguments()
         begun = time.perf_counter()
         deadline, first, last = request.scope["state"]["deadline"], 0.0, None
         reason = "abort"
         try:
             async with (
-                self.engines.under(where.policy, where.policy_options) as engine,
-                aclosing(engine.generate(list(ids), params, **where.named)) as states,
+                self.engines.under(arguments.policy, arguments.policy_options) as engine,
+                aclosing(engine.generate(list(ids), params, **arguments.named)) as states,
             ):
                 while last is None or not last.finished:
                     async with asyncio.timeout_at(deadline):
@@ -211,7 +209,7 @@ class Service:
             raise
         finally:
             now = time.perf_counter()
-            usage = Usage(len(ids)) if last is None else usage_of(last)
+            usage = Usage(len(ids)) if last is None else Usage.of(last)
             self.metrics.ended(reason, usage, now - begun, now - first if first else 0.0)
             self._note(request, ids, last, usage, reason, first - begun if first else None)
 
@@ -233,12 +231,8 @@ class Service:
     ) -> None:
         """Add the statistics of a request to its log record, summed over its prompts."""
         notes: dict[str, Any] = request.scope["state"]["notes"]
-        for name, count in (
-            ("prompt_tokens", usage.prompt),
-            ("cached_tokens", usage.cached),
-            ("generated_tokens", usage.generated),
-        ):
-            notes[name] = notes.get(name, 0) + count
+        for name, count in asdict(usage).items():
+            notes[f"{name}_tokens"] = notes.get(f"{name}_tokens", 0) + count
         notes["finish"] = reason
         if first is not None:
             notes.setdefault("first_token_seconds", round(first, 4))

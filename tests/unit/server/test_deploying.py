@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from offload_rt.cli.serve import add
-from offload_rt.server.middleware import OPEN_PATHS
+from offload_rt.server.app import OPEN_PATHS
 from offload_rt.server.options import ServerOptions
 
 ROOT = Path(__file__).parents[3]

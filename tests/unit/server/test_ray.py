@@ -40,7 +40,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     import ray
     from ray import serve
 
-    from offload_rt.server.ray.app import Cluster, ray_app
+    from offload_rt.server.ray_app import Cluster, ray_app
 
     folder = Path(tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny", "llama", num_hidden_layers=2))
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")

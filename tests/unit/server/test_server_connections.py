@@ -233,7 +233,7 @@ def test_a_refused_client_may_have_reset_its_connection() -> None:
     async def refuse() -> None:
         config = make_server(FastAPI(), ServerOptions()).config
         connections = Connections(ServerOptions())
-        connections.most = 0
+        connections.limit = 0
         refused = LimitedProtocol(connections, config, ServerState(), {})
         refused.connection_made(transport)
         assert connections.refused == {refused}
@@ -328,7 +328,7 @@ def test_incomplete_bodies_are_bounded_together(tokenizer: PreTrainedTokenizerBa
 def test_repeated_messages_are_counted_instead_of_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("offload_rt.server.log.time.monotonic", lambda: clock[0])
-    repetitions = Repetitions(most=3, seconds=10)
+    repetitions = Repetitions(limit=3, seconds=10)
 
     def passes(message: str, level: int = logging.WARNING) -> logging.LogRecord | None:
         record = logging.LogRecord("x", level, "", 0, message, None, None)

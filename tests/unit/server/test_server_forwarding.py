@@ -17,7 +17,7 @@ from support.serving import ScriptedEngine, answering, reference_tokenizer, serv
 from offload_rt.errors import ConfigError
 from offload_rt.server.app import make_app
 from offload_rt.server.options import ServerOptions
-from offload_rt.server.proxy import BEGINNING, ForwardedRequest, Proxy, Upstream, balance_by_load, route_key
+from offload_rt.server.proxy import PREFIX, ForwardedRequest, Proxy, Upstream, balance_by_load, route_key
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello?"}]}
 OPTIONS = ServerOptions(port=0, grace=5, max_body=10_000)
@@ -118,8 +118,8 @@ def test_what_goes_together() -> None:
     assert key({"prompt": f"{short} Who?"}) == key({"prompt": f"{short} Why not?"}) != key({"prompt": LONG})
     assert key({"messages": one}) != key({"system": "Be brief.", "messages": one})
     assert key({"prompt": LONG}) == key({"prompt": [LONG, "x"]}) and key({"input": LONG})
-    assert key({"prompt": [7] * BEGINNING}) == key({"prompt": [7] * BEGINNING + [8]}) != ""
-    assert key({"prompt": [8, *[7] * BEGINNING]}) != key({"prompt": [7] * BEGINNING})
+    assert key({"prompt": [7] * PREFIX}) == key({"prompt": [7] * PREFIX + [8]}) != ""
+    assert key({"prompt": [8, *[7] * PREFIX]}) != key({"prompt": [7] * PREFIX})
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 10_000, b"[1]", b"\xff", json.dumps(ASK).encode()])
@@ -135,7 +135,7 @@ def test_affinity_gives_way_to_load() -> None:
 
 
 def test_a_clusters_size() -> None:
-    from offload_rt.server.ray.app import Cluster
+    from offload_rt.server.ray_app import Cluster
 
     assert Cluster(2).size == {"num_replicas": 2}
     scaling = Cluster(2, 5).size["autoscaling_config"]
