@@ -54,7 +54,13 @@ class ServerOptions:
 
     host: str = option("127.0.0.1", help="address to listen on; 0.0.0.0 for all", metavar="ADDRESS", group="server")
     port: int = option(8000, help="port to listen on; 0 chooses a free port", metavar="N", group="server")
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = option(
+        (),
+        help="require this API key; may be repeated; also from OFFLOAD_RT_API_KEY",
+        flag="--api-key",
+        metavar="KEY",
+        group="server",
+    )
     served_model_name: str | None = option(None, help="model name for clients", metavar="NAME", group="server")
     max_waiting: int = option(256, help="maximum number of waiting requests, then 429", metavar="N", group="limits")
     max_tokens_limit: int | None = option(
@@ -82,8 +88,20 @@ class ServerOptions:
     )
     share_prefixes: bool = option(False, help="share cached prefixes among API keys", group="server")
     documents: Path | None = None
-    cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = option(
+        (),
+        help="allow browser requests from this origin; may be repeated",
+        flag="--cors-origin",
+        metavar="URL",
+        group="server",
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        help="additional host name that a local server accepts; may be repeated",
+        flag="--allowed-host",
+        metavar="NAME",
+        group="server",
+    )
     log_prompts: bool = option(False, help="write prompts and responses to the log", group="server")
 
     def __post_init__(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pty
 import re
@@ -21,7 +20,7 @@ from rich.console import Console
 
 from offload_rt import SamplingParams
 from offload_rt.cli import main
-from offload_rt.cli.chat_loop import Chat
+from offload_rt.cli.chat import Chat
 from offload_rt.errors import InputError
 from offload_rt.outputs import TokenOutput
 from offload_rt.sessions.chat_template import TurnTokens, turn_tokens
@@ -95,47 +94,6 @@ def test_what_is_not_used_for_its_time_to_live_is_given_up(
     assert not list(tmp_path.rglob("*.kv"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["sessions", "list", "--store", "/nowhere"], "there is no store at '/nowhere'"),
-        (["sessions", "burn", "--store", "/tmp"], "action='burn' is unknown"),
-        (["sessions", "show", "--store", "/tmp"], "needs the NAME"),
-        (["eval", "store", "--trace", "/none"], "cannot read '/none'"),
-        (["eval", "store", "--trace", "/none", "--policies", "mru"], "policy='mru' is unknown"),
-        (["eval", "store", "--trace", "/none", "--host", "much"], "--host='much' is not a size"),
-        (["chat", "reference", "--session", "s", "--store", "/dev/null/x"], "cannot use the store"),
-        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-limit", "-1"], "is not a size"),
-        (
-            ["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-ttl", "soon"],
-            "'soon' is not a duration",
-        ),
-        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-ttl", "0d"], "must be positive"),
-        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-policy", "lur"], "did you mean 'lru'"),
-        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--overflow", "trunc"], "overflow='trunc' is"),
-        (["sessions", "list", "--store", "/tmp", "--store-ttl", "1y"], "--store-ttl='1y' is not a duration"),
-        (["sessions", "delete", "s", "--store", "/tmp", "--store-ttl", "1d"], "remove it from sessions delete"),
-    ],
-)
-def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    error = capsys.readouterr().err.strip()
-    assert message in error and "\n" not in error
-
-
-def test_simulate_store_prints_a_line_for_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = tmp_path / "trace.jsonl"
-    rows = [
-        {"timestamp": 1000 * i, "input_length": 512 * 3, "output_length": 1, "hash_ids": [i % 5, 100 + i % 5, i]}
-        for i in range(1000, 1030)
-    ]
-    trace.write_text("\n".join(map(json.dumps, rows)))
-    arguments = ["eval", "store", "--trace", str(trace), "--host", "1GiB,2GiB", "--disk", "0,4GiB", "--requests", "20"]
-    assert main([*arguments, "--speed", "1,10", "--token-bytes", "64KiB", "--out", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.count("hit") >= 2 * 2 * 2 * 4
-    assert (tmp_path / "out" / "store.md").exists() and (tmp_path / "out" / "store_load.png").exists()
-
-
 def test_an_interrupt_that_python_drops_still_ends_the_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,7 +123,7 @@ def test_an_interrupt_that_python_drops_still_ends_the_answer(
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
     session, before = Endless(), signal.getsignal(signal.SIGINT)
     console = Console(stderr=True)
-    Chat(types.SimpleNamespace(name="m"), session, SamplingParams(), str, console).run()  # type: ignore[arg-type]
+    Chat(types.SimpleNamespace(name="m"), session, SamplingParams(), console).run()  # type: ignore[arg-type]
     out, err = capsys.readouterr()
     assert len(dropped) == 1, "the interrupt was really lost"
     assert out == "0 1 2 3 4 " and "(ended)" in err and session.closed == 2

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
-from support.serving import ScriptedEngine, answering, reference_tokenizer, served, wait_until
+from support.serving import ScriptedEngine, answering, served, wait_until
 from transformers import PreTrainedTokenizerBase
 from uvicorn.server import ServerState
 
@@ -30,11 +30,6 @@ from offload_rt.server.run import bound
 
 ASK = {"prompt": "It was", "max_tokens": 4000}
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return reference_tokenizer()
 
 
 def connect(url: str, data: bytes = b"", receive_buffer: int | None = None) -> socket.socket:

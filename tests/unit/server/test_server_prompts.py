@@ -158,11 +158,8 @@ def test_a_text_has_at_least_as_many_tokens(name: str) -> None:
 def test_nfc_shrinks_no_further() -> None:
     """The longest canonical equivalent of a character has the longest equivalent of each part of its decomposition."""
     longest: dict[str, int] = {}
-    characters = [
-        chr(i)
-        for i in range(0x30000)
-        if unicodedata.decomposition(chr(i)) and "<" not in unicodedata.decomposition(chr(i))
-    ]
+    found = ((chr(i), unicodedata.decomposition(chr(i))) for i in range(0x30000))
+    characters = [character for character, parts in found if parts and "<" not in parts]
     for character in characters:
         parts = unicodedata.normalize("NFD", character)
         if len(parts) == 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from support.serving import ScriptedEngine, answering, reference_tokenizer, served, wait_until
+from support.serving import ScriptedEngine, answering, served, wait_until
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt import ConfigError
@@ -23,11 +23,6 @@ from offload_rt.server.run import Loading, bound, serve
 
 SECRET = "Sedley of the Moat House"
 ASK = {"messages": [{"role": "user", "content": SECRET}]}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return reference_tokenizer()
 
 
 @pytest.fixture(scope="module")
