@@ -92,7 +92,7 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
     job = await prepare(service, request, conversation, body.max_tokens, sampling)
     steps = respond_to(service, request, job, EngineArguments(cache_salt=service.salt(request, body.cache_salt)))
     message: dict[str, Any] = {
-        "id": f"msg_{request.scope['state']['request_id']}",
+        "id": f"msg_{request.state.request_id}",
         "type": "message",
         "role": "assistant",
         "model": service.name,

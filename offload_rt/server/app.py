@@ -88,11 +88,11 @@ def _add_errors(app: FastAPI) -> None:
         failure = refusal(error)
         if failure.status >= 500:
             logger.error("a request failed", exc_info=error)
-        request.scope["state"]["notes"]["error"] = failure.message
+        request.state.notes["error"] = failure.message
         return error_response(failure, request.url.path)
 
     async def gone(request: Request, error: Exception) -> Response:
-        request.scope["state"]["notes"]["client"] = "gone"
+        request.state.notes["client"] = "gone"
         return Response(status_code=GONE)  # the client has disconnected
 
     for kind in (RefusedError, OffloadError, RequestValidationError, ValidationError, HTTPException, TimeoutError):
@@ -144,11 +144,11 @@ def _add_responses(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/responses/{name}")
     async def response(name: str, request: Request) -> Response:
-        return json_answer(service.responses.get(name, request.scope["state"]["owner"]).response)
+        return json_answer(service.responses.get(name, request.state.owner).response)
 
     @app.delete("/v1/responses/{name}")
     async def delete(name: str, request: Request) -> dict[str, Any]:
-        await service.delete_response(request.scope["state"]["owner"], name)
+        await service.delete_response(request.state.owner, name)
         return {"id": name, "object": "response", "deleted": True}
 
 
@@ -157,17 +157,17 @@ def _add_sessions(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/sessions")
     async def sessions(request: Request) -> Response:
-        found = service.conversations.of(request.scope["state"]["owner"])
+        found = service.conversations.of(request.state.owner)
         return json_answer({"object": "list", "store": service.remembers, "data": found})
 
     @app.get("/v1/sessions/{name}")
     async def session(name: str, request: Request) -> Response:
-        messages = service.conversations.messages(request.scope["state"]["owner"], name)
+        messages = service.conversations.messages(request.state.owner, name)
         return json_answer({"id": name, "object": "session", "messages": messages})
 
     @app.delete("/v1/sessions/{name}")
     async def delete(name: str, request: Request) -> dict[str, Any]:
-        await service.delete_session(request.scope["state"]["owner"], name)
+        await service.delete_session(request.state.owner, name)
         return {"id": name, "object": "session", "deleted": True}
 
 

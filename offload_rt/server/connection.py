@@ -36,7 +36,7 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises TimeoutError shortly after the request's deadline if `work` did not raise it, and before the connection is
     aborted.
     """
-    async with asyncio.timeout_at(request.scope["state"]["deadline"] + DELIVERY_SECONDS / 2):
+    async with asyncio.timeout_at(request.state.deadline + DELIVERY_SECONDS / 2):
         return await until_disconnect(request.receive, work)
 
 
@@ -57,6 +57,17 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def body_parts(receive: Receive) -> AsyncGenerator[bytes, None]:
+    """Yield the parts of a request's body. Raises ClientGoneError if the client closes the connection."""
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        more = message.get("more_body", False)
+        yield message.get("body", b"")
 
 
 def json_answer(content: Any) -> Response:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .connection import ClientGoneError, body_parts
 from .errors import RefusedError, ending, error_response, refusal
 from .log import log_request
 from .options import LOCAL_HOSTS, ServerOptions
@@ -127,19 +128,17 @@ class RequestMiddleware:
             raise too_large
         try:
             async with asyncio.timeout_at(deadline):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    self._receiving += len(parts[-1])
+                async for part in body_parts(receive):
+                    parts.append(part)
+                    size += len(part)
+                    self._receiving += len(part)
                     if size > limit:
                         raise too_large
                     if self._receiving > MAX_BODIES * limit:
                         raise RefusedError(503, "too many requests are being received", headers={"Retry-After": "2"})
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
+            return b"".join(parts)
+        except ClientGoneError:
+            return None
         except TimeoutError:
             raise RefusedError(408, "the body of the request did not arrive in time") from None
         finally:

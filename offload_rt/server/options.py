@@ -25,31 +25,20 @@ class ServerOptions:
     """Access, limits and formats of the server. Sizes and durations may be strings ("16MiB", "10m").
 
     Attributes:
-        host: Address to listen on.
-        port: Port to listen on. 0 chooses a free port.
-        api_keys: API keys, of which each request must send one. Empty: requests need no key. The command line also
-            reads OFFLOAD_RT_API_KEY.
-        served_model_name: Model name for clients. None: the hub id, or the last part of the path.
-        max_waiting: Maximum number of waiting requests. Further requests get 429 with Retry-After.
-        max_tokens_limit: Maximum number of new tokens per request. None: the model's context length.
-        max_engines: Maximum number of policies (with options) in use at once, including the server's default.
-        max_body: Maximum size of a request body in bytes. Larger requests get 413.
-        timeout: Maximum duration of a request in seconds, from its arrival to the last byte of the response.
-        max_connections: Maximum number of open connections. If all are in use, a new connection replaces the one whose
-            client has been silent for longest. It is refused if every client waits for a response. None: half of the
-            process's limit on file descriptors.
-        head_timeout: Seconds within which the head of a request must arrive.
-        send_timeout: Seconds after which a client that does not read its response is disconnected.
-        grace: Seconds that running requests may take to finish during a shutdown.
-        tool_parser: Format of tool calls. "auto" chooses by the chat template.
-        reasoning_parser: Format of reasoning sections. "auto" chooses by the chat template.
-        share_prefixes: Share cached prefixes among API keys. By default a key reuses only its own KV, so that
-            `cached_tokens` and latency do not reveal prompts of other keys.
+        api_keys: API keys, of which each request must send one. Empty: requests need no key.
+        served_model_name: None: the hub id, or the last part of the path.
+        max_waiting: Further requests get 429 with Retry-After.
+        max_tokens_limit: None: the model's context length.
+        max_engines: Each policy (with its options) has an engine. The default policy counts.
+        max_body: Larger requests get 413.
+        timeout: From the arrival of a request to the last byte of the response.
+        max_connections: If all are in use, a new connection replaces the one whose client has been silent for longest.
+            It is refused if every client waits for a response.
+        share_prefixes: By default a key reuses only its own KV, so that `cached_tokens` and latency do not reveal
+            prompts of other keys.
         documents: Folder for conversations and responses. None: in memory.
-        cors_origins: Origins whose pages may call the server from a browser.
-        allowed_hosts: Additional host names that a server on a local address accepts. It refuses other names to
-            prevent DNS rebinding.
-        log_prompts: Write prompts and responses to the log. By default it contains only sizes and times.
+        allowed_hosts: A server on a local address refuses other names to prevent DNS rebinding.
+        log_prompts: By default the log contains only sizes and times.
     """
 
     host: str = option("127.0.0.1", help="address to listen on; 0.0.0.0 for all", metavar="ADDRESS", group="server")

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .connection import ClientGoneError, until_disconnect
+from .connection import ClientGoneError, body_parts, until_disconnect
 from .errors import RefusedError, error_response
 from .log import logger
 from .options import DELIVERY_SECONDS
@@ -118,29 +118,16 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request. Cancel it shortly after `timeout`, so that the replica can report the timeout first."""
-        async with asyncio.timeout(self._timeout + DELIVERY_SECONDS):
-            await self._forward(scope, receive, send)
-
-    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await self._read(receive)
-        if body is None:
-            return
-        forwarded = ForwardedRequest({name: scope[name] for name in _PASSED if name in scope}, body)
-        key = route_key(Headers(scope=scope), body)
         with suppress(ClientGoneError):
-            await until_disconnect(receive, self._respond(forwarded, key, receive, send))
-
-    async def _read(self, receive: Receive) -> bytes | None:
-        parts, size = [], 0
-        while size <= self._max_body:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if not message.get("more_body", False):
-                break
-        return b"".join(parts)
+            async with asyncio.timeout(self._timeout + DELIVERY_SECONDS):
+                body = bytearray()
+                async for part in body_parts(receive):
+                    body += part
+                    if len(body) > self._max_body:
+                        break
+                forwarded = ForwardedRequest({name: scope[name] for name in _PASSED if name in scope}, bytes(body))
+                key = route_key(Headers(scope=scope), forwarded.body)
+                await until_disconnect(receive, self._respond(forwarded, key, receive, send))
 
     async def _respond(self, forwarded: ForwardedRequest, key: str, receive: Receive, send: Send) -> None:
         begun = False

@@ -90,12 +90,12 @@ class Service:
             )
         if body.policy is not None:
             raise refused("a session always uses the server's policy: remove policy or session", "policy")
-        session = session_of(request.scope["state"]["owner"], body.session)
+        session = session_of(request.state.owner, body.session)
         return EngineArguments(session=session, trace=trace, cache_salt=salt)
 
     def salt(self, request: Request, given: str | None) -> str:
         """Return the cache salt of a request, derived from its API key (if there are several) and its `cache_salt`."""
-        owner = request.scope["state"]["owner"] if self._salts_keys else ""
+        owner = request.state.owner if self._salts_keys else ""
         if not owner and not given:
             return ""
         text = f"{owner}:{given or ''}"
@@ -182,7 +182,7 @@ class Service:
             RefusedError: The server is shutting down.
         """
         begun = time.perf_counter()
-        deadline, first, last = request.scope["state"]["deadline"], 0.0, None
+        deadline, first, last = request.state.deadline, 0.0, None
         reason = "abort"
         try:
             async with (
@@ -230,7 +230,7 @@ class Service:
         first: float | None,
     ) -> None:
         """Add the statistics of a request to its log record, summed over its prompts."""
-        notes: dict[str, Any] = request.scope["state"]["notes"]
+        notes: dict[str, Any] = request.state.notes
         for name, count in asdict(usage).items():
             notes[f"{name}_tokens"] = notes.get(f"{name}_tokens", 0) + count
         notes["finish"] = reason

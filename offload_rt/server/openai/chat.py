@@ -133,7 +133,7 @@ async def _stored(
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         if pieces:
             messages.append({key: value for key, value in _message(pieces).items() if value is not None})
-        service.forget(service.conversations.keep(request.scope["state"]["owner"], body.session, messages))
+        service.forget(service.conversations.keep(request.state.owner, body.session, messages))
 
     with service.locked(session):  # until the response is stored, because that would undo a deletion in between
         try:

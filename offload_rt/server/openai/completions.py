@@ -174,7 +174,7 @@ async def _events(
 
 def response_head(service: Service, request: Request, prefix: str, kind: str) -> dict[str, Any]:
     """Return the fields with which chat and text completions begin."""
-    name = f"{prefix}-{request.scope['state']['request_id']}"
+    name = f"{prefix}-{request.state.request_id}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": service.name}
 
 

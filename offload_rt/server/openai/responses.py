@@ -128,7 +128,7 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
         json.dumps(head, allow_nan=False)
     except (ValueError, RecursionError):
         raise refused("tools and metadata must be valid JSON: remove NaN, Infinity and deep nesting", "tools") from None
-    owner, name = request.scope["state"]["owner"], body.previous_response_id
+    owner, name = request.state.owner, body.previous_response_id
     before = service.responses.get(name, owner) if name else None
     messages = [*(before.messages if before else ()), *_new_messages(body)]
     structured = structured_outputs(body.text.format if body.text else None)
@@ -163,7 +163,7 @@ class _Generation:
     ) -> None:
         self._service, self._request, self._body, self._job = service, request, body, job
         self._messages, self._before = messages, before
-        self._owner: str = request.scope["state"]["owner"]
+        self._owner: str = request.state.owner
         self._stored = body.store is not False
 
     @contextmanager
@@ -238,7 +238,7 @@ class _Generation:
 def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:
     """Return the initial response object."""
     return {
-        "id": f"resp_{request.scope['state']['request_id']}",
+        "id": f"resp_{request.state.request_id}",
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,

@@ -94,25 +94,9 @@ WHOLE: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
 
 def text_of(seed: int, size: int) -> str:
     rng = random.Random(seed)
-    words = [
-        "a",
-        "bc",
-        " ",
-        "  ",
-        "\n",
-        "\t",
-        "12",
-        "é",
-        "的",
-        "e\u0301",
-        "\u1112\u1161\u11ab",
-        ".",
-        "'s",
-        "<|end|>",
-        "▁",
-        "Ġ",
-    ]
-    return "".join(rng.choice([*words, " high", " the", "x y"]) for _ in range(size))
+    words = ["a", "bc", " ", "  ", "\n", "\t", "12", "é", "的", "e\u0301", "\u1112\u1161\u11ab", ".", "'s"]
+    words += ["<|end|>", "▁", "Ġ", " high", " the", "x y"]
+    return "".join(rng.choice(words) for _ in range(size))
 
 
 def encode(texts: TextTokenizer, text: str, special_tokens: bool = False) -> list[int]:
