@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
+from fastapi import APIRouter, Request
 from pydantic import Field
-from starlette.requests import Request
 from starlette.responses import Response
 
 from .chat_responses import prepare, respond_to
@@ -19,7 +19,9 @@ from .conversation import Conversation, call_message, content_text, refuse_prefi
 from .errors import refused
 from .openai.requests import Body, CacheSalt, Count, Texts, sampling_fields
 from .parsers import Content, Piece, Reasoning, ToolCall
-from .service import EngineArguments, Service
+from .service import CurrentService, EngineArguments
+
+router = APIRouter()
 
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
@@ -70,7 +72,8 @@ class MessagesRequest(CountRequest):
     cache_salt: CacheSalt | None = None
 
 
-async def count_tokens(service: Service, body: CountRequest, request: Request) -> Response:
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountRequest, request: Request, service: CurrentService) -> Response:
     """Count the tokens of a prompt.
 
     If the conversation ends with an assistant message, the generation prompt is not counted.
@@ -83,7 +86,8 @@ async def count_tokens(service: Service, body: CountRequest, request: Request) -
     return json_answer({"input_tokens": len(ids)})
 
 
-async def messages(service: Service, body: MessagesRequest, request: Request) -> Response:
+@router.post("/v1/messages")
+async def messages(body: MessagesRequest, request: Request, service: CurrentService) -> Response:
     """Handle a request. The response is an event stream if `stream` is true."""
     service.check_model(body.model)
     conversation = _conversation(body)

@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from starlette.requests import Request
+from fastapi import Depends, Request
 
 from ..async_llm import AsyncLLM
 from ..errors import ConfigError, OffloadError, PoolFullError, SessionBusyError
@@ -254,3 +254,12 @@ def _called(name: str) -> str:
     """Return the default served model name: the hub id, or the last part of a path to hide the local folders."""
     path = Path(name).expanduser()
     return path.name if path.is_absolute() or path.exists() else name
+
+
+async def _service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+CurrentService = Annotated[Service, Depends(_service_of)]
+"""Parameter of a route: the service of the application."""

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from fastapi import APIRouter, Request
 from numpy.typing import NDArray
-from starlette.requests import Request
 from starlette.responses import Response
 
 from ...llm import LLM
@@ -22,9 +22,11 @@ from ..connection import event, json_answer, streamed, until_gone
 from ..conversation import from_chat
 from ..errors import refused
 from ..parsers import Content, Piece, Reasoning, ToolCall, text_of
-from ..service import EngineArguments, Service
+from ..service import CurrentService, EngineArguments, Service
 from .completions import chat_logprobs, response_head, usage_json
 from .requests import ChatRequest, sampling_fields, structured_outputs
+
+router = APIRouter()
 
 MAX_SEGMENTS = 1024
 """Maximum number of prompt segments for which selections are counted. A segment has one or more tokens."""
@@ -89,7 +91,8 @@ class TraceEvents:
         }
 
 
-async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
+@router.post("/v1/chat/completions")
+async def chat(body: ChatRequest, request: Request, service: CurrentService) -> Response:
     """Handle a chat request. The response is an event stream if `stream` is true."""
     service.check_model(body.model)
     if body.trace and not body.stream:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from starlette.requests import Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ...outputs import Logprob, Logprobs
@@ -19,8 +19,10 @@ from ..chat_stream import ChatStream, Step, Usage, collected
 from ..connection import event, json_answer, streamed, until_gone
 from ..errors import refused
 from ..parsers import Content, text_of
-from ..service import EngineArguments, Service
+from ..service import CurrentService, EngineArguments, Service
 from .requests import CompletionRequest, sampling_fields, structured_outputs
+
+router = APIRouter()
 
 DEFAULT_TOKENS = 16
 """Default of `max_tokens`, as in OpenAI's API."""
@@ -49,7 +51,8 @@ Choice = Callable[[Step, int], dict[str, Any]]
 """Converts a step of a completion whose earlier text has the given length to a choice of the response."""
 
 
-async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
+@router.post("/v1/completions")
+async def complete(body: CompletionRequest, request: Request, service: CurrentService) -> Response:
     """Handle a completion request. The response is an event stream if `stream` is true."""
     service.check_model(body.model)
     n = body.n or 1

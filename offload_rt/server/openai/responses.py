@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from starlette.requests import Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ..chat_responses import ChatJob, prepare, respond_to
@@ -17,10 +17,12 @@ from ..chat_stream import Step, Usage, collected
 from ..connection import event, json_answer, streamed, until_gone
 from ..conversation import Conversation, call_message, content_text, refuse_prefill, tool_options
 from ..documents import StoredResponse, response_of
-from ..errors import refused
+from ..errors import RefusedError, refused
 from ..parsers import Content, Piece, Reasoning, ToolCall, text_of
-from ..service import EngineArguments, Service
+from ..service import CurrentService, EngineArguments, Service
 from .requests import FlatNamed, ResponsesRequest, sampling_fields, structured_outputs
+
+router = APIRouter()
 
 Event = dict[str, Any]
 
@@ -115,7 +117,8 @@ class Items:
         return {"id": self._id, "type": "message", "role": "assistant", "status": status, "content": [self._part(text)]}
 
 
-async def respond(service: Service, body: ResponsesRequest, request: Request) -> Response:
+@router.post("/v1/responses")
+async def respond(body: ResponsesRequest, request: Request, service: CurrentService) -> Response:
     """Handle a request and store the response unless `store` is false.
 
     The response is an event stream if `stream` is true.
@@ -138,6 +141,23 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
     if body.stream:
         return await streamed(request, generation.events(head))
     return json_answer(await until_gone(request, generation.whole(head)))
+
+
+@router.post("/v1/responses/compact")
+async def compact() -> Response:
+    message = "compaction is not supported: use previous_response_id, which keeps the KV cache"
+    raise RefusedError(404, message, code="not_found")
+
+
+@router.get("/v1/responses/{name}")
+async def retrieve(name: str, request: Request, service: CurrentService) -> Response:
+    return json_answer(service.responses.get(name, request.state.owner).response)
+
+
+@router.delete("/v1/responses/{name}")
+async def delete(name: str, request: Request, service: CurrentService) -> dict[str, Any]:
+    await service.delete_response(request.state.owner, name)
+    return {"id": name, "object": "response", "deleted": True}
 
 
 class _Generation:
