@@ -275,7 +275,7 @@ def test_prompt_over_the_positions_of_a_table(cli: Cli, pages: Path, tmp_path: P
         ("--policy infinigen --dense-layers 8", ("dense_layers", "8", "0 to 7")),
         ("--policy infinigen --skew none.safetensors", ("none.safetensors",)),
         (f"--policy infinigen --skew {BOOK}", (BOOK,)),
-        ("--skew-method pca", ("skew='pca'", "svd, balanced")),
+        ("--policy infinigen --skew-method pca", ("skew='pca'", "svd, balanced")),
         ("--eviction lfu", ("eviction='lfu'", "fifo, lru, counter")),
         ("--eviction lru --protect sinks", ("protect='sinks'", "window, none")),
         ("--protect none", ("--protect none", "--eviction")),
