@@ -25,7 +25,6 @@ COMMANDS = (generate, chat, batch, serve, sessions, skew, info, evaluate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code."""
     args = _parser().parse_args(argv)
     try:
         with _quiet_libraries():

@@ -28,7 +28,6 @@ Groups = dict[str, Any]
 
 
 def group_of(parser: argparse.ArgumentParser, groups: Groups, title: str) -> Any:
-    """Return the argument group of a title, and create it if necessary."""
     if title not in groups:
         groups[title] = parser.add_argument_group(title)
     return groups[title]
@@ -179,7 +178,6 @@ def add_store_flags(parser: argparse.ArgumentParser, *, required: bool = True) -
 
 
 def store_options(args: argparse.Namespace) -> StoreOptions:
-    """Return the store options from the flags. Raises ConfigError."""
     return from_mapping(StoreOptions, given_options(args, StoreOptions, STORE_OPTION))
 
 

@@ -37,12 +37,10 @@ def _if(condition: object, *rows: tuple[str, str]) -> Rows:
 
 
 def _size(name: str, size: int) -> Rows:
-    """Return a row if `size` is not 0."""
     return _if(size, (name, format_size(size)))
 
 
 def _fraction(name: str, fraction: float | None) -> Rows:
-    """Return a row if the fraction was measured."""
     return _if(fraction is not None, (name, _percent(fraction)))
 
 

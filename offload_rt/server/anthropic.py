@@ -35,8 +35,6 @@ class InputMessage(Body):
 
 
 class ClientTool(Body):
-    """A tool that the model may call."""
-
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     input_schema: dict[str, Any] | None = None
@@ -44,8 +42,6 @@ class ClientTool(Body):
 
 
 class ToolChoice(Body):
-    """The `tool_choice` of a request."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
 

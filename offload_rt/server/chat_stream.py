@@ -24,7 +24,6 @@ class Usage:
 
     @classmethod
     def of(cls, output: RequestOutput) -> Usage:
-        """Return the token counts of an output."""
         generated = sum(len(each.token_ids) for each in output.outputs)
         return cls(len(output.prompt_token_ids), output.num_cached_tokens, generated)
 
@@ -66,7 +65,6 @@ class ChatStream:
         self._seen: dict[int, tuple[int, int, bool]] = {}
         """Characters and tokens of each completion that were returned, and whether it has finished."""
         self._called: set[int] = set()
-        """Completions that contain a tool call."""
 
     def of(self, output: RequestOutput) -> list[Step]:
         """Return a step for each completion that has changed since the last call, and one for the trace."""

@@ -71,13 +71,11 @@ async def body_parts(receive: Receive) -> AsyncGenerator[bytes, None]:
 
 
 def json_answer(content: Any) -> Response:
-    """Return a JSON response."""
     # ASCII, because text quoted from a request may contain lone surrogates, which UTF-8 cannot encode.
     return Response(json.dumps(content, ensure_ascii=True, separators=(",", ":")), media_type="application/json")
 
 
 def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
-    """Encode a server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=True, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {text}\n\n".encode()

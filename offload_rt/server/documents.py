@@ -139,7 +139,6 @@ class Documents:
             return None
 
     def delete(self, name: str) -> None:
-        """Delete a document if it exists."""
         self._forget(name)
         if self._folder is not None:
             for path in (self._path(name), *self._folder.glob(f"{name}.*.tmp")):

@@ -100,7 +100,6 @@ class Engines:
             self._past[name] += getattr(load, name)
 
     def load(self) -> EngineLoad:
-        """Return the load and totals of all engines."""
         own, loads = self.own.load(), [engine.load() for engine in self._others.values()]
         added = {name: self._past[name] + sum(getattr(load, name) for load in (own, *loads)) for name in _ADDED}
         return EngineLoad(**{field.name: getattr(own, field.name) for field in fields(EngineLoad)} | added)

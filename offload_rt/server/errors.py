@@ -82,7 +82,6 @@ def ending() -> RefusedError:
 
 
 def refusal(error: BaseException) -> RefusedError:
-    """Convert an exception to an error response."""
     # Not at the top of the file, because the server listens before it imports FastAPI.
     from fastapi.exceptions import RequestValidationError
     from pydantic import ValidationError

@@ -13,6 +13,9 @@ from starlette.types import Scope
 MAX_KINDS = 100
 """Maximum number of message kinds that are counted separately."""
 
+QUIET_PATHS = ("/health", "/metrics", "/v1/load")
+"""Paths whose successful requests are logged at level DEBUG, because they are polled."""
+
 logger = logging.getLogger("offload_rt.server")
 
 
@@ -72,7 +75,6 @@ def log_to_stderr() -> None:
 
 
 def log_request(scope: Scope, status: int, seconds: float) -> None:
-    """Log a request with its status, duration and statistics."""
     notes = scope["state"]["notes"]
     fields = {
         "id": scope["state"]["request_id"],
@@ -82,11 +84,5 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
         "seconds": round(seconds, 4),
         **notes,
     }
-    level = (
-        logging.ERROR
-        if status >= 500
-        else logging.DEBUG
-        if scope["path"] in ("/health", "/metrics", "/v1/load")
-        else logging.INFO
-    )
-    logger.log(level, "request", extra={"fields": fields})
+    level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+    logger.log(logging.ERROR if status >= 500 else level, "request", extra={"fields": fields})

@@ -72,7 +72,6 @@ class Metrics:
         self._model = model
 
     def began(self, seconds: float) -> None:
-        """Record the time to the first token."""
         self._first.observe(seconds)
 
     def ended(self, reason: str, usage: Usage, seconds: float, after_first: float) -> None:
@@ -85,7 +84,6 @@ class Metrics:
             self._token.observe(after_first / (usage.generated - 1))
 
     def text(self) -> bytes:
-        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def load(self) -> dict[str, int]:

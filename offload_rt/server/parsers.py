@@ -17,15 +17,11 @@ LLAMA_TAG = "<|python_tag|>"
 
 @dataclass(frozen=True)
 class Content:
-    """Text shown to the user."""
-
     text: str
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text of a reasoning section."""
-
     text: str
 
 
@@ -57,8 +53,6 @@ class Parser(Protocol):
 
 
 class Plain:
-    """Return all text as content."""
-
     def push(self, text: str) -> list[Piece]:
         return [Content(text)] if text else []
 

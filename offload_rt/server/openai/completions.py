@@ -182,7 +182,6 @@ def response_head(service: Service, request: Request, prefix: str, kind: str) ->
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """Return token counts in OpenAI's format."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.generated,

@@ -105,8 +105,6 @@ class FunctionSpec(Body):
 
 
 class Tool(Body):
-    """A tool that the model may call."""
-
     type: Literal["function"]
     function: FunctionSpec
 
@@ -116,8 +114,6 @@ class NamedFunction(Body):
 
 
 class NamedTool(Body):
-    """A `tool_choice` that names the tool to call."""
-
     type: Literal["function"]
     function: NamedFunction
 
@@ -172,8 +168,6 @@ class FlatTool(Body):
 
 
 class FlatNamed(NamedFunction):
-    """A `tool_choice` that names the tool to call."""
-
     type: Literal["function"]
 
 

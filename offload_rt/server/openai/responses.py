@@ -220,7 +220,6 @@ class _Generation:
         return response
 
     async def whole(self, head: dict[str, Any]) -> dict[str, Any]:
-        """Return the completed response object."""
         items = Items()
         with self._session(head["id"]) as session:
             [step] = await collected(self._steps(session))
@@ -230,7 +229,6 @@ class _Generation:
             return self._finish(head, session, step, items)
 
     async def events(self, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-        """Yield the server-sent events."""
         items, number, begun = Items(), 0, False
 
         def numbered(events: Sequence[Event]) -> bytes:
