@@ -195,10 +195,3 @@ def test_without_a_template_text_is_appended_as_it_is() -> None:
     assert turn_tokens(tokenizer, history, "c", {1}) == TurnTokens(1, 0, (ord("c"),))
     with pytest.raises(InputError, match="empty"):
         turn_tokens(tokenizer, history, "")
-
-
-def test_documents_of_other_formats_are_no_histories() -> None:
-    good = History("n", "m", tokens=[1, 2, 3], computed=2, decoded=[(1, 2)], turns=[("user", "ä")])
-    assert History.from_bytes(good.to_bytes()) == good
-    for bad in (b"", b"{}", b"[]", b'{"format": 2}', good.to_bytes().replace(b'"format": 2', b'"format": 9')):
-        assert History.from_bytes(bad) is None

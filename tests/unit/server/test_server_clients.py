@@ -34,22 +34,12 @@ pytestmark = pytest.mark.filterwarnings("default")  # for warnings of these pack
 HELLO = "Good morning, “friend” and café."
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Dick"}}\n</tool_call>'
 SAID = {"hello": HELLO, "think": f"<think>\nWell…\n</think>\n\n{HELLO}", "call": CALL, "form": '{"name": "Dick"}'}
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "find",
-        "description": "Finds.",
-        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
-    },
-}
-FORM: Any = {
-    "title": "person",
-    "description": "Who it is.",
-    "type": "object",
-    "properties": {"name": {"type": "string"}},
-    "required": ["name"],
+PARAMETERS = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
+TOOL: Any = {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": PARAMETERS}}
+FORM: Any = PARAMETERS | {
+    "title": "person", "description": "Who it is.", "properties": {"name": {"type": "string"}}, "required": ["name"],
     "additionalProperties": False,
-}
+}  # fmt: skip
 
 
 def say(prompt: str) -> str:
