@@ -49,7 +49,7 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 demo: $(READY)
 	mkdir -p $(OUT)
 	$(BIN)/offload-rt generate reference --prompt-file offload_rt/data/black_arrow.txt --truncate tail --max-new-tokens 200 \
-		--temperature 0.8 --top-p 0.95 --seed 1 --plot $(OUT)/demo.png --stats-json $(OUT)/demo.json
+		--temperature 0.8 --top-p 0.95 --seed 1 --stats-json $(OUT)/demo.json
 
 MODEL_FOLDER := $(or $(OFFLOAD_RT_MODELS),$(HOME)/.cache/offload-rt-models)
 
