@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -25,15 +25,13 @@ class ChatJob:
         text: Rendered prompt.
         ids: Token ids of the prompt.
         params: Sampling parameters.
-        offered: Names of the tools that may be called, or None.
-        forced: Whether the response must be a tool call, as JSON.
+        make_parser: Creates the parser of each completion.
     """
 
     text: str
     ids: list[int]
     params: SamplingParams
-    offered: list[str] | None
-    forced: bool
+    make_parser: Callable[[], Parser]
 
 
 async def prepare(
@@ -58,22 +56,22 @@ async def prepare(
     forced = {} if structured else forced_call(conversation)
     tokens = service.limits.tokens(len(ids), max_tokens)
     params = service.params(max_tokens=tokens, **sampling, **(structured or forced))
-    return ChatJob(text, ids, params, conversation.offered, bool(forced))
+
+    def make_parser() -> Parser:
+        # Guided decoding applies from the first token on, so the response has no reasoning section.
+        if params.structured_outputs is not None:
+            return answer_parser("llama3_json" if forced else "none", "none", conversation.offered)
+        thinking = ends_within_thinking(text)
+        return answer_parser(service.tools, service.reasoning, conversation.offered, thinking=thinking)
+
+    return ChatJob(text, ids, params, make_parser)
 
 
 async def respond_to(
     service: Service, request: Request, job: ChatJob, arguments: EngineArguments
 ) -> AsyncGenerator[Step, None]:
     """Generate and parse `params.n` responses to a conversation."""
-
-    def parser() -> Parser:
-        # Guided decoding applies from the first token on, so the response has no reasoning section.
-        if job.params.structured_outputs is not None:
-            return answer_parser("llama3_json" if job.forced else "none", "none", job.offered)
-        thinking = ends_within_thinking(job.text)
-        return answer_parser(service.tools, service.reasoning, job.offered, thinking=thinking)
-
-    stream = ChatStream(parser)
+    stream = ChatStream(job.make_parser)
     async with aclosing(service.outputs(request, job.ids, job.params, arguments)) as outputs:
         async for output in outputs:
             for step in stream.of(output):

@@ -7,7 +7,7 @@ import json
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 from ..async_llm import AsyncLLM
@@ -100,9 +100,9 @@ class Engines:
             self._past[name] += getattr(load, name)
 
     def load(self) -> EngineLoad:
-        own, loads = self.own.load(), [engine.load() for engine in self._others.values()]
-        added = {name: self._past[name] + sum(getattr(load, name) for load in (own, *loads)) for name in _ADDED}
-        return EngineLoad(**{field.name: getattr(own, field.name) for field in fields(EngineLoad)} | added)
+        own, others = self.own.load(), [engine.load() for engine in self._others.values()]
+        added = {name: self._past[name] + sum(getattr(load, name) for load in (own, *others)) for name in _ADDED}
+        return replace(own, **added)
 
     async def close(self) -> None:
         """Close all engines, the server's engine last because the others use its pool."""

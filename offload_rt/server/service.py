@@ -41,12 +41,6 @@ class EngineArguments:
     trace: bool = False
     cache_salt: str = ""
 
-    @property
-    def named(self) -> dict[str, Any]:
-        """Return the arguments of `AsyncLLM.generate` that differ from their defaults."""
-        given = {"session": self.session, "trace": self.trace, "cache_salt": self.cache_salt}
-        return {name: value for name, value in given.items() if value}
-
 
 class Service:
     """State shared by all endpoints of one model."""
@@ -182,12 +176,17 @@ class Service:
             RefusedError: The server is shutting down.
         """
         begun = time.perf_counter()
+        given: dict[str, Any] = {
+            "session": arguments.session,
+            "trace": arguments.trace,
+            "cache_salt": arguments.cache_salt,
+        }
         deadline, first, last = request.state.deadline, 0.0, None
         reason = "abort"
         try:
             async with (
                 self.engines.under(arguments.policy, arguments.policy_options) as engine,
-                aclosing(engine.generate(list(ids), params, **arguments.named)) as states,
+                aclosing(engine.generate(list(ids), params, **given)) as states,
             ):
                 while last is None or not last.finished:
                     async with asyncio.timeout_at(deadline):
