@@ -56,7 +56,10 @@ class ServerOptions:
         None, help="maximum number of new tokens per request", metavar="N", group="limits"
     )
     max_engines: int = option(
-        1, help="maximum number of policies in use at once, including the default", metavar="N", group="limits"
+        1,
+        help="maximum number of engines: one for each policy in use, including the default",
+        metavar="N",
+        group="limits",
     )
     max_body: Size = option(16 << 20, help="maximum size of a request", group="limits")
     timeout: Duration = option(600.0, help="maximum duration of a request", group="limits")
