@@ -38,6 +38,10 @@ MAX_FOLDERS = 1000
 """Maximum number of KV folders to try. If all fail, locks of other replicas cannot be the only reason."""
 
 
+SCALING = {"target_ongoing_requests": 8, "upscale_delay_s": 10, "downscale_delay_s": 300}
+"""Replicas are added above this number of running requests per replica. The delays are in seconds."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Replicas of a deployment and their scaling. Raises ConfigError for invalid values.
@@ -45,17 +49,11 @@ class Cluster:
     Attributes:
         replicas: Number of replicas, or the minimum if `max_replicas` is given.
         max_replicas: Maximum number of replicas. None disables autoscaling.
-        target_ongoing: Running requests per replica above which replicas are added.
-        upscale_delay: Seconds of higher load before replicas are added.
-        downscale_delay: Seconds of lower load before replicas are removed.
         gpus: GPUs that Ray reserves for each replica, in addition to one CPU.
     """
 
     replicas: int = 2
     max_replicas: int | None = None
-    target_ongoing: float = 8
-    upscale_delay: float = 10
-    downscale_delay: float = 300
     gpus: float = 0
 
     def __post_init__(self) -> None:
@@ -68,14 +66,7 @@ class Cluster:
         """Deployment options for the number of replicas."""
         if self.max_replicas is None:
             return {"num_replicas": self.replicas}
-        scaling = {
-            "min_replicas": self.replicas,
-            "max_replicas": self.max_replicas,
-            "target_ongoing_requests": self.target_ongoing,
-            "upscale_delay_s": self.upscale_delay,
-            "downscale_delay_s": self.downscale_delay,
-        }
-        return {"autoscaling_config": scaling}
+        return {"autoscaling_config": SCALING | {"min_replicas": self.replicas, "max_replicas": self.max_replicas}}
 
 
 class Replica:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import openai
 import psutil
 import pytest
 from support.serving import ScriptedEngine, reference_tokenizer, served, wait_until
@@ -116,14 +115,6 @@ def test_langchains_structured_output(url: str, engine: ScriptedEngine, method: 
     assert found == {"name": "Dick"} and engine.params.structured_outputs is not None
 
 
-def test_langchains_errors(url: str) -> None:
-    exceptions = pytest.importorskip("langchain_core.exceptions", reason=WHY)
-    with pytest.raises(openai.AuthenticationError):
-        chat_model(url, api_key="wrong").invoke("x")
-    with pytest.raises((openai.BadRequestError, exceptions.ContextOverflowError), match="maximum context length"):
-        chat_model(url).invoke("x" * 20_000)
-
-
 # ----------------------------------------------------------------------------------------------------------- litellm
 
 
@@ -173,17 +164,6 @@ def test_litellm(litellm: Any, url: str, way: str) -> None:
         ask("x" * 20_000)
     with pytest.raises(litellm.AuthenticationError):
         litellm.completion(messages=user("hello"), **(options | {"api_key": "wrong"}))
-
-
-def test_litellms_other_doors(litellm: Any, url: str) -> None:
-    options = ways(url)["openai"]
-    options.pop("max_tokens")
-    text = litellm.text_completion(prompt="It", **(options | {"model": "text-completion-openai/scripted"}))
-    assert text.choices[0].text == "It was a dark night."
-    first = litellm.responses(input="hello", **options)
-    assert first.output[0].content[0].text == HELLO
-    again = litellm.responses(input="Again?", previous_response_id=first.id, **options)
-    assert again.usage.input_tokens > first.usage.input_tokens
 
 
 # --------------------------------------------------------------------------------------------------------------- llm

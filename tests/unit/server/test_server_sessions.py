@@ -318,14 +318,6 @@ def test_a_full_pool_names_no_sessions(tokenizer: PreTrainedTokenizerBase) -> No
         assert error["message"] == "the pool is full" and error["code"] == "pool_full"
 
 
-def test_two_turns_at_once_are_one_turn(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 5, pause=0.02)
-    with served(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http, ThreadPoolExecutor(4) as pool:
-        ask = {"messages": [USER], "session": "novel"}
-        found = [pool.submit(http.post, "/v1/chat/completions", json=ask) for _ in range(4)]
-        assert sorted(each.result().status_code for each in found) == [200, 409, 409, 409]
-
-
 async def generate_under(engines: Engines, policy: str) -> None:
     async with engines.under(policy, None) as engine:
         async for _ in engine.generate(tiny_prompt(9), SamplingParams(max_tokens=3, temperature=0)):
