@@ -25,7 +25,7 @@ class ServerOptions:
     """Access, limits and formats of the server. Sizes and durations may be strings ("16MiB", "10m").
 
     Attributes:
-        api_keys: API keys, of which each request must send one. Empty: requests need no key.
+        api_keys: Each request must send one of these keys. Empty: requests need no key.
         served_model_name: None: the hub id, or the last part of the path.
         max_waiting: Further requests get 429 with Retry-After.
         max_tokens_limit: None: the model's context length.
