@@ -65,7 +65,7 @@ class AsyncLLM:
         self._closed = False
         self._callers: dict[str, Caller] = {}  # this and what follows is the thread's
         self._by_number: dict[int, Caller] = {}
-        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._link_bytes = self._device_bytes = 0
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._h2d_bytes = self._device_bytes = 0
         self._thread = threading.Thread(target=self._run, name="offload-rt engine", daemon=True)
         self._thread.start()
         atexit.register(self._end)
@@ -185,7 +185,7 @@ class AsyncLLM:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
-            link_bytes=self._link_bytes,
+            h2d_bytes=self._h2d_bytes,
             weight_bytes=self._llm.weight_bytes,
             device_kv_bytes=self._device_bytes,
             kept_bytes=pool.idle_chunks * pool.chunk_bytes,
@@ -353,7 +353,7 @@ class AsyncLLM:
         self._prompt_tokens += len(request.prompt.token_ids)
         self._cached_tokens += request.cached_tokens
         ended = (completion.stats for completion in request.completions())
-        self._link_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
+        self._h2d_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Send an error to the client of a request and end all its completions.

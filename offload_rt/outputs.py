@@ -116,7 +116,7 @@ class RequestTrace:
         layers_prefilled: Number of layers that have prefilled the prompt.
         layers: Number of layers of the model.
         attended_by_step: Fraction of visible tokens attended exactly, `[steps][layers]`.
-        link_bytes: Bytes of KV copied to the device so far.
+        h2d_bytes: Bytes of KV copied to the device so far.
         selected: int64 `[prompt tokens]`: how often each prompt token was selected by a layer and KV head of a decode
             step. Sinks and recent tokens, which are always attended, are not counted.
     """
@@ -124,7 +124,7 @@ class RequestTrace:
     layers_prefilled: int
     layers: int
     attended_by_step: list[list[float]]
-    link_bytes: int
+    h2d_bytes: int
     selected: NDArray[np.int64]
 
 

@@ -16,16 +16,15 @@ from typing import Any, NoReturn
 
 from ..errors import OffloadError
 from ..utils.quiet import quiet_transformers
-from . import batch, chat, generate, info, measure, serve, sessions, skew
+from . import batch, chat, evaluate, generate, info, serve, sessions, skew
 from .common import INTERRUPTED
 
 USER_ERROR = 2
 
-COMMANDS = (generate, chat, batch, serve, sessions, skew, info, measure)
+COMMANDS = (generate, chat, batch, serve, sessions, skew, info, evaluate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code."""
     args = _parser().parse_args(argv)
     try:
         with _quiet_libraries():

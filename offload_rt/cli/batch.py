@@ -1,15 +1,28 @@
-"""`offload-rt batch`."""
+"""`offload-rt batch`: process the requests of a JSON-lines file. Requests with an existing result are skipped."""
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..config import EngineConfig
+from ..errors import ConfigError, InputError, OffloadError
+from ..sampling_params import SamplingParams
+from ..utils.config_fields import check
+from ..utils.small_files import parse_json
 from .common import add_command, stderr_console
-from .engine_flags import add_engine_flags, engine_config
-from .sampling_flags import add_sampling_flags, sampling_given
+from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling_given
+
+ShowProgress = Callable[[int, int], None]
+"""Called with the number of processed requests and the number of all requests."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -17,15 +30,13 @@ def run(args: argparse.Namespace) -> int:
     "prompt" or "messages", and optionally "id", "max_tokens" and other sampling options. OUT gets a line for each
     request. Requests with a result in OUT are skipped, so an interrupted batch can be resumed. The exit code is 1 if a
     request failed."""
-    from .batch_files import Answers, answer_all, read_requests
-
     if args.at_once < 1 or (args.ray is not None and args.ray < 1):
         raise ConfigError(f"--at-once {args.at_once} and --ray must be at least 1")
     config, sampling, console = engine_config(args), sampling_given(args), stderr_console(args.quiet)
     requests = read_requests(Path(args.input), sampling)
-    answers = Answers(Path(args.output))
+    results = Results(Path(args.output))
     try:
-        left = [request for request in requests if request.id not in answers.done]
+        left = [request for request in requests if request.id not in results.done]
         console.print(f"{len(left):,} of {len(requests):,} requests to process", markup=False)
         if not left:
             return 0
@@ -33,16 +44,15 @@ def run(args: argparse.Namespace) -> int:
 
         with Progress(enabled=not args.quiet).counted("requests") as show:
             if args.ray is not None:
-                from .batch_ray import answer_on_ray
-
-                failed = answer_on_ray(args.model, config, left, sampling, answers, args.at_once, args.ray, show)
+                found = process_on_ray(args.model, config, left, sampling, args.at_once, args.ray)
+                failed = results.add_all(found, len(left), show)
             else:
                 from ..llm import LLM
 
                 with LLM(args.model, config) as llm:
-                    failed = answer_all(llm, left, sampling, answers, args.at_once, show)
+                    failed = results.add_all(process(llm, left, sampling, args.at_once), len(left), show)
     finally:
-        answers.close()
+        results.close()
     if failed:
         console.print(f"{failed:,} requests failed: see the field 'error' of their results", markup=False)
     return 1 if failed else 0
@@ -65,3 +75,207 @@ def add(commands: Any) -> None:
     parser.add_argument("--quiet", action="store_true", help="print nothing on stderr")
     add_engine_flags(parser)
     add_sampling_flags(parser, several=False)
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """One line of the input file. Either `prompt` or `messages` is set.
+
+    Attributes:
+        id: Id of the request. Default: the line number, from 1.
+        prompt: Text or token ids.
+        messages: Conversation.
+        sampling: Fields of `SamplingParams` that the request sets.
+    """
+
+    id: str
+    prompt: str | list[int] | None
+    messages: list[dict[str, Any]] | None
+    sampling: Mapping[str, Any]
+
+    @property
+    def beginning(self) -> str:
+        """Sort key that groups requests with a common prefix."""
+        return json.dumps(self.messages if self.prompt is None else self.prompt)
+
+
+def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[BatchRequest]:
+    """Read the requests of a file.
+
+    Args:
+        path: JSON-lines file.
+        defaults: Fields of `SamplingParams` for requests that do not set them.
+
+    Raises:
+        InputError: A line is invalid, or an id occurs twice.
+    """
+    try:
+        # Not splitlines(): JSON strings may contain other line separators.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {str(path)!r}: {error}") from error
+    requests = [_request(line, number, path, defaults) for number, line in enumerate(lines, start=1) if line.strip()]
+    seen: set[str] = set()
+    for request in requests:
+        if request.id in seen:
+            raise InputError(f"{str(path)!r} has the id {request.id!r} twice: ids must be unique")
+        seen.add(request.id)
+    return requests
+
+
+def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) -> BatchRequest:
+    try:
+        found = parse_json(line)
+        check(isinstance(found, dict), "it must be a JSON object")
+        rest = dict(found)
+        id, prompt, messages = rest.pop("id", number), rest.pop("prompt", None), rest.pop("messages", None)
+        check(isinstance(id, (str, int)) and not isinstance(id, bool), "its id must be a string or a number")
+        check((prompt is None) != (messages is None), "it must have either 'prompt' or 'messages'")
+        check(prompt is None or isinstance(prompt, (str, list)), "its prompt must be a string or a list of token ids")
+        SamplingParams(**{**defaults, **rest})
+    except (ValueError, TypeError) as error:
+        raise InputError(f"line {number} of {str(path)!r} is not a valid request: {error}") from error
+    return BatchRequest(str(id), prompt, messages, rest)
+
+
+class Results:
+    """Append-only result file of one process. `done` contains the ids of the existing results.
+
+    Opening the file removes an incomplete last line, which a killed process may leave. Raises InputError if the file
+    cannot be written, is locked by another process, or contains other data.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise InputError(
+                f"another process is writing to {str(path)!r}: wait for it, or choose another file"
+            ) from None
+        self._file.seek(0)
+        data = self._file.read()
+        whole = data.rfind(b"\n") + 1
+        try:
+            self.done = {str(parse_json(line)["id"]) for line in data[:whole].splitlines()}
+        except (ValueError, KeyError, TypeError):
+            self._file.close()
+            raise InputError(
+                f"{str(path)!r} contains lines that are not results of a batch: choose another file"
+            ) from None
+        self._file.truncate(whole)
+
+    def add(self, results: Iterable[Mapping[str, Any]]) -> None:
+        """Append results and flush them to disk."""
+        lines = [json.dumps(result, ensure_ascii=False) + "\n" for result in results]
+        # "backslashreplace" escapes lone surrogates of a request as JSON does.
+        self._file.write("".join(lines).encode(errors="backslashreplace"))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def add_all(self, groups: Iterable[list[dict[str, Any]]], count: int, show: ShowProgress) -> int:
+        """Append groups of results as they arrive, and report the progress. Return the number of failed requests."""
+        done = failed = 0
+        for group in groups:
+            self.add(group)
+            done, failed = done + len(group), failed + sum("error" in each for each in group)
+            show(done, count)
+        return failed
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def process(
+    llm: Any, requests: Sequence[BatchRequest], defaults: Mapping[str, Any], at_once: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the results of groups of at most `at_once` requests. Failed requests get a result with the error."""
+    for group in in_groups(requests, at_once):
+        yield process_group(llm, group, defaults)
+
+
+def in_groups(requests: Sequence[BatchRequest], at_once: int) -> list[list[BatchRequest]]:
+    """Group requests with common prefixes, at most `at_once` per group."""
+    left = sorted(requests, key=lambda one: one.beginning)
+    return [left[first : first + at_once] for first in range(0, len(left), at_once)]
+
+
+def process_group(llm: Any, group: Sequence[BatchRequest], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the result or the error of each request of a group."""
+    try:
+        return _results_of(llm, group, defaults)
+    except OffloadError as error:
+        if len(group) == 1:
+            return [{"id": group[0].id, "error": str(error)}]
+        return [result for request in group for result in process_group(llm, [request], defaults)]
+
+
+def _results_of(llm: Any, requests: Sequence[BatchRequest], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+    prompts = [llm.chat_prompt(one.messages)[1] if one.prompt is None else one.prompt for one in requests]
+    params = [llm.get_default_sampling_params(**{**defaults, **one.sampling}) for one in requests]
+    outputs = llm.generate(prompts, params)
+    return [
+        {
+            "id": request.id,
+            "outputs": [{"text": one.text, "finish_reason": one.finish_reason} for one in output.outputs],
+            "prompt_tokens": len(output.prompt_token_ids),
+            "new_tokens": sum(len(one.token_ids) for one in output.outputs),
+        }
+        for request, output in zip(requests, outputs, strict=True)
+    ]
+
+
+class Worker:
+    """Ray Data actor with an engine. Input and output rows contain the requests and the results of a group as JSON."""
+
+    def __init__(self, model: str, config: EngineConfig, defaults: Mapping[str, Any]) -> None:
+        from ..llm import LLM
+
+        self._llm, self._defaults = LLM(model, config), defaults
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
+        groups = [[BatchRequest(**one) for one in json.loads(group)] for group in batch["requests"]]
+        return {"results": [json.dumps(process_group(self._llm, group, self._defaults)) for group in groups]}
+
+
+def process_on_ray(
+    model: str,
+    config: EngineConfig,
+    requests: Sequence[BatchRequest],
+    defaults: Mapping[str, Any],
+    at_once: int,
+    workers: int,
+) -> Iterator[list[dict[str, Any]]]:
+    """Call `process` with `workers` engines on the cluster of RAY_ADDRESS, or on a new local cluster.
+
+    Each group is one row of the data set, so that one engine computes a common prefix. If an actor dies, Ray Data
+    assigns its row to another actor and returns each row once. The groups are in the order of completion.
+
+    Raises ConfigError if Ray Data is not installed or the engines fail.
+    """
+    if not all(importlib.util.find_spec(name) for name in ("ray", "pyarrow", "pandas")):
+        raise ConfigError("--ray needs Ray Data: pip install 'offload-rt[ray]'")
+    import ray
+    import ray.data
+
+    ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    rows = [{"requests": json.dumps([asdict(one) for one in group])} for group in in_groups(requests, at_once)]
+    results = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+        Worker,
+        fn_constructor_args=(model, config, dict(defaults)),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=min(workers, len(rows))),
+        num_cpus=1,
+        num_gpus=0 if config.device == "cpu" else 1,
+    )
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    try:
+        for row in results.iter_rows():
+            yield json.loads(row["results"])
+    except ray.exceptions.RayError as error:
+        raise ConfigError(f"the engines on Ray failed: {str(error).strip().splitlines()[-1]}") from error

@@ -1,21 +1,43 @@
-"""`offload-rt chat`: a conversation with a stored session."""
+"""`offload-rt chat`: a conversation with a stored session, with slash commands."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
+from ..errors import InputError, OffloadError
+from ..sampling_params import SamplingParams
 from ..utils.texts import read_text
+from ..utils.units import format_size
 from .common import add_command, stderr_console
-from .engine_flags import add_engine_flags, engine_config
-from .sampling_flags import add_sampling_flags, sampling_given
-from .store_flags import add_store_flags, store_options
+from .flags import add_engine_flags, add_sampling_flags, add_store_flags, engine_config, sampling_given, store_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..llm import LLM
+    from ..sessions.session import Session
+
+HELP = """a line that ends with \\ is continued in the next one
+/read FILE [words]  send a text file (followed by words) as one message
+/history            show the conversation
+/save               wait until everything is on disk
+/fork NAME          copy this session to a new one
+/truncate N         keep the first few and the last N tokens, remove the others
+/stats              statistics of the last response and of the store
+/quit               save and leave (Ctrl-D too); Ctrl-C stops a response"""
+
+PROMPT = "> "
 
 
 def run(args: argparse.Namespace) -> int:
     """Chat with a model in the terminal. The session and its KV cache are stored and can be resumed."""
-    from .chat_loop import Chat
-
     sampling = sampling_given(args)
     config, store = engine_config(args, progress=True), store_options(args)
     console = stderr_console(quiet=False)
@@ -24,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     llm = LLM(args.model, config)
     session = llm.session(args.session, args.store, store, system=args.system)
-    Chat(llm, session, llm.get_default_sampling_params(**sampling), read_text, console).run()
+    Chat(llm, session, llm.get_default_sampling_params(**sampling), console).run()
     return 0
 
 
@@ -35,3 +57,171 @@ def add(commands: Any) -> None:
     add_store_flags(parser)
     add_engine_flags(parser)
     add_sampling_flags(parser, several=False)
+
+
+class Chat:
+    """Read lines until /quit or the end of input. Responses go to stdout, all other text to `console` (stderr).
+
+    User errors print one line and leave the session unchanged.
+    """
+
+    def __init__(self, llm: LLM, session: Session, params: SamplingParams, console: Console) -> None:
+        self._llm, self._session, self._params, self._console = llm, session, params, console
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/read": self._read, "/history": self._history, "/save": self._save, "/fork": self._fork,
+            "/truncate": self._truncate, "/stats": self._stats, "/help": self._help,
+        }  # fmt: skip
+
+    def run(self) -> None:
+        """Run the chat and close the session at the end."""
+        with closing(self._session):
+            self._greet()
+            for line in self._lines():
+                if line == "/quit":
+                    break
+                try:
+                    self._take(line)
+                except OffloadError as error:
+                    self._print(f"offload-rt: {' '.join(str(error).split())}")
+                except KeyboardInterrupt:
+                    self._print("\n(ended)")
+            self._print("saving …")
+        self._print(f"session {self._session.name!r} is saved")
+
+    def _lines(self) -> Iterator[str]:
+        """Yield the non-empty input lines, with backslash continuations joined. Ctrl-C discards the current input."""
+        parts: list[str] = []
+        if sys.stdin.isatty():
+            with suppress(ImportError):
+                import readline  # noqa: F401  (input() then edits lines and takes pasted ones whole)
+        while True:
+            try:
+                line = input(PROMPT) if sys.stdin.isatty() else sys.stdin.readline()
+                if not line and not sys.stdin.isatty():
+                    return
+            except KeyboardInterrupt:
+                parts.clear()
+                self._print("")
+                continue
+            except EOFError:
+                return
+            parts.append(line.rstrip("\n").removesuffix("\\"))
+            if line.rstrip("\n").endswith("\\"):
+                continue
+            whole, parts = "\n".join(parts).strip(), []
+            if whole:
+                yield whole
+
+    def _take(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        if not name.startswith("/"):
+            self._answer(line)
+        elif name in self._commands:
+            self._commands[name](rest.strip())
+        else:
+            raise InputError(f"unknown command {name!r}: /help lists the commands")
+
+    def _answer(self, text: str) -> None:
+        gone = self._session.history.shift
+        events, reason = self._session.send(text, self._params), None
+        with recorded_interrupts() as check, closing(events):  # type: ignore[type-var]
+            for event in events:
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+                reason = event.finish_reason
+                check()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        if (forgotten := self._session.history.shift - gone) > 0:
+            self._print(f"(the conversation exceeded the context length: its oldest {forgotten:,} tokens were removed)")
+        if reason == "length":
+            self._print("(stopped at --max-new-tokens: ask to continue, or raise it)")
+
+    def _greet(self) -> None:
+        session, turns = self._session, self._session.turns
+        if not turns:
+            self._print(f"new session {session.name!r} with {self._llm.name}; /help lists commands")
+            return
+        self._print(
+            f"session {session.name!r}: {len(turns) // 2} turns, {len(session.tokens):,} tokens; /help lists commands"
+        )
+        for role, text in turns[-2:]:
+            self._show(role, text[-400:])
+        session.prefetch()
+
+    def _show(self, role: str, text: str) -> None:
+        self._console.print(f"{role}: {text}", style="dim", markup=False, soft_wrap=True)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    # ------------------------------------------------------------------------------------------------------- commands
+
+    def _read(self, rest: str) -> None:
+        """Send a file. A name that contains spaces must be in double quotes."""
+        path, _, words = rest[1:].partition('"') if rest.startswith('"') else rest.partition(" ")
+        if not path:
+            raise InputError("/read needs a file: write /read FILE [words]")
+        text = read_text(path)
+        self._answer(f"{text}\n{words.strip()}" if words.strip() else text)
+
+    def _history(self, rest: str) -> None:
+        for role, text in self._session.turns:
+            self._show(role, text)
+
+    def _save(self, rest: str) -> None:
+        self._session.save()
+        self._print("saved")
+
+    def _fork(self, rest: str) -> None:
+        if not rest:
+            raise InputError("/fork needs a name: write /fork NAME")
+        self._session.fork(rest).close()
+        self._print(f"session {rest!r} is a copy of this one; open it with --session {rest}")
+
+    def _truncate(self, rest: str) -> None:
+        if not rest.isdecimal():
+            raise InputError("/truncate needs the number of tokens to keep: write /truncate N")
+        self._print(f"{self._session.truncate(keep_last=int(rest)):,} tokens were removed")
+
+    def _stats(self, rest: str) -> None:
+        from .tables import stats_table
+
+        session = self._session
+        if session.last_stats is not None:
+            self._console.print(stats_table(session.last_stats))
+        self._print(
+            f"{len(session.tokens):,} tokens in the session, {session.loaded_tokens:,} came from disk; the store uses "
+            f"{format_size(session.store_bytes)}"
+        )
+
+    def _help(self, rest: str) -> None:
+        self._print(HELP)
+
+
+@contextmanager
+def recorded_interrupts() -> Iterator[Callable[[], None]]:
+    """Record Ctrl-C inside the block. Yield a function, to be called often, that raises KeyboardInterrupt after Ctrl-C.
+
+    Python drops a KeyboardInterrupt that is raised in a destructor or a weak reference callback. No effect outside the
+    main thread, because only the main thread receives signals.
+    """
+    pressed = False
+
+    def press(signal_number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield check
+        return
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,19 +25,6 @@ def add_command(
         parser.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16|float16|float64")
     parser.set_defaults(run=run)
     return parser
-
-
-def add_passing(commands: Any, name: str, run: Callable[[argparse.Namespace], int]) -> None:
-    """Add a subcommand that passes all arguments, including `--help`, to `run`."""
-    summary = " ".join((run.__doc__ or "").split())
-    parser = commands.add_parser(name, help=summary.split(". ")[0].rstrip("."), add_help=False, prefix_chars="\0")
-    parser.add_argument("arguments", nargs="*")
-    parser.set_defaults(run=run)
-
-
-def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return the options that are set. Defaults are defined only in the Python API."""
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def stderr_console(quiet: bool) -> Console:

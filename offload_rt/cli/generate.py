@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine.prompts import TRUNCATE, shortened
-from ..errors import ConfigError, InputError
+from ..errors import InputError
 from ..sampling_params import SamplingParams
 from ..utils.texts import check_writable, read_text
-from ..utils.units import format_size
 from .common import INTERRUPTED, add_command, stderr_console
-from .engine_flags import add_engine_flags, engine_config
-from .sampling_flags import add_sampling_flags, sampling_given
+from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling_given
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,9 +35,7 @@ def run(args: argparse.Namespace) -> int:
     _check_flags(args, params)
     config = engine_config(args, **_planned(args, params), progress=not args.quiet)
     text = _text(args)
-    for file in (args.stats_json, args.plot):
-        check_writable(file)
-    _check_recordable(args.record, config.policy)
+    check_writable(args.stats_json)
     console = stderr_console(args.quiet)
 
     from ..llm import LLM
@@ -49,10 +45,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = (_chat_ids if args.chat else _prompt_ids)(llm, text, args, params.max_tokens)
     if _several(params):
         return _write_all(llm, prompt, params, console)
-    finished = _write_stream(llm, prompt, params, args.record, console)
-    _report(llm, args.stats_json, args.plot, console)
-    if args.record is not None:
-        console.print(f"wrote {args.record} ({_size(Path(args.record))}): 'offload-rt replay' reads it", markup=False)
+    finished = _write_stream(llm, prompt, params, console)
+    _report(llm, args.stats_json, console)
     return 0 if finished else INTERRUPTED
 
 
@@ -77,10 +71,6 @@ def add(commands: Any) -> None:
     add_sampling_flags(parser, several=True)
     output = parser.add_argument_group("output")
     output.add_argument("--stats-json", metavar="FILE", help="write the statistics as JSON")
-    output.add_argument(
-        "--plot", metavar="FILE.png", help="plot the exact attention fraction and the missed attention mass"
-    )
-    output.add_argument("--record", metavar="RUN", help="record the selected tokens in this new folder, for replay")
     output.add_argument("--quiet", action="store_true", help="print nothing on stderr")
 
 
@@ -90,16 +80,12 @@ def _several(params: SamplingParams) -> bool:
 
 def _check_flags(args: argparse.Namespace, params: SamplingParams) -> None:
     """Raise InputError for flags that cannot be combined."""
-    for flag, given, needs in (
-        ("--system", args.system is not None and not args.chat, "--chat"),
-        ("--prompt-tokens", args.prompt_tokens is not None and args.chat, "a text to continue: remove --chat"),
-    ):
-        if given:
-            raise InputError(f"{flag} needs {needs}")
-    files = {"--stats-json": args.stats_json, "--plot": args.plot, "--record": args.record}
-    if _several(params) and any(files.values()):
-        flag = next(flag for flag, file in files.items() if file)
-        raise InputError(f"{flag} needs a single streamed text: remove -n and --num-beams")
+    if args.system is not None and not args.chat:
+        raise InputError("--system needs --chat")
+    if args.prompt_tokens is not None and args.chat:
+        raise InputError("--prompt-tokens needs a text to continue: remove --chat")
+    if args.stats_json and _several(params):
+        raise InputError("--stats-json needs a single streamed text: remove -n and --num-beams")
 
 
 def _text(args: argparse.Namespace) -> str:
@@ -126,14 +112,14 @@ def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) 
     Raises InputError if the text is too long and `--truncate` is not given.
     """
     ids, wanted = llm.encode(text), args.prompt_tokens
-    room = llm.geometry.max_positions - max_tokens
+    available = llm.geometry.max_positions - max_tokens
     if wanted is None:
-        if room < 1:
+        if available < 1:
             raise InputError(
                 f"--max-new-tokens {max_tokens} leaves no room for a prompt: the context "
                 f"length of {llm.name} is {llm.geometry.max_positions:,} tokens"
             )
-        return shortened(ids, room, args.truncate, args.prompt_file or "the prompt")
+        return shortened(ids, available, args.truncate, args.prompt_file or "the prompt")
     if not 1 <= wanted <= len(ids):
         raise InputError(f"--prompt-tokens {wanted} must be between 1 and {len(ids)}, the length of the text")
     return ids[:wanted]
@@ -143,37 +129,21 @@ def _chat_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) ->
     """Return the token ids of a chat prompt with `text`, shortened by `--truncate` to the context length."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     _, ids = llm.chat_prompt([*system, {"role": "user", "content": text}])
-    room = llm.geometry.max_positions - max_tokens
-    if len(ids) <= room:
+    available = llm.geometry.max_positions - max_tokens
+    if len(ids) <= available:
         return ids
     message_ids = llm.encode(text, special_tokens=False)
     around = len(ids) - len(message_ids) + _SEAM
-    kept = shortened(message_ids, room - around, args.truncate, args.prompt_file or "the prompt")
+    kept = shortened(message_ids, available - around, args.truncate, args.prompt_file or "the prompt")
     assert llm.tokenizer is not None
     _, ids = llm.chat_prompt([*system, {"role": "user", "content": llm.tokenizer.decode(kept)}])
     return ids
 
 
-def _check_recordable(record: str | None, policy: str) -> None:
-    """Check `--record` before the model is loaded. Raises ConfigError and InputError."""
-    if record is None:
-        return
-    if policy == "full":
-        raise ConfigError(
-            "--record writes selected tokens, but policy 'full' attends to all tokens: choose another policy"
-        )
-    if Path(record).exists() and (not Path(record).is_dir() or any(Path(record).iterdir())):
-        raise InputError(f"cannot record to {record!r}: it already exists; choose a new folder")
-
-
-def _size(folder: Path) -> str:
-    return format_size(sum(file.stat().st_size for file in folder.iterdir()))
-
-
-def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, record: str | None, console: Console) -> bool:
+def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> bool:
     """Stream the new text to stdout, after the end of the prompt on stderr. Return False if Ctrl-C stopped it."""
     tail = llm.tokenizer.decode(prompt[-TAIL:]) if llm.tokenizer is not None else ""
-    with closing(llm.stream(prompt, params, record)) as events:  # type: ignore[type-var]
+    with closing(llm.stream(prompt, params)) as events:  # type: ignore[type-var]
         try:
             for event in events:
                 if event.index == 0:
@@ -201,9 +171,8 @@ def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Con
     return 0
 
 
-def _report(llm: LLM, stats_json: str | None, plot: str | None, console: Console) -> None:
-    """Print the statistics table on stderr and write the requested files."""
-    from .run_picture import plot_run
+def _report(llm: LLM, stats_json: str | None, console: Console) -> None:
+    """Print the statistics table on stderr and write it as JSON if requested."""
     from .tables import stats_table
 
     stats = llm.last_stats
@@ -217,7 +186,4 @@ def _report(llm: LLM, stats_json: str | None, plot: str | None, console: Console
             Path(stats_json).write_text(json.dumps(stats.to_dict(), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise InputError(f"cannot write {stats_json!r}: {error.strerror}") from error
-    if plot is not None:
-        plot_run(stats, plot)
-    for file in filter(None, (stats_json, plot)):
-        console.print(f"wrote {file}")
+        console.print(f"wrote {stats_json}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .common import add_command
-from .engine_flags import add_plan_flags, engine_config
+from .flags import add_engine_flags, engine_config
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,4 +58,4 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--context", type=int, required=True, metavar="N", help="number of tokens, including new tokens"
     )
-    add_plan_flags(parser)
+    add_engine_flags(parser, plan=True)

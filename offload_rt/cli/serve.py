@@ -14,9 +14,16 @@ from ..errors import ConfigError
 from ..server.options import ServerOptions
 from ..utils.config_fields import option_of
 from .common import add_command
-from .engine_flags import add_engine_flags, engine_config
-from .option_flags import add_option, given_options
-from .store_flags import add_store_flags, store_options
+from .flags import (
+    Groups,
+    add_engine_flags,
+    add_option,
+    add_store_flags,
+    engine_config,
+    given_options,
+    group_of,
+    store_options,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
@@ -52,50 +59,32 @@ def run(args: argparse.Namespace) -> int:
 def _run_on_ray(args: argparse.Namespace, options: ServerOptions, config: EngineConfig, store: StoreOptions) -> int:
     if not importlib.util.find_spec("ray"):
         raise ConfigError("--ray needs ray: pip install 'offload-rt[ray]'")
-    from ..server.ray.app import Cluster, ray_app, serve_on_ray
+    from ..server.ray_app import Cluster, ray_app, serve_on_ray
 
     folder = Path(args.store).expanduser().resolve() if args.store else None
-    cluster = Cluster(args.ray, args.ray_most, gpus=0 if config.device == "cpu" else 1)
+    cluster = Cluster(args.ray, args.ray_max, gpus=0 if config.device == "cpu" else 1)
     serve_on_ray(ray_app(args.model, config, options, folder, store, cluster), options)
     return 0
 
 
 def _options(args: argparse.Namespace) -> ServerOptions:
-    given = given_options(args, [field.name for field in fields(ServerOptions)], "server_")
-    keys = given.pop("api_keys", ())
+    given = given_options(args, ServerOptions, "server_")
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     if from_environment := os.environ.get(KEY_VARIABLE):
-        keys = (*keys, from_environment)
-    given |= {name: tuple(given[name]) for name in ("cors_origins", "allowed_hosts") if name in given}
+        given["api_keys"] = (*given.get("api_keys", ()), from_environment)
     documents = Path(args.store).expanduser().resolve() / DOCUMENTS if args.store else None
-    return ServerOptions(api_keys=tuple(keys), documents=documents, **given)
+    return ServerOptions(documents=documents, **given)
 
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "serve", run)
-    groups: dict[str, Any] = {}
+    groups: Groups = {}
     for field in fields(ServerOptions):
         if "option" in field.metadata:
-            title = option_of(field).group or "server"
-            if title not in groups:
-                groups[title] = parser.add_argument_group(title)
-            add_option(groups[title], ServerOptions, field, prefix="server_")
-    several = (
-        ("--api-key", "api_keys", "KEY", f"require this API key; may be repeated; also from {KEY_VARIABLE}"),
-        ("--cors-origin", "cors_origins", "URL", "allow browser requests from this origin; may be repeated"),
-        (
-            "--allowed-host",
-            "allowed_hosts",
-            "NAME",
-            "additional host name that a local server accepts; may be repeated",
-        ),
-    )
-    for flag, name, metavar, help in several:
-        groups["server"].add_argument(flag, dest=f"server_{name}", action="append", metavar=metavar, help=help)
-    groups["server"].add_argument(
-        "--ray", type=int, metavar="N", help="N replicas on a Ray cluster (RAY_ADDRESS, or a new local one)"
-    )
-    groups["server"].add_argument(
-        "--ray-most", type=int, metavar="N", help="with --ray: maximum number of replicas for autoscaling"
-    )
+            group = group_of(parser, groups, option_of(field).group or "server")
+            add_option(group, ServerOptions, field, prefix="server_")
+    add = groups["server"].add_argument
+    add("--ray", type=int, metavar="N", help="N replicas on a Ray cluster (RAY_ADDRESS, or a new local one)")
+    add("--ray-max", type=int, metavar="N", help="with --ray: maximum number of replicas for autoscaling")
     add_store_flags(parser, required=False)
     add_engine_flags(parser)

@@ -8,7 +8,8 @@ from typing import Any, get_args
 from ..config import SkewMethod
 from ..utils.config_fields import check_choice
 from ..utils.texts import read_text
-from .common import add_command, given
+from .common import add_command
+from .flags import given
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,162 +24,120 @@ def _percent(fraction: float | None) -> str:
     return "not measured" if fraction is None else f"{fraction:.2%}"
 
 
+def _per_token(size: float, tokens: int) -> str:
+    return f" ({format_size(size / tokens)} per decoded token)" if tokens else ""
+
+
 def _rate(count: float, seconds: float) -> str:
     return f" ({count / seconds:,.1f} tokens/s)" if seconds > 0 and count else ""
 
 
-def dense_layers(stats: Stats) -> str:
-    """Format the dense layers: "all 6", "none of 6", "0, 1 of 6"."""
-    if len(stats.dense_layers) == stats.layers:
-        return f"all {stats.layers}"
-    return f"{', '.join(map(str, stats.dense_layers)) or 'none'} of {stats.layers}"
+def _if(condition: object, *rows: tuple[str, str]) -> Rows:
+    return list(rows) if condition else []
 
 
-def _on_device(stats: Stats) -> str:
-    if stats.weight_bytes_device >= stats.weight_bytes:
-        return ""
-    return f", {format_size(stats.weight_bytes_device)} of it on the device"
+def _size(name: str, size: int) -> Rows:
+    return _if(size, (name, format_size(size)))
 
 
-def _present(name: str, size: int) -> Rows:
-    """Return a row if `size` is not 0."""
-    return [(name, format_size(size))] if size else []
+def _fraction(name: str, fraction: float | None) -> Rows:
+    return _if(fraction is not None, (name, _percent(fraction)))
 
 
-def _weights_crossed(stats: Stats) -> Rows:
-    """Rows for weights transferred from host memory and for the expert hit rate."""
-    if not stats.h2d_weight_bytes:
-        return []
-    tokens = stats.decoded_tokens
-    per_token = f" ({format_size(stats.h2d_weight_bytes_steps / tokens)} per decoded token)" if tokens else ""
-    rows: Rows = [("host to device, weights", f"{format_size(stats.h2d_weight_bytes)}{per_token}")]
-    if stats.expert_hit_rate is not None:
-        rows.append(("  expert cache hit rate", _percent(stats.expert_hit_rate)))
-    return rows
-
-
-def _working_set(stats: Stats) -> Rows:
-    if stats.working_set_hit_rate is None:
-        return []
-    size = f"{stats.working_set_rows:,} KV entries per layer and KV head, {format_size(stats.working_set_bytes)}"
-    return [("working set", size), ("  hit rate of the selected KV entries", _percent(stats.working_set_hit_rate))]
-
-
-def _disk(stats: Stats) -> Rows:
-    if not stats.kv_bytes_disk:
-        return []
-    rows: Rows = [
-        ("disk, read", format_size(stats.disk_bytes_read)),
-        ("disk, written", format_size(stats.disk_bytes_written)),
-    ]
-    if stats.disk_hit_rate is not None:
-        rows.append(("  selected KV entries in host memory", _percent(stats.disk_hit_rate)))
-    return rows
-
-
-def _estimated(stats: Stats) -> Rows:
-    """Row for the fraction of KV entries with approximate attention."""
-    return (
-        [("  approximated from low-bit KV", _percent(stats.approximate_fraction))]
-        if stats.approximate_bytes_device
-        else []
-    )
-
-
-def _drafts(stats: Stats) -> Rows:
-    """Rows for speculative decoding."""
-    if stats.mean_accepted_length is None:
-        return []
-    rate = "no drafts" if stats.acceptance_rate is None else f"{stats.acceptance_rate:.1%} of them accepted"
-    faster = "" if stats.draft_speedup is None else f", {stats.draft_speedup:.2f} times as fast as without drafts"
+def _run_rows(stats: Stats) -> Rows:
+    chosen = ", ".join(map(str, stats.dense_layers)) or "none"
+    dense = f"all {stats.layers}" if len(stats.dense_layers) == stats.layers else f"{chosen} of {stats.layers}"
     return [
-        ("draft tokens", f"{stats.drafted_tokens:,} {rate}{faster}"),
-        ("verification", f"{stats.verifications:,} passes, {stats.mean_accepted_length:.2f} tokens each"),
+        ("model", stats.model),
+        ("policy", stats.policy),
+        ("device, dtype", f"{stats.device}, {stats.dtype}"),
+        ("CPU kernels", stats.native_code),
+        ("dense layers", dense),
     ]
 
 
-def _mass(stats: Stats) -> str:
-    return "approximated attention mass" if stats.approximate_bytes_device else "missed attention mass"
+def _time_rows(stats: Stats) -> Rows:
+    parts = f", recomputed from token {stats.diverged_at:,}" if stats.diverged_at is not None else ""
+    reused = f" ({stats.reused_tokens:,} reused{parts})" if stats.reused_tokens else ""
+    prefill = _rate(stats.prompt_tokens - stats.reused_tokens, stats.prefill_seconds)
+    rows = [
+        ("prompt", f"{stats.prompt_tokens:,} tokens{reused}"),
+        ("generated", f"{stats.new_tokens:,} tokens"),
+        ("prefill", f"{stats.prefill_seconds:.2f} s{prefill}"),
+        ("decode", f"{stats.decode_seconds:.2f} s{_rate(stats.decoded_tokens, stats.decode_seconds)}"),
+    ]
+    if stats.mean_accepted_length is not None:
+        rate = "no drafts" if stats.acceptance_rate is None else f"{stats.acceptance_rate:.1%} of them accepted"
+        speedup = stats.draft_speedup
+        faster = "" if speedup is None else f", {speedup:.2f} times as fast as without drafts"
+        rows += [
+            ("draft tokens", f"{stats.drafted_tokens:,} {rate}{faster}"),
+            ("verification", f"{stats.verifications:,} passes, {stats.mean_accepted_length:.2f} tokens each"),
+        ]
+    return rows
+
+
+def _transfer_rows(stats: Stats) -> Rows:
+    tokens, copied = stats.decoded_tokens, stats.h2d_weight_bytes
+    weights = f"{format_size(copied)}{_per_token(stats.h2d_weight_bytes_steps, tokens)}"
+    kept = f"{stats.working_set_rows:,} KV entries per layer and KV head, {format_size(stats.working_set_bytes)}"
+    read, written = format_size(stats.disk_bytes_read), format_size(stats.disk_bytes_written)
+    return [
+        ("host to device, KV", f"{format_size(stats.h2d_bytes)}{_per_token(stats.h2d_bytes, tokens)}"),
+        ("device to host, KV", format_size(stats.d2h_bytes)),
+        *_if(copied, ("host to device, weights", weights)),
+        *_fraction("  expert cache hit rate", stats.expert_hit_rate if copied else None),
+        *_if(stats.working_set_hit_rate is not None, ("working set", kept)),
+        *_fraction("  hit rate of the selected KV entries", stats.working_set_hit_rate),
+        *_if(stats.kv_bytes_disk, ("disk, read", read), ("disk, written", written)),
+        *_fraction("  selected KV entries in host memory", stats.disk_hit_rate if stats.kv_bytes_disk else None),
+    ]
 
 
 TOO_MUCH = 0.1
 """Missed attention mass above which the text differs visibly from full attention."""
 
 
-def _mass_in_words(stats: Stats) -> Rows:
-    """Row that rates the missed attention mass and suggests how to reduce it."""
-    if stats.missed_mass is None:
-        return []
-    if stats.approximate_bytes_device:
-        return [("  usual range", "10 to 25 % on trained models; computed from low-bit KV, not lost")]
-    if stats.missed_mass < TOO_MUCH:
-        return [("  usual range", f"below {TOO_MUCH:.0%}")]
-    cure = "raise the budget or max_fraction, or use approximate attention (infinigen's default)"
-    return [("  too high", f"usually below {TOO_MUCH:.0%}: {cure}")]
-
-
-def _nothing_selected(stats: Stats) -> str:
+def _attention_rows(stats: Stats) -> Rows:
     # Sinks and the recent window may use up the whole budget of a policy.
     selecting = len(stats.dense_layers) < stats.layers and stats.working_set_hit_rate is None
     nothing = selecting and stats.attended_by_step and stats.sparse_fetched_fraction == 0 and stats.verifications == 0
-    return " (sinks and recent window only, no tokens selected)" if nothing else ""
+    why = " (sinks and recent window only, no tokens selected)" if nothing else ""
+    approximate, missed = bool(stats.approximate_bytes_device), stats.missed_mass
+    cure = "raise the budget or max_fraction, or use approximate attention (infinigen's default)"
+    rows = [
+        ("fetched fraction", _percent(stats.fetched_fraction)),
+        ("exact attention fraction", _percent(stats.exact_fraction)),
+        ("  in sparse layers", f"{_percent(stats.sparse_exact_fraction)}{why}"),
+        *_if(approximate, ("  approximated from low-bit KV", _percent(stats.approximate_fraction))),
+        (f"{'approximated' if approximate else 'missed'} attention mass", _percent(missed)),
+        ("  worst layer", _percent(stats.missed_mass_worst_layer)),
+    ]
+    if missed is None:
+        return rows
+    if approximate:
+        return [*rows, ("  usual range", "10 to 25 % on trained models; computed from low-bit KV, not lost")]
+    if missed < TOO_MUCH:
+        return [*rows, ("  usual range", f"below {TOO_MUCH:.0%}")]
+    return [*rows, ("  too high", f"usually below {TOO_MUCH:.0%}: {cure}")]
 
 
-def _scoring(stats: Stats) -> str:
-    return "low-bit KV on the device" if stats.approximate_bytes_device else "scoring keys on the device"
-
-
-def _sections(stats: Stats) -> list[Rows]:
-    tokens = stats.decoded_tokens
-    per_token = f" ({format_size(stats.h2d_bytes / tokens)} per decoded token)" if tokens else ""
-    parts = f", recomputed from token {stats.diverged_at:,}" if stats.diverged_at is not None else ""
-    reused = f" ({stats.reused_tokens:,} reused{parts})" if stats.reused_tokens else ""
+def _memory_rows(stats: Stats) -> Rows:
+    keys = "low-bit KV" if stats.approximate_bytes_device else "scoring keys"
+    resident = stats.weight_bytes_device
+    part = f", {format_size(resident)} of it on the device" if resident < stats.weight_bytes else ""
     return [
-        [
-            ("model", stats.model),
-            ("policy", stats.policy),
-            ("device, dtype", f"{stats.device}, {stats.dtype}"),
-            ("CPU kernels", stats.native_code),
-            ("dense layers", dense_layers(stats)),
-        ],
-        [
-            ("prompt", f"{stats.prompt_tokens:,} tokens{reused}"),
-            ("generated", f"{stats.new_tokens:,} tokens"),
-            (
-                "prefill",
-                f"{stats.prefill_seconds:.2f} s"
-                f"{_rate(stats.prompt_tokens - stats.reused_tokens, stats.prefill_seconds)}",
-            ),
-            ("decode", f"{stats.decode_seconds:.2f} s{_rate(tokens, stats.decode_seconds)}"),
-            *_drafts(stats),
-        ],
-        [
-            ("host to device, KV", f"{format_size(stats.h2d_bytes)}{per_token}"),
-            ("device to host, KV", format_size(stats.d2h_bytes)),
-            *_weights_crossed(stats),
-            *_working_set(stats),
-            *_disk(stats),
-            ("fetched fraction", _percent(stats.fetched_fraction)),
-            ("exact attention fraction", _percent(stats.exact_fraction)),
-            ("  in sparse layers", f"{_percent(stats.sparse_exact_fraction)}{_nothing_selected(stats)}"),
-            *_estimated(stats),
-            (_mass(stats), _percent(stats.missed_mass)),
-            ("  worst layer", _percent(stats.missed_mass_worst_layer)),
-            *_mass_in_words(stats),
-        ],
-        [
-            *_present("KV on disk", stats.kv_bytes_disk),
-            ("KV in host memory", format_size(stats.kv_bytes_host)),
-            ("KV on the device", format_size(stats.kv_bytes_device)),
-            (_scoring(stats), format_size(stats.scoring_bytes_device)),
-            *_present("scoring keys on the host", stats.scoring_bytes_host),
-            ("weights", f"{format_size(stats.weight_bytes)}{_on_device(stats)}"),
-            ("peak on the device", format_size(stats.peak_device_bytes)),
-        ],
+        *_size("KV on disk", stats.kv_bytes_disk),
+        ("KV in host memory", format_size(stats.kv_bytes_host)),
+        ("KV on the device", format_size(stats.kv_bytes_device)),
+        (f"{keys} on the device", format_size(stats.scoring_bytes_device)),
+        *_size("scoring keys on the host", stats.scoring_bytes_host),
+        ("weights", f"{format_size(stats.weight_bytes)}{part}"),
+        ("peak on the device", format_size(stats.peak_device_bytes)),
     ]
 
 
-def table_of(title: str, *sections: Rows) -> Table:
+def _table(title: str, *sections: Rows) -> Table:
     """Return a table with the columns name and value."""
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="bold")
@@ -193,7 +151,8 @@ def table_of(title: str, *sections: Rows) -> Table:
 
 def stats_table(stats: Stats) -> Table:
     """Return the statistics of a run. Fractions are means over layers and decode steps."""
-    return table_of("Statistics", *_sections(stats))
+    rows = (_run_rows, _time_rows, _transfer_rows, _attention_rows, _memory_rows)
+    return _table("Statistics", *(make(stats) for make in rows))
 
 
 def skew_table(model: str, report: SkewReport) -> Table:
@@ -204,7 +163,7 @@ def skew_table(model: str, report: SkewReport) -> Table:
             ("  largest logit difference", f"{report.logit_difference:.1e} of the largest logit"),
         ]
     energy = f"{report.energy_kept_plain:.1%} plain, {report.energy_kept_skewed:.1%} skewed"
-    return table_of(
+    return _table(
         f"Skewing of {model}",
         made,
         [
@@ -226,7 +185,7 @@ def _host_weight_rows(shape: ModelShape) -> Rows:
         rows.append(("experts copied per token", f"at most {format_size(experts.chosen * sum(experts.each))}"))
     if shape.placement.embedding:
         rows.append(("embedding", f"in host memory, {format_size(shape.sizes.embedding)}"))
-    return rows + _present("host: experts and embedding", shape.host_bytes)
+    return rows + _size("host: experts and embedding", shape.host_bytes)
 
 
 def _disk_rows(disk: DiskPlan, needed: Requirements) -> Rows:
@@ -273,7 +232,7 @@ def requirements_table(
     free = [("host memory", f"{format_size(machine.host_free)}, for KV {format_size(machine.pool_limit)}")]
     if machine.device_free is not None:
         free.append((f"on {machine.device}", format_size(machine.device_free)))
-    return table_of(
+    return _table(
         f"{model}, policy {policy}, {needed.context:,} tokens",
         [
             (f"{'host' if disk is None else 'disk'}: KV of one token", format_size(needed.kv_per_token)),
@@ -284,10 +243,10 @@ def requirements_table(
             ("device: weights", format_size(needed.weights)),
             ("device: scoring keys", format_size(needed.scoring)),
             ("device: sinks and recent window", format_size(needed.resident)),
-            *_present("device: working set", needed.working_set),
+            *_size("device: working set", needed.working_set),
             ("device: fetched KV", format_size(needed.staging)),
             ("device: activations of a step", format_size(needed.decode)),
-            *_present("device: CUDA graphs, at most", needed.graphs),
+            *_size("device: CUDA graphs, at most", needed.graphs),
             ("device: prefill, temporarily", format_size(needed.prefill)),
             ("device: peak", format_size(needed.device)),
         ],

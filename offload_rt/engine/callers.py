@@ -23,7 +23,7 @@ class EngineLoad:
         prompt_tokens: Prompt tokens of finished requests.
         cached_tokens: Those of them that were cached.
         generated_tokens: New tokens so far.
-        link_bytes: KV copied to the device for finished requests.
+        h2d_bytes: KV copied to the device for finished requests.
         weight_bytes: Size of the model's weights.
         device_kv_bytes: KV on the device.
         kept_bytes: Cached KV in host memory that no request uses.
@@ -40,7 +40,7 @@ class EngineLoad:
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    link_bytes: int
+    h2d_bytes: int
     weight_bytes: int = 0
     device_kv_bytes: int = 0
     kept_bytes: int = 0

@@ -32,7 +32,7 @@ class Watch:
         return RequestTrace(
             layers_prefilled=self.layers_prefilled,
             layers=self._layers,
-            link_bytes=0 if trace is None else trace.bytes_to_device,  # waits for counts on the device
+            h2d_bytes=0 if trace is None else trace.bytes_to_device,  # waits for counts on the device
             attended_by_step=[] if trace is None else [list(step) for step in trace.attended],
             selected=self._selected.copy(),
         )

@@ -1,12 +1,13 @@
-"""The FastAPI application: routes and error handlers."""
+"""The FastAPI application: error handlers, the web page, and the routes that belong to no protocol's file."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
@@ -16,21 +17,38 @@ from starlette.responses import Response
 
 from ..async_llm import AsyncLLM
 from ..errors import OffloadError
-from .anthropic.messages import count_tokens, messages
-from .anthropic.requests import CountRequest, MessagesRequest
+from . import anthropic
 from .connection import ClientGoneError, json_answer, until_gone
-from .conversation import Conversation, template_message, tool_options
+from .conversation import conversation_of
 from .errors import RefusedError, error_response, refusal, refused
-from .gate import GONE, REQUEST_ID, Gate
 from .log import logger
-from .openai.chat import chat
-from .openai.completions import complete
-from .openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .openai.responses import respond
-from .openai.responses_requests import ResponsesRequest
+from .middleware import GONE, REQUEST_ID, RequestMiddleware
+from .openai import chat, completions, responses
+from .openai.requests import DetokenizeRequest, TokenizeRequest
 from .options import ServerOptions
-from .page import add_page
-from .service import Service
+from .service import CurrentService, Service
+
+router = APIRouter()
+
+STATIC = Path(__file__).parent / "static"
+SCRIPTS = ("page.js", "basics.js", "markdown.js", "sessions.js", "watch.js")
+PAGE_FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    **{f"/{name}": (name, "text/javascript") for name in SCRIPTS},
+}
+
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+"""Headers that restrict the page to requests to this server."""
+
+OPEN_PATHS = ("/health", "/favicon.ico", *PAGE_FILES)
+"""Paths that need no API key: the health check and the web page, which asks for the key."""
 
 
 def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
@@ -45,16 +63,13 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
 
     # FastAPI's documentation pages load scripts from other hosts. The schema is at /openapi.json.
     app = FastAPI(title="offload-rt", lifespan=life, docs_url=None, redoc_url=None)
+    app.state.service = service
     _add_errors(app)
-    _add_openai(app, service)
-    _add_responses(app, service)
-    _add_sessions(app, service)
-    _add_anthropic(app, service)
-    _add_tools(app, service)
-    _add_state(app, service)
-    add_page(app)
-    app.add_middleware(Gate, options=options)
-    if options.cors_origins:  # outside the gate, so that browsers can read the reason of a refusal
+    for routes in (router, chat.router, completions.router, responses.router, anthropic.router):
+        app.include_router(routes)
+    _add_page(app)
+    app.add_middleware(RequestMiddleware, options=options, open_paths=OPEN_PATHS)
+    if options.cors_origins:  # outside `RequestMiddleware`, so that browsers can read the reason of a refusal
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.cors_origins,
@@ -70,11 +85,11 @@ def _add_errors(app: FastAPI) -> None:
         failure = refusal(error)
         if failure.status >= 500:
             logger.error("a request failed", exc_info=error)
-        request.scope["state"]["notes"]["error"] = failure.message
+        request.state.notes["error"] = failure.message
         return error_response(failure, request.url.path)
 
     async def gone(request: Request, error: Exception) -> Response:
-        request.scope["state"]["notes"]["client"] = "gone"
+        request.state.notes["client"] = "gone"
         return Response(status_code=GONE)  # the client has disconnected
 
     for kind in (RefusedError, OffloadError, RequestValidationError, ValidationError, HTTPException, TimeoutError):
@@ -82,124 +97,94 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(ClientGoneError, gone)
 
 
-def _add_openai(app: FastAPI, service: Service) -> None:
-    def model() -> dict[str, Any]:
-        return {
-            "id": service.name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "offload-rt",
-            "max_model_len": service.room.most,
-        }
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model()]}
-
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return model()
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await chat(service, body, request)
-
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await complete(service, body, request)
-
-    @app.post("/v1/embeddings")
-    async def embeddings() -> Response:
-        raise refused("embeddings are not supported: use a server with an embedding model")
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "offload-rt",
+        "max_model_len": service.limits.capacity,
+    }
 
 
-def _add_responses(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/responses")
-    async def responses(body: ResponsesRequest, request: Request) -> Response:
-        return await respond(service, body, request)
-
-    @app.post("/v1/responses/compact")
-    async def compact() -> Response:
-        message = "compaction is not supported: use previous_response_id, which keeps the KV cache"
-        raise RefusedError(404, message, code="not_found")
-
-    @app.get("/v1/responses/{name}")
-    async def response(name: str, request: Request) -> Response:
-        return json_answer(service.responses.get(name, request.scope["state"]["owner"]).response)
-
-    @app.delete("/v1/responses/{name}")
-    async def delete(name: str, request: Request) -> dict[str, Any]:
-        await service.delete_response(request.scope["state"]["owner"], name)
-        return {"id": name, "object": "response", "deleted": True}
+@router.get("/v1/models")
+async def models(service: CurrentService) -> dict[str, Any]:
+    return {"object": "list", "data": [_model(service)]}
 
 
-def _add_sessions(app: FastAPI, service: Service) -> None:
+@router.get("/v1/models/{name:path}")
+async def model(name: str, service: CurrentService) -> dict[str, Any]:
+    service.check_model(name)
+    return _model(service)
+
+
+@router.post("/v1/embeddings")
+async def embeddings() -> Response:
+    raise refused("embeddings are not supported: use a server with an embedding model")
+
+
+@router.get("/v1/sessions")
+async def sessions(request: Request, service: CurrentService) -> Response:
     # `store` tells the page whether sessions are stored. If not, requests with `session` are refused.
-
-    @app.get("/v1/sessions")
-    async def sessions(request: Request) -> Response:
-        found = service.conversations.of(request.scope["state"]["owner"])
-        return json_answer({"object": "list", "store": service.remembers, "data": found})
-
-    @app.get("/v1/sessions/{name}")
-    async def session(name: str, request: Request) -> Response:
-        messages = service.conversations.messages(request.scope["state"]["owner"], name)
-        return json_answer({"id": name, "object": "session", "messages": messages})
-
-    @app.delete("/v1/sessions/{name}")
-    async def delete(name: str, request: Request) -> dict[str, Any]:
-        await service.delete_session(request.scope["state"]["owner"], name)
-        return {"id": name, "object": "session", "deleted": True}
+    found = service.conversations.of(request.state.owner)
+    return json_answer({"object": "list", "store": service.remembers, "data": found})
 
 
-def _add_anthropic(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/messages")
-    async def create(body: MessagesRequest, request: Request) -> Response:
-        return await messages(service, body, request)
-
-    @app.post("/v1/messages/count_tokens")
-    async def count(body: CountRequest, request: Request) -> Response:
-        return await count_tokens(service, body, request)
+@router.get("/v1/sessions/{name}")
+async def session(name: str, request: Request, service: CurrentService) -> Response:
+    messages = service.conversations.messages(request.state.owner, name)
+    return json_answer({"id": name, "object": "session", "messages": messages})
 
 
-def _add_tools(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
-        service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise refused("send either prompt (a string) or messages", "prompt")
-        if body.messages is None:
-            work = service.prompts.of_text(body.prompt or "", special_tokens=body.add_special_tokens)
-            ids = await until_gone(request, work)
-        else:
-            messages = [template_message(message, f"messages.{i}") for i, message in enumerate(body.messages)]
-            if body.continue_final_message:
-                raise refused("continue_final_message: this server cannot continue a message", "continue_final_message")
-            tools, template = tool_options(body.tools, None), body.chat_template_kwargs or {}
-            conversation = Conversation(messages, **tools, template=template)
-            made = service.prompts.of_conversation(conversation, answer=body.add_generation_prompt)
-            _, ids = await until_gone(request, made)
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": service.room.most, "tokens": ids}
-        if body.return_token_strs:
-            found["token_strs"] = await until_gone(request, service.prompts.tokens_of(ids))
-        return found
-
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
-        service.check_model(body.model)
-        return {"prompt": await until_gone(request, service.prompts.text_of(body.tokens))}
+@router.delete("/v1/sessions/{name}")
+async def delete_session(name: str, request: Request, service: CurrentService) -> dict[str, Any]:
+    await service.delete_session(request.state.owner, name)
+    return {"id": name, "object": "session", "deleted": True}
 
 
-def _add_state(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request, service: CurrentService) -> dict[str, Any]:
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise refused("send either prompt (a string) or messages", "prompt")
+    if body.messages is None:
+        work = service.prompts.of_text(body.prompt or "", special_tokens=body.add_special_tokens)
+        ids = await until_gone(request, work)
+    else:
+        conversation = conversation_of(body, body.messages)
+        rendered = service.prompts.of_conversation(conversation, answer=body.add_generation_prompt)
+        _, ids = await until_gone(request, rendered)
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": service.limits.capacity, "tokens": ids}
+    if body.return_token_strs:
+        found["token_strs"] = await until_gone(request, service.prompts.tokens_of(ids))
+    return found
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(service.figures.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/load")
-    async def load() -> Response:
-        return json_answer(service.figures.load())
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request, service: CurrentService) -> dict[str, Any]:
+    service.check_model(body.model)
+    return {"prompt": await until_gone(request, service.prompts.text_of(body.tokens))}
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+@router.get("/metrics")
+async def metrics(service: CurrentService) -> Response:
+    return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/load")
+async def load(service: CurrentService) -> Response:
+    return json_answer(service.metrics.load())
+
+
+def _add_page(app: FastAPI) -> None:
+    for path, (name, kind) in PAGE_FILES.items():
+        app.add_api_route(path, _page_file((STATIC / name).read_bytes(), kind), include_in_schema=False)
+
+
+def _page_file(content: bytes, kind: str) -> Callable[[], Response]:
+    return lambda: Response(content, media_type=kind, headers=PAGE_HEADERS)

@@ -31,16 +31,17 @@ class ClientGoneError(Exception):
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns. Cancel it and raise ClientGoneError if the client closes the connection.
+    """Call `until_disconnect` for a request.
 
     Raises TimeoutError shortly after the request's deadline if `work` did not raise it, and before the connection is
     aborted.
     """
-    async with asyncio.timeout_at(request.scope["state"]["deadline"] + DELIVERY_SECONDS / 2):
-        return await _or_gone(request.receive, work)
+    async with asyncio.timeout_at(request.state.deadline + DELIVERY_SECONDS / 2):
+        return await until_disconnect(request.receive, work)
 
 
-async def _or_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns. Cancel it and raise ClientGoneError if the client closes the connection."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -58,14 +59,23 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
+async def body_parts(receive: Receive) -> AsyncGenerator[bytes, None]:
+    """Yield the parts of a request's body. Raises ClientGoneError if the client closes the connection."""
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        more = message.get("more_body", False)
+        yield message.get("body", b"")
+
+
 def json_answer(content: Any) -> Response:
-    """Return a JSON response."""
     # ASCII, because text quoted from a request may contain lone surrogates, which UTF-8 cannot encode.
     return Response(json.dumps(content, ensure_ascii=True, separators=(",", ":")), media_type="application/json")
 
 
 def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
-    """Encode a server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=True, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {text}\n\n".encode()
@@ -85,7 +95,7 @@ class EventStream(Response):
         """Send all events. Close the generator if the client disconnects."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await _or_gone(receive, self._send(scope, send))
+            await until_disconnect(receive, self._send(scope, send))
         except ClientGoneError:
             scope["state"]["notes"]["client"] = "gone"
         except asyncio.CancelledError:  # the grace period of the shutdown is over

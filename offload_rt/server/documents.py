@@ -22,10 +22,10 @@ from .errors import RefusedError, refused
 
 Head = dict[str, Any]
 
-MOST = 10_000
+MAX_DOCUMENTS = 10_000
 """Maximum number of documents of one kind. The least recently used document is evicted first."""
 
-MOST_BYTES = {False: 64 << 20, True: 4 << 30}
+MAX_BYTES = {False: 64 << 20, True: 4 << 30}
 """Maximum total size in bytes of the documents of one kind: in memory (False) and on disk (True)."""
 
 _SUFFIX = ".json"
@@ -116,12 +116,12 @@ class Documents:
             _replace(self._path(name), content)
         self._heads[name], self._sizes[name] = head, len(content)
         self._heads.move_to_end(name)
-        forgotten = []
-        while len(self._heads) > MOST or sum(self._sizes.values()) > MOST_BYTES[self._folder is not None]:
+        evicted = []
+        while len(self._heads) > MAX_DOCUMENTS or sum(self._sizes.values()) > MAX_BYTES[self._folder is not None]:
             oldest = next(iter(self._heads))
-            forgotten.append(self._heads[oldest])
+            evicted.append(self._heads[oldest])
             self.delete(oldest)
-        return forgotten
+        return evicted
 
     def body(self, name: str) -> Any:
         """Return the body of a document, or None if it does not exist or is damaged."""
@@ -139,7 +139,6 @@ class Documents:
             return None
 
     def delete(self, name: str) -> None:
-        """Delete a document if it exists."""
         self._forget(name)
         if self._folder is not None:
             for path in (self._path(name), *self._folder.glob(f"{name}.*.tmp")):
@@ -163,7 +162,7 @@ def _replace(path: Path, content: bytes) -> None:
         raise
 
 
-LONGEST_NAME = 100
+MAX_NAME = 100
 """Maximum length of a session name in characters."""
 
 _TITLE = 80
@@ -171,8 +170,8 @@ _TITLE = 80
 
 def session_of(owner: str, name: str) -> str:
     """Return the engine's id of a session, unique per API key and name. Raises RefusedError."""
-    if not 1 <= len(name) <= LONGEST_NAME:
-        raise refused(f"session must be a string of 1 to {LONGEST_NAME} characters", "session")
+    if not 1 <= len(name) <= MAX_NAME:
+        raise refused(f"session must be a string of 1 to {MAX_NAME} characters", "session")
     return digest("session", owner, name)
 
 
@@ -184,15 +183,10 @@ class Conversations:
 
     def keep(self, owner: str, name: str, messages: Sequence[Mapping[str, Any]]) -> list[str]:
         """Store a conversation and return the engine ids of evicted sessions."""
-        head = {
-            "owner": owner,
-            "id": name,
-            "title": _title(messages),
-            "turns": _turns(messages),
-            "updated": time.time(),
-        }
-        forgotten = self._documents.put(session_of(owner, name), head, list(messages))
-        return [session_of(each["owner"], each["id"]) for each in forgotten]
+        turns = sum(message.get("role") == "user" for message in messages)
+        head = {"owner": owner, "id": name, "title": _title(messages), "turns": turns, "updated": time.time()}
+        evicted = self._documents.put(session_of(owner, name), head, list(messages))
+        return [session_of(each["owner"], each["id"]) for each in evicted]
 
     def of(self, owner: str) -> list[dict[str, Any]]:
         """Return the heads of an owner's conversations, newest first."""
@@ -211,13 +205,11 @@ class Conversations:
             raise _unknown(name)
         return found
 
-    def delete(self, owner: str, name: str) -> str:
-        """Delete a conversation and return its engine id. Raises RefusedError (404) if it does not exist."""
+    def delete(self, owner: str, name: str) -> None:
+        """Delete a conversation. Raises RefusedError (404) if it does not exist."""
         if not self.exists(owner, name):
             raise _unknown(name)
-        session = session_of(owner, name)
-        self._documents.delete(session)
-        return session
+        self._documents.delete(session_of(owner, name))
 
 
 def _unknown(name: str) -> RefusedError:
@@ -233,18 +225,14 @@ def _title(messages: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-def _turns(messages: Sequence[Mapping[str, Any]]) -> int:
-    return sum(message.get("role") == "user" for message in messages)
-
-
 def response_of(owner: str, name: str) -> str:
     """Return the engine's session id of a response, unique per API key and response id."""
     return digest("response", owner, name)
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A stored response.
+class StoredResponse:
+    """A response and its conversation.
 
     Attributes:
         owner: Digest of the API key.
@@ -265,14 +253,15 @@ class ResponseStore:
     def __init__(self, documents: Documents) -> None:
         self._documents = documents
 
-    def add(self, name: str, kept: Kept) -> list[str]:
+    def add(self, name: str, stored: StoredResponse) -> list[str]:
         """Store a response and return the sessions of evicted responses that no other response uses."""
-        head = {"owner": kept.owner, "session": kept.session}
-        body = {"response": kept.response, "messages": kept.messages}
-        forgotten = self._documents.put(digest(name), head, body)
-        return self._unneeded([each["session"] for each in forgotten])
+        head = {"owner": stored.owner, "session": stored.session}
+        body = {"response": stored.response, "messages": stored.messages}
+        evicted = self._documents.put(digest(name), head, body)
+        needed = {head.get("session") for head in self._documents.heads().values()} if evicted else set()
+        return [session for session in {each["session"]: None for each in evicted} if session not in needed]
 
-    def get(self, name: str, owner: str) -> Kept:
+    def get(self, name: str, owner: str) -> StoredResponse:
         """Return a response. Raises RefusedError (404) if it does not exist."""
         head = self._documents.head(digest(name))
         body = None if head is None or head.get("owner") != owner else self._documents.body(digest(name))
@@ -283,17 +272,8 @@ class ResponseStore:
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        return Kept(owner, body["response"], body["messages"], head["session"])
+        return StoredResponse(owner, body["response"], body["messages"], head["session"])
 
-    def delete(self, name: str, owner: str) -> str:
-        """Delete a response and return its session, which the caller must delete too. Raises as `get`.
-
-        Other responses of the conversation remain usable.
-        """
-        session = self.get(name, owner).session
+    def delete(self, name: str) -> None:
+        """Delete a response. Its session remains. Other responses of the conversation remain usable."""
         self._documents.delete(digest(name))
-        return session
-
-    def _unneeded(self, sessions: Sequence[str]) -> list[str]:
-        needed = {head.get("session") for head in self._documents.heads().values()} if sessions else set()
-        return [session for session in dict.fromkeys(sessions) if session not in needed]

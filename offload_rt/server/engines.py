@@ -7,7 +7,7 @@ import json
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 from ..async_llm import AsyncLLM
@@ -16,13 +16,13 @@ from .errors import RefusedError, refused
 from .options import ServerOptions
 
 _ADDED = (
-    "waiting", "running", "prompt_tokens", "cached_tokens", "generated_tokens", "link_bytes", "device_kv_bytes",
+    "waiting", "running", "prompt_tokens", "cached_tokens", "generated_tokens", "h2d_bytes", "device_kv_bytes",
 )  # fmt: skip
 """Fields of `EngineLoad` that are summed over the engines. The other fields describe the shared pool."""
 
 
 class Engines:
-    """The server's engine, and up to `max_policies - 1` engines for other policies.
+    """The server's engine, and up to `max_engines - 1` engines for other policies.
 
     Each engine decodes a separate batch. The engines take turns on the shared pool and share cached prefixes. If the
     limit is reached, an idle engine is closed.
@@ -70,17 +70,17 @@ class Engines:
             self._users[key] -= 1
 
     async def _make(self, key: str, policy: str, options: Mapping[str, Any]) -> AsyncLLM:
-        most, own = self._options.max_policies, self.own.llm.config.policy
-        if most == 1:
+        limit, own = self._options.max_engines, self.own.llm.config.policy
+        if limit == 1:
             raise refused(
-                f"this server allows only policy {own!r}: remove policy, or restart it with a higher --max-policies",
+                f"this server allows only policy {own!r}: remove policy, or restart it with a higher --max-engines",
                 "policy",
             )
-        if len(self._others) >= most - 1:
+        if len(self._others) >= limit - 1:
             idle = next((name for name in self._others if not self._users.get(name)), None)
             if idle is None:
                 raise RefusedError(
-                    429, f"{most} policies are in use: retry later, or remove policy", headers={"Retry-After": "5"}
+                    429, f"{limit} policies are in use: retry later, or remove policy", headers={"Retry-After": "5"}
                 )
             await self._drop(idle)
 
@@ -100,10 +100,9 @@ class Engines:
             self._past[name] += getattr(load, name)
 
     def load(self) -> EngineLoad:
-        """Return the load and totals of all engines."""
-        own, loads = self.own.load(), [engine.load() for engine in self._others.values()]
-        added = {name: self._past[name] + sum(getattr(load, name) for load in (own, *loads)) for name in _ADDED}
-        return EngineLoad(**{field.name: getattr(own, field.name) for field in fields(EngineLoad)} | added)
+        own, others = self.own.load(), [engine.load() for engine in self._others.values()]
+        added = {name: self._past[name] + sum(getattr(load, name) for load in (own, *others)) for name in _ADDED}
+        return replace(own, **added)
 
     async def close(self) -> None:
         """Close all engines, the server's engine last because the others use its pool."""

@@ -9,8 +9,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -84,7 +82,10 @@ def ending() -> RefusedError:
 
 
 def refusal(error: BaseException) -> RefusedError:
-    """Convert an exception to an error response."""
+    # Not at the top of the file, because the server listens before it imports FastAPI.
+    from fastapi.exceptions import RequestValidationError
+    from pydantic import ValidationError
+
     if isinstance(error, RefusedError):
         return error
     if isinstance(error, QueueFullError):

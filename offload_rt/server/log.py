@@ -10,8 +10,11 @@ from typing import Any
 
 from starlette.types import Scope
 
-MOST_KINDS = 100
+MAX_KINDS = 100
 """Maximum number of message kinds that are counted separately."""
+
+QUIET_PATHS = ("/health", "/metrics", "/v1/load")
+"""Paths whose successful requests are logged at level DEBUG, because they are polled."""
 
 logger = logging.getLogger("offload_rt.server")
 
@@ -32,31 +35,31 @@ class JsonLines(logging.Formatter):
 
 
 class Repetitions(logging.Filter):
-    """Pass only the first `most` warnings, errors and refused requests of each kind per interval.
+    """Pass only the first `limit` warnings, errors and refused requests of each kind per interval.
 
     The field `suppressed` of the first record after an interval contains the numbers of dropped records.
     """
 
-    def __init__(self, most: int = 20, seconds: float = 10.0) -> None:
+    def __init__(self, limit: int = 20, seconds: float = 10.0) -> None:
         super().__init__()
-        self._most, self._seconds, self._end = most, seconds, 0.0
+        self._limit, self._seconds, self._end = limit, seconds, 0.0
         self._counts: Counter[str] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
         fields = getattr(record, "fields", {})
         status = fields.get("status", 0)
         if (now := time.monotonic()) >= self._end:
-            dropped = {kind: count - self._most for kind, count in self._counts.items() if count > self._most}
+            dropped = {kind: count - self._limit for kind, count in self._counts.items() if count > self._limit}
             if dropped:
                 record.fields = fields | {"suppressed": dropped}
             self._counts, self._end = Counter(), now + self._seconds
         if record.levelno < logging.WARNING and status < 400:
             return True
         kind = f"{record.msg!s:.80}" + (f" {status}" if status else "")
-        if kind not in self._counts and len(self._counts) >= MOST_KINDS:
+        if kind not in self._counts and len(self._counts) >= MAX_KINDS:
             kind = "other"
         self._counts[kind] += 1
-        return self._counts[kind] <= self._most
+        return self._counts[kind] <= self._limit
 
 
 def log_to_stderr() -> None:
@@ -72,7 +75,6 @@ def log_to_stderr() -> None:
 
 
 def log_request(scope: Scope, status: int, seconds: float) -> None:
-    """Log a request with its status, duration and statistics."""
     notes = scope["state"]["notes"]
     fields = {
         "id": scope["state"]["request_id"],
@@ -82,11 +84,5 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
         "seconds": round(seconds, 4),
         **notes,
     }
-    level = (
-        logging.ERROR
-        if status >= 500
-        else logging.DEBUG
-        if scope["path"] in ("/health", "/metrics", "/v1/load")
-        else logging.INFO
-    )
-    logger.log(level, "request", extra={"fields": fields})
+    level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+    logger.log(logging.ERROR if status >= 500 else level, "request", extra={"fields": fields})

@@ -25,43 +25,41 @@ class ServerOptions:
     """Access, limits and formats of the server. Sizes and durations may be strings ("16MiB", "10m").
 
     Attributes:
-        host: Address to listen on.
-        port: Port to listen on. 0 chooses a free port.
-        api_keys: API keys, of which each request must send one. Empty: requests need no key. The command line also
-            reads OFFLOAD_RT_API_KEY.
-        served_model_name: Model name for clients. None: the hub id, or the last part of the path.
-        max_waiting: Maximum number of waiting requests. Further requests get 429 with Retry-After.
-        max_tokens_limit: Maximum number of new tokens per request. None: the model's context length.
-        max_policies: Maximum number of policies (with options) in use at once, including the server's default.
-        max_body: Maximum size of a request body in bytes. Larger requests get 413.
-        timeout: Maximum duration of a request in seconds, from its arrival to the last byte of the response.
-        max_connections: Maximum number of open connections. If all are in use, a new connection replaces the one whose
-            client has been silent for longest. It is refused if every client waits for a response. None: half of the
-            process's limit on file descriptors.
-        head_timeout: Seconds within which the head of a request must arrive.
-        send_timeout: Seconds after which a client that does not read its response is disconnected.
-        grace: Seconds that running requests may take to finish during a shutdown.
-        tool_parser: Format of tool calls. "auto" chooses by the chat template.
-        reasoning_parser: Format of reasoning sections. "auto" chooses by the chat template.
-        share_prefixes: Share cached prefixes among API keys. By default a key reuses only its own KV, so that
-            `cached_tokens` and latency do not reveal prompts of other keys.
+        api_keys: Each request must send one of these keys. Empty: requests need no key.
+        served_model_name: None: the hub id, or the last part of the path.
+        max_waiting: Further requests get 429 with Retry-After.
+        max_tokens_limit: None: the model's context length.
+        max_engines: Each policy (with its options) has an engine. The default policy counts.
+        max_body: Larger requests get 413.
+        timeout: From the arrival of a request to the last byte of the response.
+        max_connections: If all are in use, a new connection replaces the one whose client has been silent for longest.
+            It is refused if every client waits for a response.
+        share_prefixes: By default a key reuses only its own KV, so that `cached_tokens` and latency do not reveal
+            prompts of other keys.
         documents: Folder for conversations and responses. None: in memory.
-        cors_origins: Origins whose pages may call the server from a browser.
-        allowed_hosts: Additional host names that a server on a local address accepts. It refuses other names to
-            prevent DNS rebinding.
-        log_prompts: Write prompts and responses to the log. By default it contains only sizes and times.
+        allowed_hosts: A server on a local address refuses other names to prevent DNS rebinding.
+        log_prompts: By default the log contains only sizes and times.
     """
 
     host: str = option("127.0.0.1", help="address to listen on; 0.0.0.0 for all", metavar="ADDRESS", group="server")
     port: int = option(8000, help="port to listen on; 0 chooses a free port", metavar="N", group="server")
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = option(
+        (),
+        help="require this API key; may be repeated; also from OFFLOAD_RT_API_KEY",
+        flag="--api-key",
+        metavar="KEY",
+        group="server",
+    )
     served_model_name: str | None = option(None, help="model name for clients", metavar="NAME", group="server")
     max_waiting: int = option(256, help="maximum number of waiting requests, then 429", metavar="N", group="limits")
     max_tokens_limit: int | None = option(
         None, help="maximum number of new tokens per request", metavar="N", group="limits"
     )
-    max_policies: int = option(
-        1, help="maximum number of policies in use at once, including the default", metavar="N", group="limits"
+    max_engines: int = option(
+        1,
+        help="maximum number of engines: one for each policy in use, including the default",
+        metavar="N",
+        group="limits",
     )
     max_body: Size = option(16 << 20, help="maximum size of a request", group="limits")
     timeout: Duration = option(600.0, help="maximum duration of a request", group="limits")
@@ -82,30 +80,33 @@ class ServerOptions:
     )
     share_prefixes: bool = option(False, help="share cached prefixes among API keys", group="server")
     documents: Path | None = None
-    cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = option(
+        (),
+        help="allow browser requests from this origin; may be repeated",
+        flag="--cors-origin",
+        metavar="URL",
+        group="server",
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        help="additional host name that a local server accepts; may be repeated",
+        flag="--allowed-host",
+        metavar="NAME",
+        group="server",
+    )
     log_prompts: bool = option(False, help="write prompts and responses to the log", group="server")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_body", parse_size(self.max_body, "max_body"))
-        object.__setattr__(self, "timeout", parse_duration(self.timeout, "timeout"))
-        object.__setattr__(self, "head_timeout", parse_duration(self.head_timeout, "head_timeout"))
-        object.__setattr__(self, "send_timeout", parse_duration(self.send_timeout, "send_timeout"))
-        object.__setattr__(self, "grace", parse_duration(self.grace, "grace"))
+        for name in ("timeout", "head_timeout", "send_timeout", "grace"):
+            object.__setattr__(self, name, parse_duration(getattr(self, name), name))
         check_types(self)
         check_choice("tool_parser", self.tool_parser, get_args(ToolParser))
         check_choice("reasoning_parser", self.reasoning_parser, get_args(ReasoningParser))
         check(0 <= self.port <= 65535, f"port={self.port} must be between 0 and 65535; 0 chooses a free port")
-        check(self.max_waiting >= 1, f"max_waiting={self.max_waiting} must be at least 1")
-        check(
-            self.max_tokens_limit is None or self.max_tokens_limit >= 1,
-            f"max_tokens_limit={self.max_tokens_limit} must be at least 1",
-        )
-        check(
-            self.max_connections is None or self.max_connections >= 1,
-            f"max_connections={self.max_connections} must be at least 1",
-        )
-        check(self.max_policies >= 1, f"max_policies={self.max_policies} must be at least 1")
+        for name in ("max_waiting", "max_tokens_limit", "max_engines", "max_connections"):
+            value = getattr(self, name)
+            check(value is None or value >= 1, f"{name}={value} must be at least 1")
         check(self.max_body >= 1024, f"max_body={self.max_body} must be at least 1KiB")
         check(all(self.api_keys), "an API key must not be empty")
 

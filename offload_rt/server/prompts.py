@@ -1,4 +1,4 @@
-"""Tokenization of texts and conversations in worker threads, with a separate thread for long texts."""
+"""Token limits, and tokenization of texts and conversations in worker threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..sessions.chat_render import render_chat
 from ..utils.allocator import give_back
 from .conversation import Conversation
 from .errors import refused
-from .sampling import Room
+from .options import ServerOptions
 from .tokenizing import TextTokenizer
 
 T = TypeVar("T")
@@ -30,6 +30,57 @@ SHORT_THREADS = 2
 """Threads for short texts."""
 
 
+class TokenLimits:
+    """Token limits: context length of the model, KV cache capacity, and the server's limit on new tokens.
+
+    Args:
+        positions: Context length of the model in tokens.
+        capacity: Capacity of the KV cache in tokens.
+        options: Server options.
+    """
+
+    def __init__(self, positions: int, capacity: int, options: ServerOptions) -> None:
+        self.positions, self.capacity, self._limit = positions, capacity, options.max_tokens_limit
+
+    def check_prompt(self, tokens: int) -> None:
+        """Raise RefusedError if a prompt of at least `tokens` tokens exceeds the limits."""
+        if tokens >= self.positions:
+            raise refused(
+                f"this model's maximum context length is {self.positions:,} tokens, and the prompt has at least "
+                f"{tokens:,}: shorten it",
+                code="context_length_exceeded",
+            )
+        if tokens >= self.capacity:
+            raise refused(
+                f"the prompt has at least {tokens:,} tokens, and the capacity of the KV cache is {self.capacity:,}, "
+                "including the response: shorten the prompt, or raise --host-memory",
+                code="pool_full",
+            )
+
+    def tokens(self, prompt: int, requested: int | None, default: int | None = None) -> int:
+        """Return the maximum number of new tokens for a prompt of `prompt` tokens.
+
+        It is `requested` if given, else the minimum of `default` and the limits. The engine refuses requests that
+        exceed the KV cache. Raises RefusedError if the context length or the server's limit is exceeded.
+        """
+        left = self.positions - prompt
+        if prompt == 0:
+            raise refused("the prompt is empty: send at least one token")
+        if left < 1 or (requested is not None and requested > left):
+            wanted = f"{prompt:,} in the prompt" + (f" and {requested:,} new ones" if requested else "")
+            raise refused(
+                f"this model's maximum context length is {self.positions:,} tokens, and you requested {wanted}: "
+                "shorten the prompt, or request fewer new tokens",
+                code="context_length_exceeded",
+            )
+        if requested is not None and self._limit is not None and requested > self._limit:
+            raise refused(
+                f"{requested:,} new tokens exceed this server's limit of {self._limit:,}: request fewer", "max_tokens"
+            )
+        fits = max(1, self.capacity - prompt)
+        return requested or min(n for n in (default, left, fits, self._limit) if n is not None)
+
+
 class Prompts:
     """Tokenize and render prompts.
 
@@ -37,8 +88,8 @@ class Prompts:
     its work.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, room: Room) -> None:
-        self._tokenizer, self._room = tokenizer, room
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, limits: TokenLimits) -> None:
+        self._tokenizer, self._limits = tokenizer, limits
         self._texts = None if tokenizer is None else TextTokenizer(tokenizer)
         self._short = ThreadPoolExecutor(SHORT_THREADS, "offload-rt-prompts")
         self._long = ThreadPoolExecutor(1, "offload-rt-long-prompts")
@@ -126,7 +177,7 @@ class Prompts:
         except UnicodeEncodeError:
             raise refused("the text contains a lone surrogate, which is not a valid character: remove it") from None
         assert self.tokenizer is not None and self._texts is not None
-        return self._texts.encode(text, special_tokens, cancelled, self._room.check_prompt)
+        return self._texts.encode(text, special_tokens, cancelled, self._limits.check_prompt)
 
     def _rendered(self, conversation: Conversation, answer: bool) -> str:
         if conversation.offered is not None and "tools" not in self.template:

@@ -8,6 +8,7 @@ import resource
 import socket
 from contextlib import suppress
 from functools import partial
+from http import HTTPStatus
 from typing import Any, cast
 
 import h11
@@ -15,29 +16,29 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .errors import RefusedError, error_body
 from .log import logger
 from .options import DELIVERY_SECONDS, ServerOptions
 
 KEEP_ALIVE_SECONDS = 30
-MOST_HEAD_BYTES = 64 << 10
-"""Maximum size of a request head. h11 checks incomplete heads, `Gate` checks complete ones."""
-MOST_CONNECTIONS = 4096
-LEAST_CONNECTIONS = 16
+MAX_HEAD_BYTES = 64 << 10
+"""Maximum size of a request head. h11 checks incomplete heads, `RequestMiddleware` checks complete ones."""
+MAX_CONNECTIONS = 4096
+MIN_CONNECTIONS = 16
 LISTEN_QUEUE = 2048
 REFUSED_SECONDS = 2.0
 """Seconds that the client of a refused connection has to read the response."""
 
 
-def _refusal(status: str, message: str, kind: str) -> bytes:
+def _refusal(status: HTTPStatus, message: str) -> bytes:
     """Return a complete HTTP response in OpenAI's format for a request that was not read."""
-    error = {"message": message, "type": kind, "param": None, "code": None}
-    body = json.dumps({"error": error}).encode()
-    head = f"HTTP/1.1 {status}\r\nretry-after: 1\r\nconnection: close\r\ncontent-type: application/json\r\n"
-    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
+    body = json.dumps(error_body(RefusedError(status, message), "")).encode()
+    head = f"HTTP/1.1 {status.value} {status.phrase}\r\nretry-after: 1\r\nconnection: close\r\n"
+    return head.encode() + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
 
 
-FULL = _refusal("503 Service Unavailable", "too many connections", "overloaded_error")
-LATE = _refusal("408 Request Timeout", "the head of the request did not arrive in time", "timeout_error")
+FULL = _refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")
+LATE = _refusal(HTTPStatus.REQUEST_TIMEOUT, "the head of the request did not arrive in time")
 
 
 class Connections:
@@ -49,7 +50,7 @@ class Connections:
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
-        self.most = options.max_connections or default_connections()
+        self.limit = options.max_connections or default_connections()
         self.open: dict[LimitedProtocol, None] = {}
         self.refused: set[LimitedProtocol] = set()
 
@@ -60,7 +61,7 @@ class Connections:
 
     def admit(self, connection: LimitedProtocol) -> bool:
         """Add a connection, and close another one if necessary. Return False if all are busy."""
-        if len(self.open) >= self.most:
+        if len(self.open) >= self.limit:
             waiting = [other for other in self.open if other.awaits_client]
             # Prefer clients that never completed a request.
             silent = min(waiting, key=lambda other: other.cycle is not None, default=None)
@@ -102,7 +103,7 @@ class LimitedProtocol(H11Protocol):
             return
         logger.warning("connection refused: too many are open")
         transport.write(FULL)
-        if len(self._limits.refused) > self._limits.most // 4:
+        if len(self._limits.refused) > self._limits.limit // 4:
             transport.close()
             return
         # Data sent to a closed socket would reset the connection, and the response could be lost.
@@ -200,8 +201,8 @@ class LimitedProtocol(H11Protocol):
 def default_connections() -> int:
     """Return half of the file descriptor limit. The rest is for stores and models."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    half = MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else soft // 2
-    return max(LEAST_CONNECTIONS, min(MOST_CONNECTIONS, half))
+    half = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft // 2
+    return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, half))
 
 
 class LimitedServer(uvicorn.Server):
@@ -226,12 +227,12 @@ def make_server(app: ASGIApp, options: ServerOptions) -> LimitedServer:
         ws="none",  # WebSocket connections would escape these limits
         # asyncio accepts this many connections at once, and twice as many before it reads from the first of them.
         # It must be below the limit on connections, else connections would be replaced before their requests are read.
-        backlog=max(1, min(100, connections.most // 4)),
+        backlog=max(1, min(100, connections.limit // 4)),
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=max(1, round(options.grace)),
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )
     return LimitedServer(config)

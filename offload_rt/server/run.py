@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import socket
 import threading
 import time
@@ -15,9 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import ConfigError
+from .errors import RefusedError, error_body
 from .log import log_to_stderr, logger
 from .options import ServerOptions
 from .protocol import make_server
@@ -50,7 +51,7 @@ class Loading:
         elif self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await _send_loading(scope, send)
+            await _loading_response(scope)(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -82,28 +83,13 @@ class Loading:
             return
 
 
-async def _send_loading(scope: Scope, send: Send) -> None:
-    error = {
-        "message": "the model is being loaded: retry later",
-        "type": "overloaded_error",
-        "param": None,
-        "code": "loading",
-    }
-    browser = scope["path"] == "/"
-    body = b"The model is being loaded." if browser else json.dumps({"status": "loading", "error": error}).encode()
-    headers = {
-        "content-type": "text/plain" if browser else "application/json",
-        "content-length": str(len(body)),
-        "retry-after": str(RETRY_AFTER),
-    } | ({"refresh": str(RETRY_AFTER)} if browser else {})
-    await send(
-        {
-            "type": "http.response.start",
-            "status": 503,
-            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        }
-    )
-    await send({"type": "http.response.body", "body": body})
+def _loading_response(scope: Scope) -> Response:
+    headers = {"Retry-After": str(RETRY_AFTER)}
+    if scope["path"] == "/":
+        headers["Refresh"] = str(RETRY_AFTER)
+        return Response("The model is being loaded.", 503, headers, "text/plain")
+    error = RefusedError(503, "the model is being loaded: retry later", code="loading")
+    return JSONResponse({"status": "loading"} | error_body(error, scope["path"]), 503, headers)
 
 
 def bound(options: ServerOptions) -> socket.socket:
@@ -136,11 +122,7 @@ def serve(make_engine: Callable[[], AsyncLLM], options: ServerOptions, listener:
     host, port = listener.getsockname()[:2]
     logger.info("listening", extra={"fields": {"url": f"http://{host}:{port}"}})
     server = make_server(loading, options)
-
-    def end() -> None:
-        server.should_exit = True
-
-    loading.on_failure = end
+    loading.on_failure = lambda: setattr(server, "should_exit", True)
     server.run(sockets=[listener])
     if loading.error is not None:
         raise loading.error

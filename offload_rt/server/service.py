@@ -9,27 +9,26 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from starlette.requests import Request
+from fastapi import Depends, Request
 
 from ..async_llm import AsyncLLM
 from ..errors import ConfigError, OffloadError, PoolFullError, SessionBusyError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
-from .deltas import Usage, usage_of
+from .chat_stream import Usage
 from .documents import Conversations, Documents, ResponseStore, response_of, session_of
 from .engines import Engines
 from .errors import RefusedError, ending, refused
-from .figures import Figures
 from .log import logger
+from .metrics import Metrics
 from .openai.requests import SampledBody
 from .options import ServerOptions
 from .parsers import reasoning_parser, tool_parser
-from .prompts import Prompts
-from .sampling import Room
+from .prompts import Prompts, TokenLimits
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,6 @@ class EngineArguments:
     trace: bool = False
     cache_salt: str = ""
 
-    @property
-    def named(self) -> dict[str, Any]:
-        """Return the arguments of `AsyncLLM.generate` that differ from their defaults."""
-        given = {"session": self.session, "trace": self.trace, "cache_salt": self.cache_salt}
-        return {name: value for name, value in given.items() if value}
-
 
 class Service:
     """State shared by all endpoints of one model."""
@@ -57,15 +50,15 @@ class Service:
         self.engines = Engines(engine, options)
         self.conversations = Conversations(self._documents("conversations"))
         self.responses = ResponseStore(self._documents("responses"))
-        self._held: set[str] = set()
+        self._locked: set[str] = set()
         self._salt_key = secrets.token_bytes(32)
         self._salts_keys = len(set(options.api_keys)) > 1 and not options.share_prefixes
         self._forgetting: set[asyncio.Task[None]] = set()
         self.name = options.served_model_name or _called(engine.llm.name)
         self.created = int(time.time())
-        self.room = room = Room(engine.llm.geometry.max_positions, engine.llm.most_tokens, options)
-        self.prompts = Prompts(engine.llm.tokenizer, room)
-        self.figures = Figures(self.engines, self.name)
+        self.limits = limits = TokenLimits(engine.llm.geometry.max_positions, engine.llm.most_tokens, options)
+        self.prompts = Prompts(engine.llm.tokenizer, limits)
+        self.metrics = Metrics(self.engines, self.name)
         self.tools = tool_parser(options.tool_parser, self.prompts.template)
         self.reasoning = reasoning_parser(options.reasoning_parser, self.prompts.template)
 
@@ -78,7 +71,7 @@ class Service:
                 code="model_not_found",
             )
 
-    def where(self, body: SampledBody, request: Request, *, trace: bool = False) -> EngineArguments:
+    def arguments(self, body: SampledBody, request: Request, *, trace: bool = False) -> EngineArguments:
         """Return the engine options of a request. Raises RefusedError for unsupported combinations."""
         if body.exact is not None and body.exact != (self.engine.llm.config.exact is not None):
             raise refused("exact differs from the server's setting, which requests cannot change: remove it", "exact")
@@ -91,12 +84,12 @@ class Service:
             )
         if body.policy is not None:
             raise refused("a session always uses the server's policy: remove policy or session", "policy")
-        session = session_of(request.scope["state"]["owner"], body.session)
+        session = session_of(request.state.owner, body.session)
         return EngineArguments(session=session, trace=trace, cache_salt=salt)
 
     def salt(self, request: Request, given: str | None) -> str:
         """Return the cache salt of a request, derived from its API key (if there are several) and its `cache_salt`."""
-        owner = request.scope["state"]["owner"] if self._salts_keys else ""
+        owner = request.state.owner if self._salts_keys else ""
         if not owner and not given:
             return ""
         text = f"{owner}:{given or ''}"
@@ -121,28 +114,28 @@ class Service:
         """Whether sessions are stored."""
         return self.options.documents is not None
 
-    def is_answering(self, name: str) -> bool:
-        return name in self._held
+    def is_locked(self, session: str) -> bool:
+        return session in self._locked
 
     @contextmanager
-    def answering(self, *names: str | None) -> Iterator[None]:
+    def locked(self, *names: str | None) -> Iterator[None]:
         """Lock sessions and responses while they are generated and stored, or deleted.
 
         Raises SessionBusyError (409) if one of them is locked.
         """
-        held = {name for name in names if name is not None}
-        if held & self._held:
+        sessions = {name for name in names if name is not None}
+        if sessions & self._locked:
             raise SessionBusyError("this conversation is in use by another request")
-        self._held |= held
+        self._locked |= sessions
         try:
             yield
         finally:
-            self._held -= held
+            self._locked -= sessions
 
     async def delete_session(self, owner: str, name: str) -> None:
         """Delete a conversation and its KV. Raises RefusedError (404), SessionBusyError, StoreError."""
         session = session_of(owner, name)
-        with self.answering(session):
+        with self.locked(session):
             # The engine may have a session without a conversation: from text completions or early disconnects.
             known = await self._delete_kv(session)
             if not known or self.conversations.exists(owner, name):
@@ -150,18 +143,18 @@ class Service:
 
     async def delete_response(self, owner: str, name: str) -> None:
         """Delete a response and the KV of its conversation. Raises as `delete_session`."""
-        with self.answering(response_of(owner, name)):  # lock before `get`: an unfinished response is not stored yet
+        with self.locked(response_of(owner, name)):  # lock before `get`: an unfinished response is not stored yet
             session = self.responses.get(name, owner).session
-            with self.answering(None if session == response_of(owner, name) else session):
+            with self.locked(None if session == response_of(owner, name) else session):
                 await self._delete_kv(session)
-                self.responses.delete(name, owner)
+                self.responses.delete(name)
 
     async def _delete_kv(self, session: str) -> bool:
         return self.remembers and await self.engine.delete_session(session)
 
     def forget(self, sessions: Sequence[str]) -> None:
         """Delete the KV of evicted conversations in the background, except of those in use, which are stored again."""
-        for session in [name for name in sessions if self.remembers and not self.is_answering(name)]:
+        for session in [name for name in sessions if self.remembers and not self.is_locked(name)]:
             task = asyncio.ensure_future(self._forget(session))
             self._forgetting.add(task)
             task.add_done_callback(self._forgetting.discard)
@@ -173,7 +166,7 @@ class Service:
             logger.warning("cannot delete a session: %s", error)
 
     async def outputs(
-        self, request: Request, ids: Sequence[int], params: SamplingParams, where: EngineArguments | None = None
+        self, request: Request, ids: Sequence[int], params: SamplingParams, arguments: EngineArguments
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request; the last one is finished. Closing the iterator aborts the request.
 
@@ -182,21 +175,25 @@ class Service:
             TimeoutError: The deadline has passed.
             RefusedError: The server is shutting down.
         """
-        where = where or EngineArguments()
         begun = time.perf_counter()
-        deadline, first, last = request.scope["state"]["deadline"], 0.0, None
+        given: dict[str, Any] = {
+            "session": arguments.session,
+            "trace": arguments.trace,
+            "cache_salt": arguments.cache_salt,
+        }
+        deadline, first, last = request.state.deadline, 0.0, None
         reason = "abort"
         try:
             async with (
-                self.engines.under(where.policy, where.policy_options) as engine,
-                aclosing(engine.generate(list(ids), params, **where.named)) as states,
+                self.engines.under(arguments.policy, arguments.policy_options) as engine,
+                aclosing(engine.generate(list(ids), params, **given)) as states,
             ):
                 while last is None or not last.finished:
                     async with asyncio.timeout_at(deadline):
                         last = await anext(states)
                     if not first and any(each.token_ids for each in last.outputs):
                         first = time.perf_counter()
-                        self.figures.began(first - begun)
+                        self.metrics.began(first - begun)
                     reasons = [each.finish_reason for each in last.outputs]
                     if "abort" in reasons:
                         raise ending()
@@ -211,8 +208,8 @@ class Service:
             raise
         finally:
             now = time.perf_counter()
-            usage = Usage(len(ids)) if last is None else usage_of(last)
-            self.figures.ended(reason, usage, now - begun, now - first if first else 0.0)
+            usage = Usage(len(ids)) if last is None else Usage.of(last)
+            self.metrics.ended(reason, usage, now - begun, now - first if first else 0.0)
             self._note(request, ids, last, usage, reason, first - begun if first else None)
 
     def _for_client(self, error: OffloadError) -> str:
@@ -232,13 +229,9 @@ class Service:
         first: float | None,
     ) -> None:
         """Add the statistics of a request to its log record, summed over its prompts."""
-        notes: dict[str, Any] = request.scope["state"]["notes"]
-        for name, count in (
-            ("prompt_tokens", usage.prompt),
-            ("cached_tokens", usage.cached),
-            ("generated_tokens", usage.generated),
-        ):
-            notes[name] = notes.get(name, 0) + count
+        notes: dict[str, Any] = request.state.notes
+        for name, count in asdict(usage).items():
+            notes[f"{name}_tokens"] = notes.get(f"{name}_tokens", 0) + count
         notes["finish"] = reason
         if first is not None:
             notes.setdefault("first_token_seconds", round(first, 4))
@@ -260,3 +253,12 @@ def _called(name: str) -> str:
     """Return the default served model name: the hub id, or the last part of a path to hide the local folders."""
     path = Path(name).expanduser()
     return path.name if path.is_absolute() or path.exists() else name
+
+
+async def _service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+CurrentService = Annotated[Service, Depends(_service_of)]
+"""Parameter of a route: the service of the application."""

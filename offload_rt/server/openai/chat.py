@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from fastapi import APIRouter, Request
 from numpy.typing import NDArray
-from starlette.requests import Request
 from starlette.responses import Response
 
 from ...llm import LLM
 from ...outputs import RequestOutput
-from ..answers import ChatJob, Step, answer, asked
+from ..chat_responses import ChatJob, prepare, respond_to
+from ..chat_stream import Step, Usage, collected
 from ..connection import event, json_answer, streamed, until_gone
 from ..conversation import from_chat
-from ..deltas import Usage
 from ..errors import refused
-from ..parsers.pieces import Content, Piece, Reasoning, ToolCall
-from ..sampling import forced_call, sampling_fields, structured_outputs
-from ..service import Service
-from .completions import chat_logprobs, usage_json
-from .requests import ChatRequest
+from ..parsers import Content, Piece, Reasoning, ToolCall, text_of
+from ..service import CurrentService, EngineArguments, Service
+from .completions import chat_logprobs, response_head, usage_json
+from .requests import ChatRequest, sampling_fields, structured_outputs
 
-MOST_SEGMENTS = 1024
+router = APIRouter()
+
+MAX_SEGMENTS = 1024
 """Maximum number of prompt segments for which selections are counted. A segment has one or more tokens."""
 
 
@@ -43,7 +44,7 @@ class TraceEvents:
             spans: Character span of each prompt token, or empty if unknown.
             tokens: Number of prompt tokens.
         """
-        self._size = max(1, -(-tokens // MOST_SEGMENTS))
+        self._size = max(1, -(-tokens // MAX_SEGMENTS))
         self._starts = list(range(0, tokens, self._size))
         self._selected: NDArray[np.int64] = np.zeros(len(self._starts), np.int64)
         self._steps, self._prefilled = 0, -1
@@ -85,72 +86,76 @@ class TraceEvents:
             "prefill": [trace.layers_prefilled, trace.layers],
             "step": self._steps,
             "attended": [[round(share, 4) for share in step] for step in new],
-            "link_bytes": trace.link_bytes,
+            "h2d_bytes": trace.h2d_bytes,
             "selected": gained.tolist() if new else None,
         }
 
 
-async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
+@router.post("/v1/chat/completions")
+async def chat(body: ChatRequest, request: Request, service: CurrentService) -> Response:
     """Handle a chat request. The response is an event stream if `stream` is true."""
     service.check_model(body.model)
     if body.trace and not body.stream:
         raise refused("trace requires stream: true", "trace")
-    text, job = await _asked(service, body, request)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refused("top_logprobs requires logprobs: true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
-    kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    head = {
-        "id": f"chatcmpl-{request.scope['state']['request_id']}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": service.name,
-    }
-    keep = _keeper(service, body, request)
-    steps, hold = answer(service, request, job), service.answering(job.where.session)
+    sampling = sampling_fields(body) | ({} if top is None else {"logprobs": top})
+    structured = structured_outputs(body.response_format, body.structured_outputs)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    job = await prepare(service, request, from_chat(body), max_tokens, sampling, structured)
+    arguments = service.arguments(body, request, trace=bool(body.trace))
+    steps = _stored(service, body, request, respond_to(service, request, job, arguments), arguments.session)
+    head = response_head(service, request, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
     if body.stream:
-        usage = bool(body.stream_options and body.stream_options.include_usage)
-        traced = await _traced(service, text, job) if body.trace else None
-        return await streamed(request, _events(steps, head, top, usage, keep, traced, hold))
-    return json_answer(await until_gone(request, _whole(steps, head, top, job.params.n, keep, hold)))
+        traced = await _traced(service, job, arguments) if body.trace else None
+        return await streamed(request, _events(steps, head, top, body.include_usage, traced))
+    whole = await until_gone(request, collected(steps))
+    choices = [
+        {
+            "index": step.index,
+            "logprobs": None if top is None else chat_logprobs(step, top),
+            "finish_reason": step.finish_reason,
+            "stop_reason": step.stop_reason,
+            "message": _message(step.pieces),
+        }
+        for step in whole
+    ]
+    return json_answer(head | {"choices": choices, "usage": usage_json(whole[-1].usage)})
 
 
-Keep = Callable[[Sequence[Piece]], None]
-"""Stores the conversation with the pieces of the response so far."""
+async def _stored(
+    service: Service, body: ChatRequest, request: Request, steps: AsyncGenerator[Step, None], session: str | None
+) -> AsyncGenerator[Step, None]:
+    """Yield the steps. If the request has a session, lock it and store the conversation at the start and the end."""
+    begun, pieces = False, list[Piece]()
 
-
-def _keeper(service: Service, body: ChatRequest, request: Request) -> Keep:
-    """Return a function that stores the conversation if the request has a session."""
-    owner, name = request.scope["state"]["owner"], body.session
-
-    def keep(pieces: Sequence[Piece]) -> None:
-        if name is None:
+    def store() -> None:
+        if body.session is None:
             return
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         if pieces:
-            messages.append({key: value for key, value in _message(list(pieces)).items() if value is not None})
-        service.forget(service.conversations.keep(owner, name, messages))
+            messages.append({key: value for key, value in _message(pieces).items() if value is not None})
+        service.forget(service.conversations.keep(request.state.owner, body.session, messages))
 
-    return keep
+    with service.locked(session):  # until the response is stored, because that would undo a deletion in between
+        try:
+            async with aclosing(steps):
+                async for step in steps:
+                    if not begun:
+                        begun = True
+                        store()
+                    pieces += step.pieces if step.index == 0 else ()
+                    yield step
+        finally:
+            if begun:  # also if the client disconnects
+                store()
 
 
-async def _traced(service: Service, text: str, job: ChatJob) -> TraceEvents:
-    spans = await service.prompts.spans_of(text, len(job.ids))
-    async with service.engines.under(job.where.policy, job.where.policy_options) as engine:
-        return TraceEvents(engine.llm, text, spans, len(job.ids))
-
-
-async def _asked(service: Service, body: ChatRequest, request: Request) -> tuple[str, ChatJob]:
-    """Render and tokenize the prompt. Return its text and the request."""
-    if body.top_logprobs is not None and not body.logprobs:
-        raise refused("top_logprobs requires logprobs: true", "top_logprobs")
-    conversation = from_chat(body)
-    text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
-    more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
-    structured = structured_outputs(body.response_format, body.structured_outputs)
-    forced = {} if structured else forced_call(conversation)
-    tokens = service.room.tokens(len(ids), body.max_completion_tokens or body.max_tokens)
-    params = service.params(max_tokens=tokens, **sampling_fields(body), **more, **structured, **forced)
-    where = service.where(body, request, trace=bool(body.trace))
-    return text, asked(text, ids, conversation, params, forced=bool(forced), where=where)
+async def _traced(service: Service, job: ChatJob, arguments: EngineArguments) -> TraceEvents:
+    spans = await service.prompts.spans_of(job.text, len(job.ids))
+    async with service.engines.under(arguments.policy, arguments.policy_options) as engine:
+        return TraceEvents(engine.llm, job.text, spans, len(job.ids))
 
 
 async def _events(
@@ -158,27 +163,24 @@ async def _events(
     head: dict[str, Any],
     top: int | None,
     with_usage: bool,
-    keep: Keep,
-    traced: TraceEvents | None,
-    hold: AbstractContextManager[None],
+    trace: TraceEvents | None,
 ) -> AsyncGenerator[bytes, None]:
-    usage, calls, pieces = Usage(), dict[int, int](), list[Piece]()
+    usage, calls, begun = Usage(), Counter[int](), set[int]()
     null = {"usage": None} if with_usage else {}
-    begun = False
+    traces: list[dict[str, Any] | None] = [] if trace is None else [trace.head]
 
     def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | more
         return event(head | {"choices": [choice]} | null)
 
-    def gained(step: Step) -> Iterator[bytes]:
-        if step.index not in calls:
-            calls[step.index] = 0
+    def chunks(step: Step) -> Iterator[bytes]:
+        if step.index not in begun:
+            begun.add(step.index)
             yield chunk(step.index, {"role": "assistant", "content": ""})
-        logprobs = _logprobs(step, top)
+        logprobs = None if top is None else chat_logprobs(step, top)
         for piece in step.pieces:
-            delta = _delta(piece, calls[step.index])
+            yield chunk(step.index, _delta(piece, calls[step.index]), logprobs=logprobs)
             calls[step.index] += isinstance(piece, ToolCall)
-            yield chunk(step.index, delta, logprobs=logprobs)
             logprobs = None
         if step.finish_reason is not None:
             ends = {"finish_reason": step.finish_reason, "stop_reason": step.stop_reason}
@@ -186,25 +188,16 @@ async def _events(
         elif logprobs is not None:
             yield chunk(step.index, {"content": ""}, logprobs=logprobs)
 
-    with hold:  # until the response is stored, because `keep` would undo a deletion in between
-        try:
-            async with aclosing(steps):
-                async for step in steps:
-                    if not begun:
-                        begun = True
-                        keep(pieces)
-                        if traced is not None:
-                            yield event(head | {"choices": [], "trace": traced.head})
-                    usage = step.usage
-                    pieces += step.pieces if step.index == 0 else ()
-                    if step.watched is None:
-                        for one in gained(step):
-                            yield one
-                    elif traced is not None and (new := traced.of(step.watched)) is not None:
-                        yield event(head | {"choices": [], "trace": new})
-        finally:
-            if begun:  # also if the client disconnects
-                keep(pieces)
+    async with aclosing(steps):
+        async for step in steps:
+            usage = step.usage
+            if trace is not None and step.traced is not None:
+                traces.append(trace.of(step.traced))
+            for new in filter(None, traces):
+                yield event(head | {"choices": [], "trace": new})
+            traces.clear()
+            for one in () if step.traced is not None else chunks(step):
+                yield one
     if with_usage:
         yield event(head | {"choices": [], "usage": usage_json(usage)})
     yield event("[DONE]")
@@ -223,41 +216,8 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def _logprobs(step: Step, top: int | None) -> dict[str, Any] | None:
-    if top is None or step.logprobs is None or not step.token_ids:
-        return None
-    return chat_logprobs(step.token_ids, step.logprobs, top)
-
-
-async def _whole(
-    steps: AsyncGenerator[Step, None],
-    head: dict[str, Any],
-    top: int | None,
-    count: int,
-    keep: Keep,
-    hold: AbstractContextManager[None],
-) -> dict[str, Any]:
-    usage, pieces = Usage(), [list[Piece]() for _ in range(count)]
-    choices: list[dict[str, Any]] = [{"index": i, "logprobs": None} for i in range(count)]
-    with hold:
-        async with aclosing(steps):
-            async for step in steps:
-                usage = step.usage
-                pieces[step.index] += step.pieces
-                choice = choices[step.index]
-                if (found := _logprobs(step, top)) is not None:
-                    before = choice["logprobs"] or {"content": []}
-                    choice["logprobs"] = found | {"content": before["content"] + found["content"]}
-                choice |= {"finish_reason": step.finish_reason, "stop_reason": step.stop_reason}
-        keep(pieces[0])
-    for choice, own in zip(choices, pieces, strict=True):
-        choice["message"] = _message(own)
-    return head | {"choices": choices, "usage": usage_json(usage)}
-
-
-def _message(pieces: list[Piece]) -> dict[str, Any]:
-    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    content, reasoning = text_of(pieces, Content), text_of(pieces, Reasoning)
     calls = [_call(piece) for piece in pieces if isinstance(piece, ToolCall)]
     message: dict[str, Any] = {
         "role": "assistant",

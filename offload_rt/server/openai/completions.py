@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from starlette.requests import Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ...outputs import Logprob, Logprobs
 from ...sampling_params import SamplingParams
+from ..chat_stream import ChatStream, Step, Usage, collected
 from ..connection import event, json_answer, streamed, until_gone
-from ..deltas import Delta, Deltas, Usage, usage_of
 from ..errors import refused
-from ..sampling import sampling_fields, structured_outputs
-from ..service import EngineArguments, Service
-from .requests import CompletionRequest
+from ..parsers import Content, text_of
+from ..service import CurrentService, EngineArguments, Service
+from .requests import CompletionRequest, sampling_fields, structured_outputs
+
+router = APIRouter()
 
 DEFAULT_TOKENS = 16
 """Default of `max_tokens`, as in OpenAI's API."""
 
-MOST_PROMPTS = 128
+MAX_PROMPTS = 128
 """Maximum number of prompts per request."""
 
 
@@ -33,20 +36,23 @@ class _Prompt:
     """A prompt of a request.
 
     Attributes:
-        number: Position of the prompt in the request.
         ids: Token ids.
         echo: Text to echo before the completion.
         first: Text of the first token if the prompt is echoed with log-probabilities. Other tokens get their text from
             their log-probabilities, which the first token does not have.
     """
 
-    number: int
     ids: list[int]
     echo: str
     first: str
 
 
-async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
+Choice = Callable[[Step, int], dict[str, Any]]
+"""Converts a step of a completion whose earlier text has the given length to a choice of the response."""
+
+
+@router.post("/v1/completions")
+async def complete(body: CompletionRequest, request: Request, service: CurrentService) -> Response:
     """Handle a completion request. The response is an event stream if `stream` is true."""
     service.check_model(body.model)
     n = body.n or 1
@@ -55,104 +61,89 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
     if (body.best_of or n) != n:
         raise refused("best_of must equal n, because ranking is not supported", "best_of")
     prompts = await until_gone(request, _prompts(service, body))
-    logprobs: dict[str, Any] = {} if body.logprobs is None else {"logprobs": body.logprobs}
-    logprobs |= {"prompt_logprobs": body.logprobs} if logprobs and body.echo else {}
-    logprobs |= structured_outputs(body.response_format, body.structured_outputs)
-    fields = sampling_fields(body) | logprobs
-    params = [
-        service.params(max_tokens=service.room.tokens(len(one.ids), body.max_tokens, DEFAULT_TOKENS), **fields)
-        for one in prompts
-    ]
-    where = service.where(body, request)
-    if where.session is not None and len(prompts) > 1:
+    fields = sampling_fields(body) | structured_outputs(body.response_format, body.structured_outputs)
+    if body.logprobs is not None:
+        fields |= {"logprobs": body.logprobs} | ({"prompt_logprobs": body.logprobs} if body.echo else {})
+    limits = [service.limits.tokens(len(one.ids), body.max_tokens, DEFAULT_TOKENS) for one in prompts]
+    params = [service.params(max_tokens=limit, **fields) for limit in limits]
+    arguments = service.arguments(body, request)
+    if arguments.session is not None and len(prompts) > 1:
         raise refused("a request with a session must have one prompt", "session")
-    head = {
-        "id": f"cmpl-{request.scope['state']['request_id']}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": service.name,
-    }
-    steps = _merged(
-        [_one(service, request, one, each, body.logprobs, where) for one, each in zip(prompts, params, strict=True)]
-    )
+
+    def choice(step: Step, offset: int) -> dict[str, Any]:
+        first = prompts[step.index // n].first
+        return {
+            "index": step.index,
+            "text": text_of(step.pieces, Content),
+            "logprobs": None if body.logprobs is None else completion_logprobs(step, body.logprobs, offset, first),
+            "finish_reason": step.finish_reason,
+            "stop_reason": step.stop_reason,
+        }
+
+    steps = _merged([_one(service, request, *each, arguments) for each in zip(prompts, params, strict=True)], n)
+    head = response_head(service, request, "cmpl", "text_completion")
     if body.stream:
-        usage = bool(body.stream_options and body.stream_options.include_usage)
-        return await streamed(request, _events(steps, head, usage))
-    return json_answer(await until_gone(request, _whole(steps, head, n * len(prompts))))
+        return await streamed(request, _events(steps, head, choice, body.include_usage))
+    whole = await until_gone(request, collected(steps))
+    choices = [choice(step, 0) for step in whole]
+    return json_answer(head | {"choices": choices, "usage": usage_json(whole[-1].usage)})
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
     given: Any = body.prompt
     several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
-    if not 1 <= len(several) <= MOST_PROMPTS:
-        raise refused(f"prompt must contain 1 to {MOST_PROMPTS} prompts, not {len(several)}", "prompt")
+    if not 1 <= len(several) <= MAX_PROMPTS:
+        raise refused(f"prompt must contain 1 to {MAX_PROMPTS} prompts, not {len(several)}", "prompt")
     found = []
-    for i, one in enumerate(several):
+    for one in several:
         ids = await service.prompts.of_text(one) if isinstance(one, str) else one
         echo = "" if not body.echo else one if isinstance(one, str) else await service.prompts.text_of(one)
         first = await service.prompts.text_of(ids[:1]) if body.echo and body.logprobs is not None else ""
-        found.append(_Prompt(i, ids, echo, first))
+        found.append(_Prompt(ids, echo, first))
     return found
 
 
-Step = tuple[list[dict[str, Any]], int, Usage]
-"""New parts of choices, the position of their prompt, and the token counts of the prompt so far."""
-
-
 async def _one(
-    service: Service, request: Request, prompt: _Prompt, params: SamplingParams, top: int | None, where: EngineArguments
+    service: Service, request: Request, prompt: _Prompt, params: SamplingParams, arguments: EngineArguments
 ) -> AsyncGenerator[Step, None]:
-    """Yield the new parts of the completions of one prompt."""
-    deltas, offsets = Deltas(), dict.fromkeys(range(params.n), len(prompt.echo))
-    echoed: set[int] = set()
-    with service.answering(where.session):
-        async with aclosing(service.outputs(request, prompt.ids, params, where)) as outputs:
+    """Yield the steps of the completions of one prompt. The first step of each one includes the echoed prompt."""
+    stream, echoed = ChatStream(), set[int]()
+    with service.locked(arguments.session):
+        async with aclosing(service.outputs(request, prompt.ids, params, arguments)) as outputs:
             async for output in outputs:
-                choices = []
-                for delta in deltas.of(output):
-                    echo = "" if delta.index in echoed else prompt.echo
-                    echoed.add(delta.index)
-                    choice = _choice(prompt.number * params.n + delta.index, echo, delta, top, offsets)
-                    if echo and top is not None and output.prompt_logprobs is not None:
-                        before = completion_logprobs(prompt.ids, output.prompt_logprobs, top, 0, prompt.first)
-                        choice["logprobs"] = _with(before, choice["logprobs"])
-                    choices.append(choice)
-                yield choices, prompt.number, usage_of(output)
+                for step in stream.of(output):
+                    if not prompt.echo or step.index in echoed:
+                        yield step
+                        continue
+                    echoed.add(step.index)
+                    step = replace(step, pieces=[Content(prompt.echo), *step.pieces])
+                    if output.prompt_logprobs is not None:
+                        logprobs = [*output.prompt_logprobs, *(step.logprobs or ())]
+                        step = replace(step, token_ids=[*prompt.ids, *step.token_ids], logprobs=logprobs)
+                    yield step
 
 
-def _choice(index: int, echo: str, delta: Delta, top: int | None, offsets: dict[int, int]) -> dict[str, Any]:
-    logprobs = None
-    if top is not None and delta.logprobs is not None:
-        logprobs = completion_logprobs(delta.token_ids, delta.logprobs, top, offsets[delta.index])
-        offsets[delta.index] += sum(map(len, logprobs["tokens"]))
-    return {
-        "index": index,
-        "text": echo + delta.text,
-        "logprobs": logprobs,
-        "finish_reason": delta.finish_reason,
-        "stop_reason": delta.stop_reason,
-    }
+async def _merged(streams: Sequence[AsyncGenerator[Step, None]], n: int) -> AsyncGenerator[Step, None]:
+    """Yield the steps of several prompts with `n` completions each as they arrive.
 
+    The indices and the usage are those of the whole request. An error in one stream ends all streams.
+    """
+    # At most one step waits, so that a client that does not read costs no memory.
+    queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue(maxsize=1)
+    usages: dict[int, Usage] = {}
 
-async def _merged(streams: Sequence[AsyncGenerator[Step, None]]) -> AsyncGenerator[Step, None]:
-    """Yield the steps of several streams as they arrive. An error in one stream ends all streams."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for step in only:
-                yield step
-        return
-    queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue()
-
-    async def pump(stream: AsyncGenerator[Step, None]) -> None:
+    async def pump(number: int, stream: AsyncGenerator[Step, None]) -> None:
         try:
             async with aclosing(stream) as steps:
                 async for step in steps:
-                    queue.put_nowait(step)
-            queue.put_nowait(None)
+                    usages[number] = step.usage
+                    usage = sum(usages.values(), Usage())
+                    await queue.put(replace(step, index=number * n + step.index, usage=usage))
+            await queue.put(None)
         except Exception as error:
-            queue.put_nowait(error)
+            await queue.put(error)
 
-    tasks = [asyncio.ensure_future(pump(stream)) for stream in streams]
+    tasks = [asyncio.ensure_future(pump(number, stream)) for number, stream in enumerate(streams)]
     try:
         running = len(tasks)
         while running:
@@ -170,41 +161,27 @@ async def _merged(streams: Sequence[AsyncGenerator[Step, None]]) -> AsyncGenerat
 
 
 async def _events(
-    steps: AsyncGenerator[Step, None], head: dict[str, Any], with_usage: bool
+    steps: AsyncGenerator[Step, None], head: dict[str, Any], choice: Choice, with_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    usages: dict[int, Usage] = {}
+    usage, offsets = Usage(), defaultdict[int, int](int)
     async with aclosing(steps):
-        async for choices, number, usage in steps:
-            usages[number] = usage
-            for choice in choices:
-                yield event(head | {"choices": [choice]} | ({"usage": None} if with_usage else {}))
+        async for step in steps:
+            usage, found = step.usage, choice(step, offsets[step.index])
+            if found["logprobs"] is not None:
+                offsets[step.index] += sum(map(len, found["logprobs"]["tokens"]))
+            yield event(head | {"choices": [found]} | ({"usage": None} if with_usage else {}))
     if with_usage:
-        yield event(head | {"choices": [], "usage": usage_json(sum(usages.values(), Usage()))})
+        yield event(head | {"choices": [], "usage": usage_json(usage)})
     yield event("[DONE]")
 
 
-async def _whole(steps: AsyncGenerator[Step, None], head: dict[str, Any], count: int) -> dict[str, Any]:
-    usages: dict[int, Usage] = {}
-    choices: list[dict[str, Any]] = [{"index": i, "text": "", "logprobs": None} for i in range(count)]
-    async with aclosing(steps):
-        async for gained, number, usage in steps:
-            usages[number] = usage
-            for gain in gained:
-                choice = choices[gain["index"]]
-                choice["text"] += gain["text"]
-                choice["logprobs"] = _with(choice["logprobs"], gain["logprobs"])
-                choice |= {name: gain[name] for name in ("finish_reason", "stop_reason")}
-    return head | {"choices": choices, "usage": usage_json(sum(usages.values(), Usage()))}
-
-
-def _with(one: dict[str, Any] | None, more: dict[str, Any] | None) -> dict[str, Any] | None:
-    if one is None or more is None:
-        return one or more
-    return {name: one[name] + more[name] for name in one}
+def response_head(service: Service, request: Request, prefix: str, kind: str) -> dict[str, Any]:
+    """Return the fields with which chat and text completions begin."""
+    name = f"{prefix}-{request.state.request_id}"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": service.name}
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """Return token counts in OpenAI's format."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.generated,
@@ -213,44 +190,53 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     }
 
 
-LEAST = -9999.0
+MIN_LOGPROB = -9999.0
 """Replacement for minus infinity, which JSON cannot represent."""
 
 
-def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[Logprobs], top: int) -> dict[str, Any]:
-    """Return log-probabilities of tokens `[t]` in the chat format, each with the `top` most probable alternatives."""
+def chat_logprobs(step: Step, top: int) -> dict[str, Any] | None:
+    """Return the log-probabilities of new tokens in the chat format, each with the `top` most probable alternatives."""
+    if step.logprobs is None or not step.token_ids:
+        return None
     content = []
-    for token, there in zip(token_ids, logprobs, strict=True):
-        best = sorted(there.items(), key=lambda item: item[1].rank)[:top]
-        content.append(_entry(token, there[token]) | {"top_logprobs": [_entry(i, one) for i, one in best]})
+    for token, there in zip(step.token_ids, step.logprobs, strict=True):
+        assert there is not None, "chat responses echo no prompt"
+        best = [_entry(i, one) for i, one in _best(there, top)]
+        content.append(_entry(token, there[token]) | {"top_logprobs": best})
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], top: int, offset: int, first: str = ""
-) -> dict[str, Any]:
-    """Return log-probabilities of tokens `[t]` in the completion format.
+def completion_logprobs(step: Step, top: int, offset: int, first: str) -> dict[str, Any] | None:
+    """Return the log-probabilities of new tokens in the completion format.
 
     Args:
-        token_ids: Tokens.
-        logprobs: Log-probabilities at each position, or None for the first token of a prompt.
+        step: The tokens.
         top: Number of alternatives for each token.
         offset: Character offset of the first token.
         first: Text of a token without log-probabilities.
     """
+    if step.logprobs is None:
+        return None
+    known = list(zip(step.token_ids, step.logprobs, strict=True))
     tokens: list[str] = []
-    found: list[float | None] = []
-    tops: list[dict[str, float] | None] = []
     offsets: list[int] = []
-    for token, there in zip(token_ids, logprobs, strict=True):
-        text = _text(token, there[token]) if there else first
-        best = sorted(there.items(), key=lambda item: item[1].rank)[:top] if there else []
-        tokens.append(text)
-        found.append(_finite(there[token].logprob) if there else None)
-        tops.append({_text(i, one): _finite(one.logprob) for i, one in best} if there else None)
+    for token, there in known:
+        tokens.append(_text(token, there[token]) if there else first)
         offsets.append(offset)
-        offset += len(text)
-    return {"tokens": tokens, "token_logprobs": found, "top_logprobs": tops, "text_offset": offsets}
+        offset += len(tokens[-1])
+    return {
+        "tokens": tokens,
+        "token_logprobs": [_finite(there[token].logprob) if there else None for token, there in known],
+        "top_logprobs": [
+            {_text(i, one): _finite(one.logprob) for i, one in _best(there, top)} if there else None
+            for _, there in known
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _best(logprobs: Logprobs, top: int) -> list[tuple[int, Logprob]]:
+    return sorted(logprobs.items(), key=lambda item: item[1].rank)[:top]
 
 
 def _entry(token: int, logprob: Logprob) -> dict[str, Any]:
@@ -263,4 +249,4 @@ def _text(token: int, logprob: Logprob) -> str:
 
 
 def _finite(value: float) -> float:
-    return max(value, LEAST)
+    return max(value, MIN_LOGPROB)

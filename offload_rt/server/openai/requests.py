@@ -1,10 +1,16 @@
-"""Request bodies of OpenAI's APIs. Unknown fields are ignored. A known field of a wrong type is an error."""
+"""Request bodies of OpenAI's APIs, and their sampling parameters.
+
+Unknown fields are ignored. A known field of a wrong type is an error.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from ...sampling_params import StructuredOutputs
+from ..errors import refused
 
 INT64 = 2**63 - 1
 Whole = Annotated[int, Field(ge=-INT64, le=INT64)]
@@ -15,6 +21,7 @@ Texts = Annotated[list[Stop], Field(max_length=1000)]
 """Limited in number and length so that the search for stop strings does not delay other requests."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1000)]
 """vLLM's `cache_salt`. Requests with different salts do not share cached prefixes."""
+FormatKind = Literal["text", "json_object", "json_schema"]
 Choices = Annotated[int, Field(ge=1, le=128)]
 
 
@@ -73,6 +80,11 @@ class SampledBody(Body):
     session: Annotated[str, Field(min_length=1, max_length=100)] | None = None
     cache_salt: CacheSalt | None = None
 
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
 
 class Message(Body):
     """A message. Additional fields are passed to the chat template."""
@@ -93,8 +105,6 @@ class FunctionSpec(Body):
 
 
 class Tool(Body):
-    """A tool that the model may call."""
-
     type: Literal["function"]
     function: FunctionSpec
 
@@ -104,21 +114,21 @@ class NamedFunction(Body):
 
 
 class NamedTool(Body):
-    """A `tool_choice` that names the tool to call."""
-
     type: Literal["function"]
     function: NamedFunction
 
 
 class JsonSchema(Body):
-    name: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    type: FormatKind
     json_schema: JsonSchema | None = None
+
+    @property
+    def schema_(self) -> dict[str, Any] | None:
+        return self.json_schema.schema_ if self.json_schema else None
 
 
 class ChatRequest(SampledBody):
@@ -148,6 +158,47 @@ class CompletionRequest(SampledBody):
     response_format: ResponseFormat | None = None
 
 
+class FlatTool(Body):
+    """A tool of the Responses API, with the fields of its function at the top level."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class FlatNamed(NamedFunction):
+    type: Literal["function"]
+
+
+class TextFormat(JsonSchema):
+    type: FormatKind
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Body):
+    """`POST /v1/responses`."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    metadata: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    tools: list[FlatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatNamed | None = None
+    text: TextOptions | None = None
+    background: bool | None = None
+    cache_salt: CacheSalt | None = None
+
+
 class TokenizeRequest(Body):
     """`POST /tokenize`: a text, or messages for the chat template."""
 
@@ -167,3 +218,42 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     tokens: TokenIds
+
+
+_SAME = (
+    "n", "seed", "stop", "temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", "stop_token_ids",
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "bad_words", "allowed_token_ids",
+    "include_stop_str_in_output",
+)  # fmt: skip
+"""Fields with the same meaning in requests and in `SamplingParams`."""
+
+
+def sampling_fields(body: Body) -> dict[str, Any]:
+    """Return the fields of `SamplingParams` that a request of any protocol sets."""
+    given = {name: value for name in _SAME if (value := getattr(body, name, None)) is not None}
+    bias = getattr(body, "logit_bias", None)
+    return given | ({"logit_bias": _bias(bias)} if bias else {})
+
+
+def _bias(bias: dict[str, float]) -> dict[int, float]:
+    for token in bias:
+        if not (token.isascii() and token.isdecimal() and len(token) < 19):
+            raise refused(f"logit_bias: {token!r:.80} is not a token id", "logit_bias")
+    return {int(token): value for token, value in bias.items()}
+
+
+def structured_outputs(
+    requested: ResponseFormat | TextFormat | None, vllm: StructuredBody | None = None
+) -> dict[str, Any]:
+    """Return the `structured_outputs` field of `SamplingParams` for OpenAI's or vLLM's format, or no field.
+
+    Raises RefusedError or ConfigError if the format is invalid.
+    """
+    if vllm is not None and (given := vllm.model_dump(exclude_none=True, by_alias=True)):
+        return {"structured_outputs": StructuredOutputs(**given)}
+    if requested is None or requested.type == "text":
+        return {}
+    schema = requested.schema_ if requested.type == "json_schema" else {"type": "object"}
+    if schema is None:
+        raise refused("response_format.json_schema.schema is missing: add the JSON schema", "response_format")
+    return {"structured_outputs": StructuredOutputs(json=schema)}

@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..answers import Step, answer, asked
+from ..chat_responses import ChatJob, prepare, respond_to
+from ..chat_stream import Step, Usage, collected
 from ..connection import event, json_answer, streamed, until_gone
-from ..conversation import call_message
-from ..deltas import Usage
-from ..documents import Kept, response_of
-from ..errors import refused
-from ..parsers.pieces import Content, Piece, Reasoning, ToolCall, joined
-from ..sampling import forced_call, structured_outputs
-from ..service import EngineArguments, Service
-from .responses_requests import ResponsesRequest, format_of, from_responses, new_messages
+from ..conversation import Conversation, call_message, content_text, refuse_prefill, tool_options
+from ..documents import StoredResponse, response_of
+from ..errors import RefusedError, refused
+from ..parsers import Content, Piece, Reasoning, ToolCall, text_of
+from ..service import CurrentService, EngineArguments, Service
+from .requests import FlatNamed, ResponsesRequest, sampling_fields, structured_outputs
+
+router = APIRouter()
 
 Event = dict[str, Any]
 
@@ -30,15 +30,17 @@ Event = dict[str, Any]
 class Items:
     """Build output items and events from pieces. Adjacent pieces of one kind form one item.
 
-    `output` contains the completed items.
+    `output` contains the completed items, `pieces` all pieces.
     """
 
     def __init__(self) -> None:
+        self.pieces: list[Piece] = []
         self.output: list[dict[str, Any]] = []
         self._kind: type[Piece] | None = None
         self._id = self._text = ""
 
     def push(self, piece: Piece) -> list[Event]:
+        self.pieces.append(piece)
         if isinstance(piece, ToolCall):
             return self.close() + self._call(piece)
         found: list[Event] = []
@@ -115,7 +117,8 @@ class Items:
         return {"id": self._id, "type": "message", "role": "assistant", "status": status, "content": [self._part(text)]}
 
 
-async def respond(service: Service, body: ResponsesRequest, request: Request) -> Response:
+@router.post("/v1/responses")
+async def respond(body: ResponsesRequest, request: Request, service: CurrentService) -> Response:
     """Handle a request and store the response unless `store` is false.
 
     The response is an event stream if `stream` is true.
@@ -128,75 +131,132 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
         json.dumps(head, allow_nan=False)
     except (ValueError, RecursionError):
         raise refused("tools and metadata must be valid JSON: remove NaN, Infinity and deep nesting", "tools") from None
-    owner = request.scope["state"]["owner"]
-    before = service.responses.get(body.previous_response_id, owner) if body.previous_response_id else None
-    messages = [*(before.messages if before else ()), *new_messages(body)]
-    conversation = from_responses(body, messages)
-    text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
-    given: dict[str, Any] = {
-        name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None
-    }
-    given |= (structured := structured_outputs(format_of(body)))
-    given |= (forced := {} if structured else forced_call(conversation))
-    params = service.params(max_tokens=service.room.tokens(len(ids), body.max_output_tokens), **given)
-    salt = service.salt(request, body.cache_salt)
-
-    def answers(session: str) -> AsyncGenerator[Step, None]:
-        where = EngineArguments(
-            session=session if service.remembers and body.store is not False else None, cache_salt=salt
-        )
-        return answer(service, request, asked(text, ids, conversation, params, forced=bool(forced), where=where))
-
-    def keep(session: str, response: dict[str, Any], pieces: Sequence[Piece]) -> None:
-        if body.store is not False:
-            kept = Kept(owner, response, [*messages, _message(pieces)], session)
-            service.forget(service.responses.add(head["id"], kept))
-
-    turn = _Turn(service, response_of(owner, head["id"]), None if before is None else before.session, answers, keep)
+    owner, name = request.state.owner, body.previous_response_id
+    before = service.responses.get(name, owner) if name else None
+    messages = [*(before.messages if before else ()), *_new_messages(body)]
+    structured = structured_outputs(body.text.format if body.text else None)
+    conversation = _conversation(body, messages)
+    job = await prepare(service, request, conversation, body.max_output_tokens, sampling_fields(body), structured)
+    generation = _Generation(service, request, body, job, messages, None if before is None else before.session)
     if body.stream:
-        return await streamed(request, _events(turn, head))
-    return json_answer(await until_gone(request, _whole(turn, head)))
+        return await streamed(request, generation.events(head))
+    return json_answer(await until_gone(request, generation.whole(head)))
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """The generation of one response.
+@router.post("/v1/responses/compact")
+async def compact() -> Response:
+    message = "compaction is not supported: use previous_response_id, which keeps the KV cache"
+    raise RefusedError(404, message, code="not_found")
 
-    Attributes:
+
+@router.get("/v1/responses/{name}")
+async def retrieve(name: str, request: Request, service: CurrentService) -> Response:
+    return json_answer(service.responses.get(name, request.state.owner).response)
+
+
+@router.delete("/v1/responses/{name}")
+async def delete(name: str, request: Request, service: CurrentService) -> dict[str, Any]:
+    await service.delete_response(request.state.owner, name)
+    return {"id": name, "object": "response", "deleted": True}
+
+
+class _Generation:
+    """Generation of one response, and its storage.
+
+    Args:
         service: The service.
-        response: Session id derived from the id of the response.
+        request: HTTP request.
+        body: Its body.
+        job: The tokenized conversation.
+        messages: Messages of the conversation without instructions.
         before: Session of the conversation that the response continues, or None.
-        answers: Generates the response in the given session.
-        keep: Stores the response and its session.
     """
 
-    service: Service
-    response: str
-    before: str | None
-    answers: Callable[[str], AsyncGenerator[Step, None]]
-    keep: Callable[[str, dict[str, Any], Sequence[Piece]], None]
+    def __init__(
+        self,
+        service: Service,
+        request: Request,
+        body: ResponsesRequest,
+        job: ChatJob,
+        messages: Sequence[Mapping[str, Any]],
+        before: str | None,
+    ) -> None:
+        self._service, self._request, self._body, self._job = service, request, body, job
+        self._messages, self._before = messages, before
+        self._owner: str = request.state.owner
+        self._stored = body.store is not False
 
     @contextmanager
-    def begin(self) -> Iterator[tuple[str, AsyncGenerator[Step, None]]]:
-        """Lock the session of the response, and yield its id and the generation steps.
+    def _session(self, name: str) -> Iterator[str]:
+        """Lock the session of the response called `name`, and yield its id.
 
         If another request is continuing the same conversation, the response gets a new session.
         """
-        busy = self.before is None or self.service.is_answering(self.before)
-        session = self.response if busy or self.before is None else self.before
+        service, own, before = self._service, response_of(self._owner, name), self._before
+        session = own if before is None or service.is_locked(before) else before
         try:
-            with self.service.answering(*{self.response, session}):
-                yield session, self.answers(session)
+            with service.locked(*{own, session}):
+                yield session
         except BaseException:
-            if session == self.response:  # no stored response refers to it
-                self.service.forget([session])
+            if session == own:  # no stored response refers to it
+                service.forget([session])
             raise
+
+    def _steps(self, session: str) -> AsyncGenerator[Step, None]:
+        service = self._service
+        arguments = EngineArguments(
+            session=session if service.remembers and self._stored else None,
+            cache_salt=service.salt(self._request, self._body.cache_salt),
+        )
+        return respond_to(service, self._request, self._job, arguments)
+
+    def _finish(self, head: dict[str, Any], session: str, step: Step, items: Items) -> dict[str, Any]:
+        """Return the completed response object. Store it unless `store` is false."""
+        response = _done(head, step, items.output)
+        if self._stored:
+            messages = [*self._messages, _message(items.pieces)]
+            stored = StoredResponse(self._owner, response, messages, session)
+            self._service.forget(self._service.responses.add(head["id"], stored))
+        return response
+
+    async def whole(self, head: dict[str, Any]) -> dict[str, Any]:
+        items = Items()
+        with self._session(head["id"]) as session:
+            [step] = await collected(self._steps(session))
+            for piece in step.pieces:
+                items.push(piece)
+            items.close()
+            return self._finish(head, session, step, items)
+
+    async def events(self, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+        items, number, begun = Items(), 0, False
+
+        def numbered(events: Sequence[Event]) -> bytes:
+            nonlocal number
+            found = b""
+            for each in events:
+                found += event(each | {"sequence_number": number}, each["type"])
+                number += 1
+            return found
+
+        with self._session(head["id"]) as session:
+            async with aclosing(self._steps(session)) as steps:
+                async for step in steps:
+                    if not begun:
+                        begun = True
+                        names = ("created", "in_progress")
+                        yield numbered([{"type": f"response.{name}", "response": head} for name in names])
+                    for piece in step.pieces:
+                        yield numbered(items.push(piece))
+            yield numbered(items.close())
+            response = self._finish(head, session, step, items)
+        yield numbered([{"type": f"response.{response['status']}", "response": response}])
 
 
 def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:
     """Return the initial response object."""
     return {
-        "id": f"resp_{request.scope['state']['request_id']}",
+        "id": f"resp_{request.state.request_id}",
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
@@ -255,51 +315,64 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
     """Return the response as an assistant message, without reasoning."""
-    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     calls = [
         call_message(piece.name, piece.arguments, f"call_{uuid.uuid4().hex[:24]}", "answer")
         for piece in pieces
         if isinstance(piece, ToolCall)
     ]
-    return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+    return {"role": "assistant", "content": text_of(pieces, Content)} | ({"tool_calls": calls} if calls else {})
 
 
-async def _whole(turn: _Turn, head: dict[str, Any]) -> dict[str, Any]:
-    items, pieces = Items(), list[Piece]()
-    with turn.begin() as (session, steps):
-        async with aclosing(steps):
-            async for step in steps:
-                pieces += step.pieces
-        for piece in joined(pieces):
-            items.push(piece)
-        items.close()
-        response = _done(head, step, items.output)
-        turn.keep(session, response, pieces)
-    return response
+def _conversation(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> Conversation:
+    """Return the conversation of the instructions of a request and `messages`."""
+    if not messages:
+        raise refused("input is empty: send a string or at least one item", "input")
+    refuse_prefill(messages, "input")
+    head = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    functions = []
+    for i, tool in enumerate(body.tools or ()):
+        if tool.type != "function" or not tool.name:
+            raise refused(f"tools.{i}: only tools of type 'function' with a name are supported", f"tools.{i}")
+        functions.append(tool.model_dump(exclude_none=True, exclude={"type"}))
+    named = body.tool_choice.name if isinstance(body.tool_choice, FlatNamed) else None
+    return Conversation([*head, *messages], **tool_options(functions, body.tool_choice, named))
 
 
-async def _events(turn: _Turn, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-    items, pieces, number = Items(), list[Piece](), 0
+def _new_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the messages that a request adds. Raises RefusedError for unsupported items."""
+    if isinstance(body.input, str):
+        return [{"role": "user", "content": body.input}]
+    found: list[dict[str, Any]] = []
+    for i, item in enumerate(body.input):
+        _add_item(found, item, f"input.{i}")
+    return found
 
-    def numbered(events: Sequence[dict[str, Any]]) -> bytes:
-        nonlocal number
-        found = b""
-        for each in events:
-            found += event(each | {"sequence_number": number}, each["type"])
-            number += 1
-        return found
 
-    begun = False
-    with turn.begin() as (session, steps):
-        async with aclosing(steps):
-            async for step in steps:
-                if not begun:
-                    begun = True
-                    yield numbered([{"type": f"response.{n}", "response": head} for n in ("created", "in_progress")])
-                for piece in step.pieces:
-                    pieces.append(piece)
-                    yield numbered(items.push(piece))
-        yield numbered(items.close())
-        response = _done(head, step, items.output)
-        turn.keep(session, response, pieces)
-    yield numbered([{"type": f"response.{response['status']}", "response": response}])
+def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+    """Append an input item. A tool call is added to the preceding assistant message."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        if item.get("content") is None:
+            raise refused(f"{where}.content must be a string or a list of content parts", f"{where}.content")
+        content = content_text(item["content"], where)
+        messages.append({"role": _string(item, "role", where), "content": content})
+    elif kind == "function_call":
+        call = call_message(
+            _string(item, "name", where), _string(item, "arguments", where), _string(item, "call_id", where), where
+        )
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        last = messages[-1]
+        messages[-1] = last | {"tool_calls": [*last.get("tool_calls", ()), call]}
+    elif kind == "function_call_output":
+        content = content_text(item.get("output"), where)
+        messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": content})
+    elif kind != "reasoning":  # earlier reasoning is not part of the prompt
+        raise refused(f"{where}: items of type {kind!r} are not supported", where)
+
+
+def _string(item: Mapping[str, Any], name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str) or not value:
+        raise refused(f"{where}.{name} must be a non-empty string", f"{where}.{name}")
+    return value

@@ -177,7 +177,7 @@ async function figures() {
       ["Prompt tokens", count(load.prompt_tokens)], ["reused from the prefix cache", count(load.cached_tokens)],
       ["Session tokens from host memory", count(load.session_host_tokens)],
       ["from disk", count(load.session_disk_tokens)], ["recomputed", count(load.session_computed_tokens)],
-      ["New tokens", count(load.generated_tokens)], ["KV transferred", size(load.link_bytes)],
+      ["New tokens", count(load.generated_tokens)], ["KV transferred", size(load.h2d_bytes)],
     ]);
   } catch {
     rows($("load"), [["No connection", "—"]]);

@@ -38,7 +38,7 @@ export function take(trace) {
   $("prefill-text").textContent = `layer ${done} of ${layers}, ${count(head.prompt_tokens)} tokens`;
   attended.push(...trace.attended);
   before = bytes;
-  bytes = trace.link_bytes;
+  bytes = trace.h2d_bytes;
   steps = trace.step;
   if (trace.selected) {
     latest = trace.selected;

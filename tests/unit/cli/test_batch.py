@@ -11,8 +11,8 @@ import pytest
 from support.tiny_models import tiny_checkpoint, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.cli import batch_files, main
-from offload_rt.cli.batch_files import Answers, BatchRequest, answer_all, read_requests
+from offload_rt.cli import batch, main
+from offload_rt.cli.batch import BatchRequest, Results, process, process_group, read_requests
 from offload_rt.errors import InputError
 
 DEFAULTS = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -22,6 +22,12 @@ PROMPTS = [tiny_prompt(20 + i, seed=i % 3) for i in range(7)]
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(tiny_checkpoint(tmp_path_factory.mktemp("batch"), "llama"), dtype="float32", policy="full")
+
+
+def answer_all(
+    llm: Any, requests: list[BatchRequest], results: Results, at_once: int = 8, show: Any = lambda done, of: None
+) -> int:
+    return results.add_all(process(llm, requests, DEFAULTS, at_once), len(requests), show)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -38,27 +44,27 @@ def test_a_batch_that_was_killed_goes_on(llm: LLM, tmp_path: Path, monkeypatch: 
     requests = read_requests(
         written(tmp_path / "in", [{"id": f"q{i}", "prompt": p} for i, p in enumerate(PROMPTS)]), {}
     )
-    out, real = tmp_path / "out", Answers.add
+    out, real = tmp_path / "out", Results.add
 
-    def killed(self: Answers, answers: Any) -> None:
+    def killed(self: Results, answers: Any) -> None:
         real(self, answers)
         if len(lines(out)) >= 4:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Answers, "add", killed)
-        first = Answers(out)
+        patch.setattr(Results, "add", killed)
+        first = Results(out)
         with pytest.raises(KeyboardInterrupt):
-            answer_all(llm, requests, DEFAULTS, first, at_once=2)
+            answer_all(llm, requests, first, at_once=2)
         with pytest.raises(InputError, match="another process"):
-            Answers(out)
+            Results(out)
         first.close()
     out.write_bytes(out.read_bytes() + b'{"id": "q5", "outp')
-    again = Answers(out)
+    again = Results(out)
     left = [request for request in requests if request.id not in again.done]
     assert len(again.done) == 4 and len(left) == 3
     shown: list[tuple[int, int]] = []
-    assert answer_all(llm, left, DEFAULTS, again, 2, lambda *done: shown.append(done)) == 0
+    assert answer_all(llm, left, again, 2, lambda *done: shown.append(done)) == 0
     assert shown == [(2, 3), (3, 3)]
     again.close()
     found = {each["id"]: each["outputs"][0]["text"] for each in lines(out)}
@@ -70,8 +76,8 @@ def test_a_batch_that_was_killed_goes_on(llm: LLM, tmp_path: Path, monkeypatch: 
 
 def test_what_cannot_be_answered_says_why_and_the_others_are_answered(llm: LLM, tmp_path: Path) -> None:
     wrong = [{"prompt": PROMPTS[0]}, {"prompt": [10**6]}, {"prompt": PROMPTS[1], "max_tokens": 2}]
-    answers = Answers(tmp_path / "out")
-    assert answer_all(llm, read_requests(written(tmp_path / "in", wrong), DEFAULTS), DEFAULTS, answers, at_once=8) == 1
+    answers = Results(tmp_path / "out")
+    assert answer_all(llm, read_requests(written(tmp_path / "in", wrong), DEFAULTS), answers) == 1
     answers.close()
     found = {each["id"]: each for each in lines(tmp_path / "out")}
     assert "vocabulary" in found["2"]["error"] and (found["1"]["new_tokens"], found["3"]["new_tokens"]) == (4, 2)
@@ -83,8 +89,8 @@ def test_any_text_of_json_is_a_request(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "in").write_text(
         f"{json.dumps(asked[0], ensure_ascii=False)}\r\n{json.dumps(asked[1])}\n", encoding="utf-8", newline=""
     )
-    answers = Answers(tmp_path / "out")
-    assert answer_all(llm, read_requests(tmp_path / "in", DEFAULTS), DEFAULTS, answers, at_once=8) == 0
+    answers = Results(tmp_path / "out")
+    assert answer_all(llm, read_requests(tmp_path / "in", DEFAULTS), answers) == 0
     answers.close()
     assert {each["id"] for each in lines(tmp_path / "out")} == {"a", "\ud800"}
 
@@ -96,7 +102,7 @@ def test_what_nobody_says_is_as_the_model_has_it(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(said), encoding="utf-8")
     requests = [BatchRequest(str(i), PROMPTS[0], None, {"max_tokens": 2} if i else {}) for i in range(2)]
     with LLM(folder, policy="full", verify="off", host_memory="8MiB") as llm:
-        first, second = batch_files.answered(llm, requests, {"ignore_eos": True})
+        first, second = process_group(llm, requests, {"ignore_eos": True})
         [greedy] = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
     assert (first["new_tokens"], second["new_tokens"]) == (3, 2)
     assert first["outputs"][0]["text"] == greedy.outputs[0].text
@@ -105,11 +111,11 @@ def test_what_nobody_says_is_as_the_model_has_it(tmp_path: Path) -> None:
 def test_prompts_that_begin_alike_come_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[str] = []
     monkeypatch.setattr(
-        batch_files, "_answered", lambda llm, group, defaults: [told.append(one.id) or {"id": one.id} for one in group]
+        batch, "_results_of", lambda llm, group, defaults: [told.append(one.id) or {"id": one.id} for one in group]
     )
     requests = [BatchRequest(str(i), f"{'AB'[i % 2]} {i}", None, {}) for i in range(6)]
-    answers = Answers(tmp_path / "out")
-    answer_all(None, requests, {}, answers, at_once=3)
+    answers = Results(tmp_path / "out")
+    answer_all(None, requests, answers, at_once=3)
     answers.close()
     assert told == ["0", "2", "4", "1", "3", "5"]
 

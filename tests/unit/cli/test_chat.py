@@ -20,7 +20,7 @@ from rich.console import Console
 
 from offload_rt import SamplingParams
 from offload_rt.cli import main
-from offload_rt.cli.chat_loop import Chat
+from offload_rt.cli.chat import Chat
 from offload_rt.errors import InputError
 from offload_rt.outputs import TokenOutput
 from offload_rt.sessions.chat_template import TurnTokens, turn_tokens
@@ -94,31 +94,6 @@ def test_what_is_not_used_for_its_time_to_live_is_given_up(
     assert not list(tmp_path.rglob("*.kv"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["sessions", "list", "--store", "/nowhere"], "there is no store at '/nowhere'"),
-        (["sessions", "burn", "--store", "/tmp"], "action='burn' is unknown"),
-        (["sessions", "show", "--store", "/tmp"], "needs the NAME"),
-        (["chat", "reference", "--session", "s", "--store", "/dev/null/x"], "cannot use the store"),
-        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-limit", "-1"], "is not a size"),
-        (
-            ["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-ttl", "soon"],
-            "'soon' is not a duration",
-        ),
-        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-ttl", "0d"], "must be positive"),
-        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-policy", "lur"], "did you mean 'lru'"),
-        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--overflow", "trunc"], "overflow='trunc' is"),
-        (["sessions", "list", "--store", "/tmp", "--store-ttl", "1y"], "--store-ttl='1y' is not a duration"),
-        (["sessions", "delete", "s", "--store", "/tmp", "--store-ttl", "1d"], "remove it from sessions delete"),
-    ],
-)
-def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    error = capsys.readouterr().err.strip()
-    assert message in error and "\n" not in error
-
-
 def test_an_interrupt_that_python_drops_still_ends_the_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,7 +123,7 @@ def test_an_interrupt_that_python_drops_still_ends_the_answer(
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
     session, before = Endless(), signal.getsignal(signal.SIGINT)
     console = Console(stderr=True)
-    Chat(types.SimpleNamespace(name="m"), session, SamplingParams(), str, console).run()  # type: ignore[arg-type]
+    Chat(types.SimpleNamespace(name="m"), session, SamplingParams(), console).run()  # type: ignore[arg-type]
     out, err = capsys.readouterr()
     assert len(dropped) == 1, "the interrupt was really lost"
     assert out == "0 1 2 3 4 " and "(ended)" in err and session.closed == 2
@@ -221,10 +196,3 @@ def test_without_a_template_text_is_appended_as_it_is() -> None:
     assert turn_tokens(tokenizer, history, "c", {1}) == TurnTokens(1, 0, (ord("c"),))
     with pytest.raises(InputError, match="empty"):
         turn_tokens(tokenizer, history, "")
-
-
-def test_documents_of_other_formats_are_no_histories() -> None:
-    good = History("n", "m", tokens=[1, 2, 3], computed=2, decoded=[(1, 2)], turns=[("user", "ä")])
-    assert History.from_bytes(good.to_bytes()) == good
-    for bad in (b"", b"{}", b"[]", b'{"format": 2}', good.to_bytes().replace(b'"format": 2', b'"format": 9')):
-        assert History.from_bytes(bad) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.commands import Cli, command_line
+from support.commands import Cli
 from support.serving import TEMPLATE
 from support.tiny_models import tiny_checkpoint
 
@@ -31,11 +31,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def llm(model: str) -> LLM:
     return LLM(model, policy="full", host_memory="4MiB")
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return command_line(capsys)
 
 
 def test_a_prompt_is_given_piped_or_in_a_file(
@@ -81,7 +76,7 @@ def test_several_texts(cli: Cli, model: str, llm: LLM) -> None:
     assert found.out == "".join(f"{text}\n" for text in texts) and "3 of 3" in found.err
     beams = llm.generate(QUESTION, SamplingParams(max_tokens=6, temperature=0, num_beams=3))[0].outputs[0].text
     assert cli("generate", model, QUESTION, *FEW, "--num-beams", "3").out == f"{beams}\n"
-    cli("generate", model, QUESTION, *flags, "--plot", "x.png").fails_with("--plot", "remove -n")
+    cli("generate", model, QUESTION, *flags, "--stats-json", "x").fails_with("--stats-json", "remove -n")
 
 
 def test_a_chat_is_told_something_first(

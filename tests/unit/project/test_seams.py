@@ -17,7 +17,7 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import main
-from offload_rt.cli.engine_flags import add_engine_flags, add_plan_flags, engine_config
+from offload_rt.cli.flags import add_engine_flags, engine_config
 from offload_rt.config import EngineConfig, EvictionOptions, Size, StoreOptions
 from offload_rt.core import ModelGeometry, Selection, Visible
 from offload_rt.errors import ConfigError
@@ -137,10 +137,10 @@ class ToyConfig(EngineConfig):
     secret: int = option(0, help="not a flag")
 
 
-@pytest.mark.parametrize(("add", "flags"), [(add_engine_flags, 2), (add_plan_flags, 1)])
-def test_a_field_of_the_configuration_is_a_flag(add: Callable[..., None], flags: int) -> None:
+@pytest.mark.parametrize(("plan", "flags"), [(False, 2), (True, 1)])
+def test_a_field_of_the_configuration_is_a_flag(plan: bool, flags: int) -> None:
     parser = argparse.ArgumentParser()
-    add(parser, ToyConfig)
+    add_engine_flags(parser, ToyConfig, plan=plan)
     text = " ".join(parser.format_help().split())
     assert "--cushion SIZE bytes left free" in text
     assert ("toys: --colour red|blue what colour" in text) == (flags == 2)

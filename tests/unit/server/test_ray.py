@@ -1,12 +1,15 @@
-"""Test two replicas on a local Ray cluster: routing by session and prefix, autoscaling, and a killed replica.
+"""Test two replicas and two batch engines on a local Ray cluster: routing and killed processes.
 
 Needs OFFLOAD_RT_STRESS and ray.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,21 +21,18 @@ import httpx2
 import psutil
 import pytest
 from support.serving import TEMPLATE
-from support.tiny_models import tiny_checkpoint
+from support.tiny_models import tiny_checkpoint, tiny_prompt
 
+from offload_rt.cli import main
 from offload_rt.config import EngineConfig
 from offload_rt.server.options import ServerOptions
 
 if not os.environ.get("OFFLOAD_RT_STRESS"):
     pytest.skip("a cluster, for minutes: make stress PART=ray", allow_module_level=True)
-pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
+pytest.importorskip("ray.data", reason="ray is not installed: pip install '.[ray]'")
 pytestmark = pytest.mark.filterwarnings("default")  # for warnings of ray
 
 LONG = "It was a dark night, and the river was high. " * 12
-
-
-SCALED = "scaled"
-"""Name and route of the second application."""
 
 
 @pytest.fixture(scope="module")
@@ -40,30 +40,27 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     import ray
     from ray import serve
 
-    from offload_rt.server.ray.app import Cluster, ray_app
+    from offload_rt.server.ray_app import Cluster, ray_app
 
     folder = Path(tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny", "llama", num_hidden_layers=2))
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     store = tmp_path_factory.mktemp("store")
     options = ServerOptions(documents=store / "server", grace=5)
     config = EngineConfig(policy="full", device="cpu", verify="off", host_memory="32MiB")
-    scaling = Cluster(1, 2, target_ongoing=1, upscale_delay=1, downscale_delay=5)
     ray.init(num_cpus=6, include_dashboard=False)
     serve.start(http_options={"host": "127.0.0.1", "port": 8417})
     serve.run(ray_app(str(folder), config, options, store, None, Cluster(replicas=2)), name="offload-rt")
-    scaled = ray_app(str(folder), config, ServerOptions(grace=5), cluster=scaling)
-    serve.run(scaled, name=SCALED, route_prefix=f"/{SCALED}")
     yield "http://127.0.0.1:8417"
     serve.shutdown()
     ray.shutdown()
 
 
-def replicas(application: str = "offload-rt") -> list[psutil.Process]:
-    """Return the running engine processes of an application."""
+def replicas() -> list[psutil.Process]:
+    """Return the running engine processes."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or ())
-        if line.startswith(f"ray::ServeReplica:{application}:engine"):
+        if line.startswith("ray::ServeReplica:offload-rt:engine"):
             found.append(process)
     return found
 
@@ -94,21 +91,6 @@ def test_beginnings_stay_and_give_way_to_load(url: str) -> None:
     computed = [answer for answer in answers if reused(answer) < 64]
     print(f"{len(computed)} of {len(answers)} requests computed the beginning again: on the other replica")
     assert 1 <= len(computed) <= 12
-
-
-def test_replicas_come_and_go_with_the_load(url: str) -> None:
-    assert len(replicas(SCALED)) == 1
-    deadline, answers = time.monotonic() + 180, []
-    while len(replicas(SCALED)) < 2:
-        assert time.monotonic() < deadline, "no replica came"
-        answers += at_once(lambda: complete(f"{url}/{SCALED}", LONG, 40), 8)
-    answers += at_once(lambda: complete(f"{url}/{SCALED}", LONG, 40), 8)
-    assert {answer.status_code for answer in answers} == {200}
-    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
-    while len(replicas(SCALED)) > 1:
-        assert time.monotonic() < deadline + 120, "none went"
-        time.sleep(1)
-    print(f"{len(answers)} requests brought a second replica, which went again")
 
 
 def respond(url: str, session: str, text: str, before: str | None = None) -> httpx2.Response:
@@ -163,15 +145,8 @@ def test_sessions_stay_and_a_killed_replica_loses_nothing(url: str) -> None:
     outcomes = {outcome for _, outcome in said}
     print(f"{len(said)} requests, outcomes {[(o, sum(each == o for _, each in said)) for o in outcomes]}")
     good = sum(outcome == 200 for _, outcome in said)
-    assert good > 0.5 * len(said) and outcomes <= {
-        200,
-        500,
-        502,
-        503,
-        "ReadError",
-        "RemoteProtocolError",
-        "ConnectError",
-    }
+    known = {200, 500, 502, 503, "ReadError", "RemoteProtocolError", "ConnectError"}
+    assert good > 0.5 * len(said) and outcomes <= known
     # Every conversation must continue with its earlier answers on any replica.
     for name in texts:
         again = respond(url, name, "And?", second[name].json()["id"])
@@ -191,3 +166,62 @@ def test_sessions_stay_and_a_killed_replica_loses_nothing(url: str) -> None:
 
 def text_of(answer: httpx2.Response) -> str:
     return "".join(part["text"] for item in answer.json()["output"] for part in item["content"])
+
+
+FAMILIES, EACH = 8, 4
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def begin(model: str, folder: Path) -> subprocess.Popen[bytes]:
+    """Start a slow batch command with two engines, each with four concurrent requests."""
+    flags = ["--policy", "full", "--device", "cpu", "--max-new-tokens", "300", "--temperature", "0", "--at-once", "4"]
+    arguments = ["batch", model, str(folder / "in"), str(folder / "out"), "--ray", "2", *flags]
+    return subprocess.Popen([sys.executable, "-m", "offload_rt", *arguments])
+
+
+def wait_for(process: subprocess.Popen[bytes], path: Path, count: int) -> None:
+    deadline = time.monotonic() + 240
+    while not path.exists() or len(lines(path)) < count:
+        assert process.poll() is None and time.monotonic() < deadline, "it ended, or stands still"
+        time.sleep(0.05)
+
+
+def engines(parent: int) -> list[psutil.Process]:
+    """Return the actor processes of the command's cluster."""
+    below = psutil.Process(parent).children(recursive=True)
+    return [one for one in below if " ".join(one.cmdline()).startswith("ray::MapWorker")]
+
+
+def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2, max_position_embeddings=4096)
+    beginnings = [tiny_prompt(150, seed=i) for i in range(FAMILIES)]
+    requests = [
+        {"id": f"{i} {j}", "prompt": beginning + tiny_prompt(9, seed=100 + j), "ignore_eos": True}
+        for j in range(EACH)
+        for i, beginning in enumerate(beginnings)
+    ]
+    (tmp_path / "in").write_text("".join(json.dumps(each) + "\n" for each in requests), encoding="utf-8")
+    out = tmp_path / "out"
+    command = begin(model, tmp_path)
+    wait_for(command, out, EACH)
+    working = engines(command.pid)
+    assert len(working) == 2
+    working[0].send_signal(signal.SIGKILL)
+    wait_for(command, out, len(lines(out)) + 2 * EACH)
+    assert len(engines(command.pid)) == 2, "another in its place"
+    command.kill()
+    command.wait()
+    done = lines(out)
+    assert EACH < len(done) < len(requests)
+    assert begin(model, tmp_path).wait(300) == 0
+    found = lines(out)
+    assert found[: len(done)] == done and sorted(each["id"] for each in found) == sorted(r["id"] for r in requests)
+    order = [each["id"].split()[0] for each in found]
+    assert all(len(set(order[i : i + EACH])) == 1 for i in range(0, len(order), EACH)), "alike together"
+    alone = tmp_path / "alone"
+    flags = ["--policy", "full", "--max-new-tokens", "300", "--temperature", "0"]
+    assert main(["batch", model, str(tmp_path / "in"), str(alone), *flags]) == 0
+    assert {each["id"]: each for each in lines(alone)} == {each["id"]: each for each in found}

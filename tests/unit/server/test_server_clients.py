@@ -1,6 +1,6 @@
-"""Test the server with LangChain, litellm (OpenAI's and Anthropic's protocols) and `llm`.
+"""Test the server with LangChain, litellm and `llm`, with conformance suites, and with ten thousand requests.
 
-Needs OFFLOAD_RT_STRESS and these packages, as their imports take longer than the requests.
+Needs OFFLOAD_RT_STRESS, which is the duration of schemathesis in seconds, and the installed packages.
 """
 
 from __future__ import annotations
@@ -8,40 +8,37 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
+import httpx2
+import psutil
 import pytest
-from support.serving import ScriptedEngine, reference_tokenizer, served
+from support.serving import ScriptedEngine, reference_tokenizer, served, wait_until
+from support.tiny_models import tiny_checkpoint
 
-if not os.environ.get("OFFLOAD_RT_STRESS"):
-    pytest.skip("clients that import for seconds: make stress PART=server", allow_module_level=True)
+from offload_rt import LLM, AsyncLLM, SamplingParams
+
+SECONDS = int(os.environ.get("OFFLOAD_RT_STRESS", "0"))
+if not SECONDS:
+    pytest.skip("clients and suites, for minutes: make stress PART=server", allow_module_level=True)
 WHY = "not installed: pip install '.[serve,clients]'"
 pytestmark = pytest.mark.filterwarnings("default")  # for warnings of these packages
 
 HELLO = "Good morning, “friend” and café."
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Dick"}}\n</tool_call>'
 SAID = {"hello": HELLO, "think": f"<think>\nWell…\n</think>\n\n{HELLO}", "call": CALL, "form": '{"name": "Dick"}'}
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "find",
-        "description": "Finds.",
-        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
-    },
-}
-FORM: Any = {
-    "title": "person",
-    "description": "Who it is.",
-    "type": "object",
-    "properties": {"name": {"type": "string"}},
-    "required": ["name"],
+PARAMETERS = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
+TOOL: Any = {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": PARAMETERS}}
+FORM: Any = PARAMETERS | {
+    "title": "person", "description": "Who it is.", "properties": {"name": {"type": "string"}}, "required": ["name"],
     "additionalProperties": False,
-}
+}  # fmt: skip
 
 
 def say(prompt: str) -> str:
@@ -118,14 +115,6 @@ def test_langchains_structured_output(url: str, engine: ScriptedEngine, method: 
     assert found == {"name": "Dick"} and engine.params.structured_outputs is not None
 
 
-def test_langchains_errors(url: str) -> None:
-    exceptions = pytest.importorskip("langchain_core.exceptions", reason=WHY)
-    with pytest.raises(openai.AuthenticationError):
-        chat_model(url, api_key="wrong").invoke("x")
-    with pytest.raises((openai.BadRequestError, exceptions.ContextOverflowError), match="maximum context length"):
-        chat_model(url).invoke("x" * 20_000)
-
-
 # ----------------------------------------------------------------------------------------------------------- litellm
 
 
@@ -177,17 +166,6 @@ def test_litellm(litellm: Any, url: str, way: str) -> None:
         litellm.completion(messages=user("hello"), **(options | {"api_key": "wrong"}))
 
 
-def test_litellms_other_doors(litellm: Any, url: str) -> None:
-    options = ways(url)["openai"]
-    options.pop("max_tokens")
-    text = litellm.text_completion(prompt="It", **(options | {"model": "text-completion-openai/scripted"}))
-    assert text.choices[0].text == "It was a dark night."
-    first = litellm.responses(input="hello", **options)
-    assert first.output[0].content[0].text == HELLO
-    again = litellm.responses(input="Again?", previous_response_id=first.id, **options)
-    assert again.usage.input_tokens > first.usage.input_tokens
-
-
 # --------------------------------------------------------------------------------------------------------------- llm
 
 
@@ -214,3 +192,111 @@ def test_llm(url: str, tmp_path: Path) -> None:
     assert ask("hello") == HELLO == ask("hello", "--no-stream", "--system", "Be brief.")
     assert ask("-c", "x") == "It was a dark night."
     assert json.loads(ask("form", "--schema", json.dumps(FORM))) == {"name": "Dick"}
+
+
+OTHERWISE = {"Image Input", "Error Handling"}
+"""Known failures of llm-comply: images are refused, and `model` is optional, as in vLLM."""
+
+
+class Obeying(ScriptedEngine):
+    """Call the first tool in the prompt until a result exists, as structured output or with tool call marks."""
+
+    def __init__(self) -> None:
+        super().__init__(reference_tokenizer(), self.obey)
+
+    def obey(self, prompt: str) -> str:
+        found = re.match(r"tools: (\[.*\])\n", prompt)
+        if found is None or "tool: " in prompt:
+            return "It was a dark night."
+        tool = json.loads(found[1])[0]["function"]
+        wanted = tool.get("parameters", {}).get("properties", {})
+        call = json.dumps({"name": tool["name"], "arguments": dict.fromkeys(wanted, "x")})
+        return call if self.params.structured_outputs else f"<tool_call>\n{call}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def obeying_url() -> Iterator[str]:
+    with served(Obeying()) as address:
+        yield address
+
+
+def run(folder: Path, command: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name(command)
+    if not program.exists():
+        pytest.skip(f"{command} is {WHY}")
+    return subprocess.run([str(program), *arguments], cwd=folder, capture_output=True, text=True, timeout=timeout)
+
+
+def test_schemathesis_finds_no_error_of_the_server(obeying_url: str, tmp_path: Path) -> None:
+    done = run(
+        tmp_path, "schemathesis", "run", f"{obeying_url}/openapi.json", "--no-color", "--phases",
+        "examples,coverage,fuzzing,stateful", "--checks", "not_a_server_error", "--max-time", str(SECONDS),
+        "--generation-database", "none", timeout=SECONDS + 600,
+    )  # fmt: skip
+    print("\n".join(done.stdout.splitlines()[-25:]))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+@pytest.mark.parametrize(("protocol", "otherwise"), [
+    ("openai-chat", OTHERWISE), ("open-responses", OTHERWISE), ("anthropic", {"Image Input"}),
+])  # fmt: skip
+def test_llm_comply(obeying_url: str, tmp_path: Path, protocol: str, otherwise: set[str]) -> None:
+    done = run(
+        tmp_path,
+        "llm-comply",
+        "-u",
+        f"{obeying_url}/v1",
+        "-m",
+        "scripted",
+        "-k",
+        "none",
+        "--format",
+        protocol,
+        "--json",
+    )
+    results = json.loads(done.stdout)["results"]
+    failed = {result["name"]: result for result in results if result["status"] == "failed"}
+    passed = sum(result["status"] == "passed" for result in results)
+    print(f"{protocol}: {passed} passed, {sorted(failed)} not")
+    assert set(failed) == otherwise, failed
+
+
+REQUESTS, CONNECTIONS, TEXTS = 50 * SECONDS, 32, 16
+MOST_GROWTH = 64 << 20
+"""Allowed growth of the process in bytes after the first tenth of the requests."""
+
+
+def test_nothing_is_lost(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "tiny", "llama", num_hidden_layers=2)
+    engine = AsyncLLM(LLM(folder, policy="full", verify="off", host_memory="32MiB"), max_waiting=2 * CONNECTIONS)
+    prompts = [f"It was a dark night, said number {i}. " * (1 + i % 4) for i in range(TEXTS)]
+    params = SamplingParams(max_tokens=6, temperature=0)
+    expected = [output.outputs[0].text for output in engine.llm.generate(prompts, params)]
+    assert len(set(expected)) > TEXTS // 2
+    process, outcomes, sizes = psutil.Process(), Counter[str](), list[int]()
+
+    async def ask(http: httpx2.AsyncClient, numbers: asyncio.Queue[int]) -> None:
+        while not numbers.empty():
+            i = numbers.get_nowait()
+            body = {"prompt": prompts[i % TEXTS], "max_tokens": 6, "temperature": 0}
+            answer = await http.post("/v1/completions", json=body)
+            right = answer.status_code == 200 and answer.json()["choices"][0]["text"] == expected[i % TEXTS]
+            outcomes["right" if right else str(answer.status_code)] += 1
+            if i % max(1, REQUESTS // 10) == 0:
+                sizes.append(process.memory_info().rss)
+
+    async def all_of_them(url: str) -> None:
+        numbers: asyncio.Queue[int] = asyncio.Queue()
+        for i in range(REQUESTS):
+            numbers.put_nowait(i)
+        limits = httpx2.Limits(max_connections=CONNECTIONS)
+        async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+            await asyncio.gather(*(ask(http, numbers) for _ in range(CONNECTIONS)))
+
+    with served(engine) as url:
+        asyncio.run(all_of_them(url))
+        wait_until(lambda: engine.load().running == 0)
+        assert engine.load().pool_used_bytes == 0
+    print(f"{dict(outcomes)}, MiB {[size >> 20 for size in sizes]}")
+    assert outcomes == {"right": REQUESTS}
+    assert max(sizes) - sizes[min(1, len(sizes) - 1)] < MOST_GROWTH

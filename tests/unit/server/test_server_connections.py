@@ -18,7 +18,7 @@ import psutil
 import pytest
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
-from support.serving import ScriptedEngine, answering, reference_tokenizer, served, wait_until
+from support.serving import ScriptedEngine, answering, served, wait_until
 from transformers import PreTrainedTokenizerBase
 from uvicorn.server import ServerState
 
@@ -30,11 +30,6 @@ from offload_rt.server.run import bound
 
 ASK = {"prompt": "It was", "max_tokens": 4000}
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return reference_tokenizer()
 
 
 def connect(url: str, data: bytes = b"", receive_buffer: int | None = None) -> socket.socket:
@@ -233,7 +228,7 @@ def test_a_refused_client_may_have_reset_its_connection() -> None:
     async def refuse() -> None:
         config = make_server(FastAPI(), ServerOptions()).config
         connections = Connections(ServerOptions())
-        connections.most = 0
+        connections.limit = 0
         refused = LimitedProtocol(connections, config, ServerState(), {})
         refused.connection_made(transport)
         assert connections.refused == {refused}
@@ -328,7 +323,7 @@ def test_incomplete_bodies_are_bounded_together(tokenizer: PreTrainedTokenizerBa
 def test_repeated_messages_are_counted_instead_of_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("offload_rt.server.log.time.monotonic", lambda: clock[0])
-    repetitions = Repetitions(most=3, seconds=10)
+    repetitions = Repetitions(limit=3, seconds=10)
 
     def passes(message: str, level: int = logging.WARNING) -> logging.LogRecord | None:
         record = logging.LogRecord("x", level, "", 0, message, None, None)

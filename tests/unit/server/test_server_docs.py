@@ -1,25 +1,36 @@
-"""Test that the examples of the serving page run unchanged and that the page at `/` is complete."""
+"""Test that documents, container files and the page at `/` name only what exists, and that the examples run."""
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import httpx2
 import pytest
+import yaml
 from support.serving import ScriptedEngine, reference_tokenizer, served
 
 import offload_rt.server
 from offload_rt.cli.serve import add
+from offload_rt.server.app import OPEN_PATHS
 from offload_rt.server.options import ServerOptions
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs/pages/serving.md").read_text(encoding="utf-8")
+PAGE, DEPLOYING = ((ROOT / f"docs/pages/{name}.md").read_text(encoding="utf-8") for name in ("serving", "deploying"))
 STATIC = Path(offload_rt.server.__file__).parent / "static"
+
+
+def flags() -> set[str]:
+    parser = argparse.ArgumentParser()
+    add(parser.add_subparsers())
+    text = next(iter(parser._subparsers._group_actions[0].choices.values())).format_help()  # type: ignore[union-attr]
+    return set(re.findall(r"--[a-z][a-z-]+", text))
 
 
 @pytest.fixture(scope="module")
@@ -43,21 +54,17 @@ def test_the_examples_run(url: str) -> None:
         '"cached_tokens"',
         "input_tokens",
         '"resp_',
-        "offload_rt_link_bytes",
+        "offload_rt_h2d_bytes",
     ):
         assert said in done.stdout, said
 
 
 def test_every_flag_of_the_page_exists() -> None:
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    add(parser.add_subparsers())
-    text = next(iter(parser._subparsers._group_actions[0].choices.values())).format_help()  # type: ignore[union-attr]
     table = PAGE[PAGE.index("## Access and limits") : PAGE.index("## Conformance and load")]
-    flags = set(re.findall(r"--[a-z][a-z-]+", table))
-    assert len(flags) >= 9 and all(flag in text for flag in flags)
+    found = set(re.findall(r"--[a-z][a-z-]+", table))
+    assert len(found) >= 9 and found <= flags()
     assert str(ServerOptions().max_waiting) in table and f"{ServerOptions().timeout:.0f} s" in table
+    assert set(re.findall(r"--[a-z][a-z-]+", DEPLOYING)) - {"--build-arg"} <= flags()
 
 
 class Links(HTMLParser):
@@ -100,3 +107,39 @@ def test_the_page_loads_nothing_from_elsewhere(url: str) -> None:
             assert set(re.findall(r'\$\("([a-z-]+)"\)', text)) <= links.ids
             assert {f"{module}.js" for module in re.findall(r'from "\./(\w+)\.js"', text)} <= files.keys()
             assert "innerHTML" not in text and "eval(" not in text
+
+
+def test_the_dockerfile_copies_what_there_is_and_starts_the_server() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for name in line.split()}
+    assert copied == kept and all((ROOT / name).exists() for name in copied)
+    links = {path.resolve().name for path in (ROOT / "offload_rt").iterdir() if path.is_symlink()}
+    assert links <= copied, "a link in the package that leads nowhere"
+    [extras] = re.findall(r"^ARG EXTRAS=(.*)$", text, re.M)
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    assert set(re.findall(r'"(--[a-z-]+)"', text)) <= flags()
+    assert "USER server" in text and project["scripts"]["offload-rt"]
+
+
+def test_the_compose_file() -> None:
+    service = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]["offload-rt"]
+    assert {part for part in service["command"] if part.startswith("--")} <= flags()
+    assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert all(volume.split(":")[1] in dockerfile for volume in service["volumes"])
+
+
+def test_the_manifest_of_the_page() -> None:
+    [text] = re.findall(r"```yaml\n(.*?)```", DEPLOYING, re.DOTALL)
+    spec = yaml.safe_load(text)["spec"]
+    pod = spec["template"]["spec"]
+    [server] = pod["containers"]
+    assert {part for part in server["args"] if part.startswith("--")} <= flags()
+    assert pod["terminationGracePeriodSeconds"] > ServerOptions().grace
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert all(f'"{mount["mountPath"]}"' in dockerfile for mount in server["volumeMounts"])
+    claims = {claim["metadata"]["name"] for claim in spec["volumeClaimTemplates"]}
+    assert claims == {mount["name"] for mount in server["volumeMounts"]}
+    assert {server[probe]["httpGet"]["path"] for probe in server if probe.endswith("Probe")} <= set(OPEN_PATHS)

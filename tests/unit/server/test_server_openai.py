@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Iterator
@@ -175,20 +174,6 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert found.text_offset[1] == len(found.tokens[0]) and not any(map(math.isinf, found.token_logprobs or []))
 
 
-def test_the_asynchronous_client(url: str) -> None:
-    async def ask() -> tuple[str, str]:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            whole = await client.chat.completions.create(model="scripted", messages=user("hello"))
-            text = ""
-            async for chunk in await client.chat.completions.create(
-                model="scripted", messages=user("hello"), stream=True
-            ):
-                text += chunk.choices[0].delta.content or ""
-        return whole.choices[0].message.content or "", text
-
-    assert asyncio.run(ask()) == (SAID["hello"], SAID["hello"])
-
-
 def test_models_tokens_and_state(client: openai.OpenAI, url: str) -> None:
     assert [model.id for model in client.models.list()] == ["scripted"]
     assert client.models.retrieve("scripted").id == "scripted"
@@ -200,9 +185,9 @@ def test_models_tokens_and_state(client: openai.OpenAI, url: str) -> None:
         text = http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
         assert text == "user: hello\n"
         assert http.get("/health").json() == {"status": "ok"}
-        assert http.get("/v1/load").json()["link_bytes"] == 7
+        assert http.get("/v1/load").json()["h2d_bytes"] == 7
         lines = http.get("/metrics").text.splitlines()
-        for name in ("num_requests_running", "kv_cache_usage_perc", "prompt_tokens_cached_total", "link_bytes_total"):
+        for name in ("num_requests_running", "kv_cache_usage_perc", "prompt_tokens_cached_total", "h2d_bytes_total"):
             assert any(line.startswith(f'offload_rt_{name}{{model_name="scripted"}}') for line in lines), name
         first = next(line for line in lines if line.startswith("offload_rt_time_to_first_token_seconds_count"))
         assert float(first.split()[-1]) >= 1
@@ -242,15 +227,8 @@ def test_bad_input_is_400_in_openais_shape(client: openai.OpenAI, body: Any, par
 def test_what_is_no_json_and_what_is_not_there(client: openai.OpenAI, url: str) -> None:
     with httpx2.Client(base_url=url) as http:
         json_type = {"content-type": "application/json"}
-        bad = (
-            b"{",
-            b"\xff",
-            b"[]",
-            b"5",
-            b"",
-            b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-            b"[" * 100_000,
-        )
+        surrogate = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+        bad = (b"{", b"\xff", b"[]", b"5", b"", surrogate, b"[" * 100_000)
         for body in bad:
             for path in ("/v1/chat/completions", "/v1/completions", "/tokenize"):
                 answer = http.post(path, content=body, headers=json_type)

@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.server.parsers import answer_parser, ends_within_thinking, reasoning_parser, tool_parser
-from offload_rt.server.parsers.pieces import Content, Parser, Piece, Reasoning, ToolCall, joined
+from offload_rt.server.parsers import (
+    Content,
+    Parser,
+    Piece,
+    Reasoning,
+    ToolCall,
+    answer_parser,
+    ends_within_thinking,
+    joined,
+    reasoning_parser,
+    tool_parser,
+)
 
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "a<b"}}\n</tool_call>'
 FOUND = ToolCall("find", '{"q": "a<b"}')

@@ -94,25 +94,9 @@ WHOLE: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
 
 def text_of(seed: int, size: int) -> str:
     rng = random.Random(seed)
-    words = [
-        "a",
-        "bc",
-        " ",
-        "  ",
-        "\n",
-        "\t",
-        "12",
-        "é",
-        "的",
-        "e\u0301",
-        "\u1112\u1161\u11ab",
-        ".",
-        "'s",
-        "<|end|>",
-        "▁",
-        "Ġ",
-    ]
-    return "".join(rng.choice([*words, " high", " the", "x y"]) for _ in range(size))
+    words = ["a", "bc", " ", "  ", "\n", "\t", "12", "é", "的", "e\u0301", "\u1112\u1161\u11ab", ".", "'s"]
+    words += ["<|end|>", "▁", "Ġ", " high", " the", "x y"]
+    return "".join(rng.choice(words) for _ in range(size))
 
 
 def encode(texts: TextTokenizer, text: str, special_tokens: bool = False) -> list[int]:
@@ -158,11 +142,8 @@ def test_a_text_has_at_least_as_many_tokens(name: str) -> None:
 def test_nfc_shrinks_no_further() -> None:
     """The longest canonical equivalent of a character has the longest equivalent of each part of its decomposition."""
     longest: dict[str, int] = {}
-    characters = [
-        chr(i)
-        for i in range(0x30000)
-        if unicodedata.decomposition(chr(i)) and "<" not in unicodedata.decomposition(chr(i))
-    ]
+    found = ((chr(i), unicodedata.decomposition(chr(i))) for i in range(0x30000))
+    characters = [character for character, parts in found if parts and "<" not in parts]
     for character in characters:
         parts = unicodedata.normalize("NFD", character)
         if len(parts) == 1:

@@ -1,8 +1,10 @@
-"""Test server sessions after a restart and with several API keys, request traces, and a policy per request."""
+"""Test sessions and stored responses: restarts, deletion, isolation of API keys, traces, and policies of requests."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,10 +14,14 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from support.serving import TEMPLATE, served, wait_until
-from support.tiny_models import tiny_checkpoint
+from support.serving import TEMPLATE, ScriptedEngine, served, wait_until
+from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
+from transformers import PreTrainedTokenizerBase
 
-from offload_rt import LLM, AsyncLLM
+from offload_rt import LLM, AsyncLLM, SamplingParams
+from offload_rt.errors import PoolFullError
+from offload_rt.server.engines import Engines
+from offload_rt.server.options import ServerOptions
 
 ONE, TWO = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
 LONG = "It was a dark night, and the river was high. " * 12
@@ -29,15 +35,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(model: Path, store: Path, policy: str = "full", **options: Any) -> Iterator[tuple[httpx2.Client, AsyncLLM]]:
-    """Serve sessions in `store` with a new model, as a restarted process would."""
+def serving(
+    model: Path, store: Path | None, policy: str = "full", **options: Any
+) -> Iterator[tuple[httpx2.Client, AsyncLLM]]:
+    """Serve a new model, as a restarted process would. Sessions are in `store`, if any."""
     llm = LLM(model, policy=policy, verify="off", host_memory="32MiB")
     llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     engine = AsyncLLM(llm, store=store)
-    with (
-        served(engine, api_keys=("one", "two"), documents=store / "server", **options) as url,
-        httpx2.Client(base_url=url, headers=ONE, timeout=60) as http,
-    ):
+    given = {"api_keys": ("one", "two"), "documents": None if store is None else store / "server"} | options
+    with served(engine, **given) as url, httpx2.Client(base_url=url, headers=ONE, timeout=60) as http:
         yield http, engine
 
 
@@ -136,8 +142,8 @@ def test_what_a_request_does_is_traced(model: Path, tmp_path: Path) -> None:
         attended = [share for step in steps for share in step["attended"]]
         assert len(attended) == 4 and all(len(layers) == 2 and 0 < min(layers) <= 1 for layers in attended)
         assert all((share == 1) == (layer in head["dense_layers"]) for layer, share in enumerate(attended[0]))
-        assert steps[-1]["prefill"] == [2, 2] and steps[-1]["link_bytes"] > 0
-        assert [step["link_bytes"] for step in steps] == sorted(step["link_bytes"] for step in steps)
+        assert steps[-1]["prefill"] == [2, 2] and steps[-1]["h2d_bytes"] > 0
+        assert [step["h2d_bytes"] for step in steps] == sorted(step["h2d_bytes"] for step in steps)
         total = [sum(counts) for counts in zip(*(step["selected"] for step in steps if step["selected"]), strict=True)]
         assert sum(total) > 0 and not any(total[: head["sinks"]]), "resident tokens are not selected"
         plain = http.post("/v1/chat/completions", json=ASK | {"stream": True})
@@ -147,7 +153,7 @@ def test_what_a_request_does_is_traced(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_request_names_its_policy(model: Path, tmp_path: Path) -> None:
-    with serving(model, tmp_path, max_policies=2) as (http, engine):
+    with serving(model, tmp_path, max_engines=2) as (http, engine):
         expected = ask(http)
         for policy in ("streaming", "full"):  # the second engine replaces the first
             found = ask(http, policy=policy)
@@ -164,9 +170,191 @@ def test_a_request_names_its_policy(model: Path, tmp_path: Path) -> None:
 
 
 def test_without_a_store_there_are_no_sessions(model: Path) -> None:
-    llm = LLM(model, policy="full", verify="off", host_memory="8MiB")
-    llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
-    with served(AsyncLLM(llm)) as url:
-        assert httpx2.get(f"{url}/v1/sessions").json() == {"object": "list", "store": False, "data": []}
-        refused = httpx2.post(f"{url}/v1/chat/completions", json=ASK | {"session": "x"})
+    with serving(model, None) as (http, _):
+        assert http.get("/v1/sessions").json() == {"object": "list", "store": False, "data": []}
+        refused = http.post("/v1/chat/completions", json=ASK | {"session": "x"})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "session"
+
+
+USER = {"role": "user", "content": "Who?"}
+ASSISTANT = {"role": "assistant", "content": "It was"}
+CALL = {"id": "c", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+TOOL = {"role": "tool", "tool_call_id": "c", "content": "Dick"}
+
+
+@pytest.fixture(scope="module")
+def http(tokenizer: PreTrainedTokenizerBase) -> Iterator[httpx2.Client]:
+    with served(ScriptedEngine(tokenizer, lambda prompt: "A dark night.")) as url, httpx2.Client(base_url=url) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("chat/completions", {"messages": [USER, ASSISTANT]}, "messages"),
+        ("chat/completions", {"messages": [USER, ASSISTANT], "stream": True}, "messages"),
+        ("chat/completions", {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "messages"),
+        ("chat/completions", {"messages": [USER], "continue_final_message": True}, "continue_final_message"),
+        ("chat/completions", {"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt"),
+        ("messages", {"messages": [USER, ASSISTANT], "max_tokens": 5}, None),
+        ("responses", {"input": [USER, ASSISTANT]}, "input"),
+        ("../tokenize", {"messages": [USER], "continue_final_message": True}, "continue_final_message"),
+    ],
+)
+def test_prefill_is_refused(http: httpx2.Client, path: str, body: dict[str, Any], param: str | None) -> None:
+    answer = http.post("/tokenize" if path == "../tokenize" else f"/v1/{path}", json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert "continue" in error["message"] and error.get("param") == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [USER, ASSISTANT, USER]}),
+        ("chat/completions", {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}, TOOL]}),
+        ("chat/completions", {"messages": [{"role": "system", "content": "Be brief."}]}),
+        ("chat/completions", {"messages": [USER], "add_generation_prompt": True, "continue_final_message": False}),
+        ("messages/count_tokens", {"messages": [USER, ASSISTANT]}),
+        ("responses", {"input": [USER, ASSISTANT, USER]}),
+    ],
+)
+def test_other_conversations_are_answered(http: httpx2.Client, path: str, body: dict[str, Any]) -> None:
+    answer = http.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+def test_what_is_being_answered_is_not_deleted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 40, pause=0.02)
+    ask = {"messages": [USER], "session": "novel", "stream": True}
+    with served(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
+        with http.stream("POST", "/v1/chat/completions", json=ask) as answer:
+            lines = answer.iter_lines()  # must stay referenced, as collecting the generator closes the connection
+            next(lines)
+            for method, path, body in (
+                ("DELETE", "/v1/sessions/novel", None),
+                ("POST", "/v1/chat/completions", ask | {"stream": False}),
+                ("POST", "/v1/completions", {"prompt": "Who?", "session": "novel"}),
+            ):
+                refused = http.request(method, path, json=body)
+                assert refused.status_code == 409 and "retry-after" in refused.headers, refused.text
+                assert refused.json()["error"]["code"] == "session_busy"
+            assert len(http.get("/v1/sessions").json()["data"]) == 1
+        wait_until(lambda: engine.aborted == 1)
+        wait_until(lambda: http.delete("/v1/sessions/novel").status_code == 200)
+        assert http.get("/v1/sessions").json()["data"] == [] and len(engine.deleted) == 1
+        assert http.delete("/v1/sessions/novel").status_code == 404
+
+
+def test_a_response_is_not_deleted_while_its_conversation_goes_on(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * (40 if "more" in prompt else 1), 0.02)
+    with served(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
+        first = http.post("/v1/responses", json={"input": "Who?"}).json()["id"]
+        ask = {"input": "more", "previous_response_id": first, "stream": True}
+        with http.stream("POST", "/v1/responses", json=ask) as answer:
+            lines = answer.iter_lines()
+            new = next(json.loads(line[6:])["response"]["id"] for line in lines if line.startswith("data: "))
+            for name in (first, new):
+                refused = http.delete(f"/v1/responses/{name}")
+                assert refused.status_code == 409 and "retry-after" in refused.headers, refused.text
+            assert not engine.deleted
+        wait_until(lambda: engine.aborted == 1)
+        wait_until(lambda: http.delete(f"/v1/responses/{first}").status_code == 200)
+        assert len(engine.deleted) == 1
+        assert http.get(f"/v1/responses/{first}").status_code == 404
+
+
+def cached(http: httpx2.Client, headers: dict[str, str], **more: Any) -> int:
+    """Return the number of cached tokens of a long prompt."""
+    body = {"prompt": LONG, "max_tokens": 2, "temperature": 0} | more
+    answer = http.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_keys_share_no_kv_unless_told_to(model: Path) -> None:
+    with serving(model, None) as (http, _):
+        assert [cached(http, each) > 0 for each in (ONE, TWO, ONE, TWO)] == [False, False, True, True]
+        salted = [cached(http, each, cache_salt=salt) > 0 for salt in "ab" for each in (ONE, TWO, ONE)]
+        assert salted == [False, False, True] * 2
+        for path, body in (
+            ("chat/completions", {"messages": [USER | {"content": "Who was it? " * 60}], "max_tokens": 2}),
+            ("messages", {"messages": [USER | {"content": "Where was it? " * 60}], "max_tokens": 2}),
+            ("responses", {"input": "When was it? " * 60, "max_output_tokens": 2}),
+        ):
+            found = []
+            for headers in (ONE, TWO, ONE):
+                usage = http.post(f"/v1/{path}", json=body, headers=headers).json()["usage"]
+                details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+                found.append(details.get("cached_tokens", usage.get("cache_read_input_tokens")) > 0)
+            assert found == [False, False, True], path
+    with serving(model, None, share_prefixes=True) as (http, _):
+        assert [cached(http, each) > 0 for each in (ONE, TWO)] == [False, True]
+        assert cached(http, TWO, cache_salt="a") == 0
+    with serving(model, None, api_keys=("one", "one")) as (http, _):
+        assert cached(http, ONE) == 0 and cached(http, ONE) > 0 and cached(http, ONE, cache_salt="a") == 0
+
+
+def test_no_salt_tells_of_its_key(tokenizer: PreTrainedTokenizerBase) -> None:
+    salts = []
+    for _ in range(2):  # each process has its own secret
+        engine = ScriptedEngine(tokenizer, lambda prompt: "Yes.")
+        with served(engine, api_keys=("one", "two")) as url, httpx2.Client(base_url=url) as http:
+            for headers, more in ((ONE, {}), (TWO, {}), (ONE, {"cache_salt": "a"}), (ONE, {"cache_salt": "b"})):
+                answer = http.post("/v1/completions", json={"prompt": "Who?"} | more, headers=headers)
+                assert answer.status_code == 200
+                salts.append(engine.cache_salt)
+    assert len(set(salts)) == 8 and all(len(salt) == 64 for salt in salts)
+
+
+def test_a_full_pool_names_no_sessions(tokenizer: PreTrainedTokenizerBase) -> None:
+    engine = ScriptedEngine(tokenizer, lambda prompt: "Yes.")
+    engine.fails = PoolFullError("the pool is full; sessions hold 3 MB of it: 'abc' 3 MB (answering)")
+    engine.fails.__cause__ = PoolFullError("the pool is full")
+    with served(engine) as url, httpx2.Client(base_url=url) as http:
+        error = http.post("/v1/completions", json={"prompt": "Who?"}).json()["error"]
+        assert error["message"] == "the pool is full" and error["code"] == "pool_full"
+
+
+async def generate_under(engines: Engines, policy: str) -> None:
+    async with engines.under(policy, None) as engine:
+        async for _ in engine.generate(tiny_prompt(9), SamplingParams(max_tokens=3, temperature=0)):
+            pass
+
+
+def test_a_client_that_leaves_leaves_no_engine_half_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine is created once and serves the next client. The counts of closed engines are included in the load."""
+    llm = LLM(tiny_model("llama", num_hidden_layers=2), policy="full", verify="off", host_memory="8MiB")
+    go, made = threading.Event(), list[LLM]()
+    under, end = LLM.under, AsyncLLM._end
+
+    def slowly(*given: object) -> LLM:
+        go.wait(10)
+        made.append(under(*given))  # type: ignore[arg-type]
+        return made[-1]
+
+    async def leave(engines: Engines, policy: str) -> None:
+        go.clear()
+        leaving = asyncio.create_task(generate_under(engines, policy))
+        await asyncio.sleep(0.01)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        go.set()
+
+    async def run() -> list[int]:
+        engines = Engines(AsyncLLM(llm), ServerOptions(max_engines=2))
+        monkeypatch.setattr(LLM, "under", slowly)
+        await leave(engines, "full")
+        await generate_under(engines, "full")
+        monkeypatch.setattr(LLM, "under", under)
+        monkeypatch.setattr(AsyncLLM, "_end", lambda self: (go.wait(10), end(self))[1])
+        await leave(engines, "streaming")
+        counted = [engines.load().generated_tokens]
+        await generate_under(engines, "streaming")
+        await engines.close()
+        return [*counted, engines.load().generated_tokens]
+
+    assert asyncio.run(run()) == [3, 6] and len(made) == 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "offload-rt engine"]

@@ -6,16 +6,13 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from rich.console import Console
 from support.outputs import completed
 from support.tiny_models import depth, tiny_model, tiny_prompt
 
-from offload_rt import LLM, InputError, SamplingParams
-from offload_rt.cli.run_picture import plot_run
+from offload_rt import LLM, SamplingParams
 from offload_rt.cli.tables import requirements_table, stats_table
 from offload_rt.core import CHUNK
 from offload_rt.models.shape import load_shape
@@ -81,50 +78,6 @@ def test_table_says_where_nothing_was_selected(infinigen: Stats) -> None:
     [done] = completed(llm.generate([tiny_prompt(100)], SamplingParams(max_tokens=4, temperature=0)))
     assert "no tokens selected" in row(shown(stats_table(done.stats)), "in sparse layers")
     assert "selected" not in row(shown(stats_table(infinigen)), "in sparse layers")
-
-
-def pixels_of(path: Path) -> np.ndarray:
-    """Return the image as `[height, width, 3]`, 0 to 255."""
-    with Image.open(path) as image:
-        return np.asarray(image.convert("RGB")).astype(int)
-
-
-def bars_in(pixels: np.ndarray) -> int:
-    """Count the pixels in bars of missed mass."""
-    return int((np.abs(pixels - [76, 120, 168]).sum(axis=2) < 12).sum())
-
-
-def test_plot_shows_dense_and_selecting_layers(infinigen: Stats, tmp_path: Path) -> None:
-    """The dense layer's band has the colour of 100 %; the other bands have another colour."""
-    plot_run(infinigen, tmp_path / "run.png")
-    pixels = pixels_of(tmp_path / "run.png")
-    assert pixels.shape == (840, 1320, 3)
-    dense = np.abs(pixels - [253, 231, 37]).sum(axis=2) < 12  # last colour of viridis
-    height = np.flatnonzero(dense[:, 300])
-    assert len(height) > 50  # layer 0, at the top of the map
-    assert height.max() < 200
-    assert bars_in(pixels) > 1000  # missed mass for each layer
-
-
-@pytest.mark.parametrize("what", ["no steps", "all dense", "nothing sampled", "one step"])
-def test_plot_of_runs_with_little_to_show(infinigen: Stats, tmp_path: Path, what: str) -> None:
-    few = {
-        "no steps": replace(infinigen, attended_by_step=[], missed_by_step=[]),
-        "all dense": replace(infinigen, dense_layers=(0, 1, 2, 3), attended_by_step=[[1.0] * 4] * 3, missed_by_step=[]),
-        "nothing sampled": replace(infinigen, missed_by_step=[]),
-        "one step": replace(
-            infinigen, attended_by_step=infinigen.attended_by_step[:1], missed_by_step=infinigen.missed_by_step[:1]
-        ),
-    }
-    plot_run(few[what], tmp_path / "run.png")
-    pixels = pixels_of(tmp_path / "run.png")
-    assert pixels.shape == (840, 1320, 3)
-    assert (bars_in(pixels) > 1000) == (what == "one step")
-
-
-def test_plot_into_no_folder_is_an_input_error(infinigen: Stats, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot write the plot"):
-        plot_run(infinigen, tmp_path / "none" / "run.png")
 
 
 # ----------------------------------------------------------------------------------------------------- requirements

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .deltas import Usage
+from .chat_stream import Usage
 from .engines import Engines
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -32,7 +32,7 @@ _TOTALS = {
     "prompt_tokens": ("prompt tokens", "prompt_tokens"),
     "prompt_tokens_cached": ("prompt tokens found in the prefix cache", "cached_tokens"),
     "generation_tokens": ("generated tokens", "generated_tokens"),
-    "link_bytes": ("KV bytes transferred between host and device", "link_bytes"),
+    "h2d_bytes": ("KV bytes copied from host to device", "h2d_bytes"),
 }
 _TIERS = {
     "host": "session_host_tokens",
@@ -44,7 +44,7 @@ _TIERS = {
 PREFIX = "offload_rt_"
 
 
-class Figures:
+class Metrics:
     """Metrics of one server. Each server has a separate registry, so that several can run in one process."""
 
     def __init__(self, engines: Engines, model: str) -> None:
@@ -72,7 +72,6 @@ class Figures:
         self._model = model
 
     def began(self, seconds: float) -> None:
-        """Record the time to the first token."""
         self._first.observe(seconds)
 
     def ended(self, reason: str, usage: Usage, seconds: float, after_first: float) -> None:
@@ -85,7 +84,6 @@ class Figures:
             self._token.observe(after_first / (usage.generated - 1))
 
     def text(self) -> bytes:
-        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def load(self) -> dict[str, int]:
@@ -103,17 +101,16 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         load = self._engines.load()
+
+        def gauge(name: str, help: str, value: float) -> Metric:
+            made = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
+            made.add_metric([self._model], value)
+            return made
+
         for name, (help, field) in _GAUGES.items():
-            gauge = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
-            gauge.add_metric([self._model], getattr(load, field))
-            yield gauge
-        used = GaugeMetricFamily(
-            PREFIX + "kv_cache_usage_perc",
-            "fraction of the KV cache in host memory that is in use",
-            labels=["model_name"],
-        )
-        used.add_metric([self._model], load.pool_used_bytes / max(1, load.pool_limit_bytes))
-        yield used
+            yield gauge(name, help, getattr(load, field))
+        usage = load.pool_used_bytes / max(1, load.pool_limit_bytes)
+        yield gauge("kv_cache_usage_perc", "fraction of the KV cache in host memory that is in use", usage)
         for name, (help, field) in _TOTALS.items():
             total = CounterMetricFamily(PREFIX + name, help, labels=["model_name"])
             total.add_metric([self._model], getattr(load, field))

@@ -13,31 +13,34 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .connection import ClientGoneError, body_parts
 from .errors import RefusedError, ending, error_response, refusal
 from .log import log_request
 from .options import LOCAL_HOSTS, ServerOptions
-from .page import FILES
-from .protocol import MOST_HEAD_BYTES
-
-OPEN_PATHS = ("/health", "/favicon.ico", *FILES)
-"""Paths that need no API key: the health check and the web page, which asks for the key."""
+from .protocol import MAX_HEAD_BYTES
 
 REQUEST_ID = "x-request-id"
 
 GONE = 499
 """Status in the log if the client disconnects before the response begins."""
 
-MOST_BODIES = 16
+MAX_BODIES = 16
 """Maximum total size of incomplete bodies, in units of `max_body`. Further bodies are refused with 503."""
 
 logger = logging.getLogger(__name__)
 
 
-class Gate:
-    """ASGI middleware. It adds the header `x-request-id` to each response and logs each request once."""
+class RequestMiddleware:
+    """ASGI middleware. It adds the header `x-request-id` to each response and logs each request once.
 
-    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
-        self._app, self._options = app, options
+    Args:
+        app: The application.
+        options: Server options.
+        open_paths: Paths that need no API key.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerOptions, open_paths: Sequence[str]) -> None:
+        self._app, self._options, self._open_paths = app, options, open_paths
         self._receiving = 0
         """Total size in bytes of the incomplete bodies of all requests."""
         self._digests = [_digest(key) for key in options.api_keys]
@@ -77,7 +80,7 @@ class Gate:
         headers = Headers(scope=scope)
         try:
             self._check_host(headers)
-            if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            if scope["path"] not in self._open_paths and scope["method"] != "OPTIONS":
                 scope["state"]["owner"] = self._owner(headers)
             body = await self._body(headers, receive, scope["state"]["deadline"])
         except RefusedError as error:
@@ -115,7 +118,7 @@ class Gate:
         """Return the complete body, or None if the client disconnects. Raises RefusedError."""
         limit, parts, size = self._options.max_body, [], 0
         announced = headers.get("content-length", "")
-        if sum(len(name) + len(value) + len(": \r\n") for name, value in headers.raw) > MOST_HEAD_BYTES:
+        if sum(len(name) + len(value) + len(": \r\n") for name, value in headers.raw) > MAX_HEAD_BYTES:
             raise RefusedError(431, "the headers of the request are too large", headers={"Connection": "close"})
         if announced and "transfer-encoding" in headers:  # prevents request smuggling through a proxy
             both = "a request has either Content-Length or Transfer-Encoding, not both"
@@ -125,19 +128,17 @@ class Gate:
             raise too_large
         try:
             async with asyncio.timeout_at(deadline):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    self._receiving += len(parts[-1])
+                async for part in body_parts(receive):
+                    parts.append(part)
+                    size += len(part)
+                    self._receiving += len(part)
                     if size > limit:
                         raise too_large
-                    if self._receiving > MOST_BODIES * limit:
+                    if self._receiving > MAX_BODIES * limit:
                         raise RefusedError(503, "too many requests are being received", headers={"Retry-After": "2"})
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
+            return b"".join(parts)
+        except ClientGoneError:
+            return None
         except TimeoutError:
             raise RefusedError(408, "the body of the request did not arrive in time") from None
         finally:

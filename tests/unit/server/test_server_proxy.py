@@ -16,8 +16,8 @@ from support.serving import ScriptedEngine, answering, reference_tokenizer, serv
 
 from offload_rt.errors import ConfigError
 from offload_rt.server.app import make_app
-from offload_rt.server.forwarding import BEGINNING, ForwardedRequest, Proxy, Upstream, affinity, give_way
 from offload_rt.server.options import ServerOptions
+from offload_rt.server.proxy import PREFIX, ForwardedRequest, Proxy, Upstream, balance_by_load, route_key
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello?"}]}
 OPTIONS = ServerOptions(port=0, grace=5, max_body=10_000)
@@ -99,7 +99,7 @@ def test_a_replica_that_dies(http: httpx2.Client, passage: Passage) -> None:
 
 
 def key(body: Any, **headers: str) -> str:
-    return affinity(
+    return route_key(
         Headers({name.replace("_", "-"): value for name, value in headers.items()}), json.dumps(body).encode()
     )
 
@@ -118,24 +118,24 @@ def test_what_goes_together() -> None:
     assert key({"prompt": f"{short} Who?"}) == key({"prompt": f"{short} Why not?"}) != key({"prompt": LONG})
     assert key({"messages": one}) != key({"system": "Be brief.", "messages": one})
     assert key({"prompt": LONG}) == key({"prompt": [LONG, "x"]}) and key({"input": LONG})
-    assert key({"prompt": [7] * BEGINNING}) == key({"prompt": [7] * BEGINNING + [8]}) != ""
-    assert key({"prompt": [8, *[7] * BEGINNING]}) != key({"prompt": [7] * BEGINNING})
+    assert key({"prompt": [7] * PREFIX}) == key({"prompt": [7] * PREFIX + [8]}) != ""
+    assert key({"prompt": [8, *[7] * PREFIX]}) != key({"prompt": [7] * PREFIX})
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 10_000, b"[1]", b"\xff", json.dumps(ASK).encode()])
 def test_what_any_replica_may_answer(body: bytes) -> None:
-    assert affinity(Headers({}), body) == ""
+    assert route_key(Headers({}), body) == ""
 
 
 def test_affinity_gives_way_to_load() -> None:
-    assert give_way([4, 0, 1], 4) == [0, 1, 2], "not yet"
-    assert give_way([5, 0, 1], 4) == [1, 2, 0]
-    assert give_way([0, 9], 4) == [0, 1]
-    assert give_way([], 4) == []
+    assert balance_by_load([4, 0, 1], 4) == [0, 1, 2], "not yet"
+    assert balance_by_load([5, 0, 1], 4) == [1, 2, 0]
+    assert balance_by_load([0, 9], 4) == [0, 1]
+    assert balance_by_load([], 4) == []
 
 
 def test_a_clusters_size() -> None:
-    from offload_rt.server.ray.app import Cluster
+    from offload_rt.server.ray_app import Cluster
 
     assert Cluster(2).size == {"num_replicas": 2}
     scaling = Cluster(2, 5).size["autoscaling_config"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import socket
@@ -13,22 +12,17 @@ from typing import Any
 
 import httpx2
 import pytest
-from support.serving import ScriptedEngine, answering, reference_tokenizer, served, wait_until
+from support.serving import ScriptedEngine, answering, served, wait_until
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt import ConfigError
 from offload_rt.server.app import make_app
 from offload_rt.server.log import JsonLines
 from offload_rt.server.options import ServerOptions
-from offload_rt.server.run import Loading, bound, serve
+from offload_rt.server.run import Loading, bound
 
 SECRET = "Sedley of the Moat House"
 ASK = {"messages": [{"role": "user", "content": SECRET}]}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return reference_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -195,23 +189,3 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
         wait_until(lambda: bool(ends))
         assert httpx2.get(f"{address}/health").status_code == 503
     assert isinstance(loading.error, ConfigError)
-
-
-def test_nothing_is_collected_while_a_model_is_loaded(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    makers: list[Any] = []
-    collecting: list[bool] = []
-
-    def make_engine() -> Any:
-        collecting.append(gc.isenabled())
-        return ScriptedEngine(tokenizer, str)
-
-    monkeypatch.setattr("offload_rt.server.run.Loading", lambda make: makers.append(make) or Loading(make))
-    monkeypatch.setattr("offload_rt.server.run.log_to_stderr", lambda: None)
-    monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: makers[0]())
-    before = gc.get_freeze_count()
-    with bound(ServerOptions(port=0)) as listener:
-        serve(make_engine, ServerOptions(port=0), listener)
-    assert collecting == [False]
-    assert gc.isenabled() and gc.get_freeze_count() > before, "what stays is looked at no more, what comes is"

@@ -18,24 +18,28 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import Message
 
-from ...async_llm import AsyncLLM
-from ...config import EngineConfig, StoreOptions
-from ...errors import ConfigError, StoreError
-from ...llm import LLM
-from ..app import make_app
-from ..forwarding import ForwardedRequest, Proxy, Upstream
-from ..options import ServerOptions
+from ..async_llm import AsyncLLM
+from ..config import EngineConfig, StoreOptions
+from ..errors import ConfigError, StoreError
+from ..llm import LLM
+from .app import make_app
+from .options import ServerOptions
+from .proxy import ForwardedRequest, Proxy, Upstream
 
-ROUTER = "offload_rt.server.ray.router.AffinityRouter"
+ROUTER = "offload_rt.server.ray_router.BalancedRouter"
 
 ENGINE, PROXY = "engine", "proxy"
 """Deployment names."""
 
-MOST_PROXY_REQUESTS = 10_000
-"""Maximum number of concurrent requests of the proxy, which only waits for the replicas."""
+MAX_ONGOING = {ENGINE: 64, PROXY: 10_000}
+"""Maximum number of running requests per replica of a deployment. The proxy only waits for the engines."""
 
-MOST_FOLDERS = 1000
+MAX_FOLDERS = 1000
 """Maximum number of KV folders to try. If all fail, locks of other replicas cannot be the only reason."""
+
+
+SCALING = {"target_ongoing_requests": 8, "upscale_delay_s": 10, "downscale_delay_s": 300}
+"""Replicas are added above this number of running requests per replica. The delays are in seconds."""
 
 
 @dataclass(frozen=True)
@@ -43,47 +47,26 @@ class Cluster:
     """Replicas of a deployment and their scaling. Raises ConfigError for invalid values.
 
     Attributes:
-        replicas: Number of replicas, or the minimum if `most_replicas` is given.
-        most_replicas: Maximum number of replicas. None disables autoscaling.
-        target_ongoing: Running requests per replica above which replicas are added.
-        upscale_delay: Seconds of higher load before replicas are added.
-        downscale_delay: Seconds of lower load before replicas are removed.
-        max_ongoing: Maximum number of running requests per replica.
-        most_ahead: Difference in running requests above which load takes precedence over cached prefixes.
-        cpus: CPUs that Ray reserves for each replica.
-        gpus: GPUs that Ray reserves for each replica.
+        replicas: Number of replicas, or the minimum if `max_replicas` is given.
+        max_replicas: Maximum number of replicas. None disables autoscaling.
+        gpus: GPUs that Ray reserves for each replica, in addition to one CPU.
     """
 
     replicas: int = 2
-    most_replicas: int | None = None
-    target_ongoing: float = 8
-    upscale_delay: float = 10
-    downscale_delay: float = 300
-    max_ongoing: int = 64
-    most_ahead: int = 4
-    cpus: float = 1
+    max_replicas: int | None = None
     gpus: float = 0
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or (self.most_replicas is not None and self.most_replicas < self.replicas):
-            most = "" if self.most_replicas is None else f" to {self.most_replicas}"
-            raise ConfigError(
-                f"{self.replicas}{most} replicas: --ray must be at least 1, and --ray-most at least --ray"
-            )
+        if self.replicas < 1 or (self.max_replicas is not None and self.max_replicas < self.replicas):
+            most = "" if self.max_replicas is None else f" to {self.max_replicas}"
+            raise ConfigError(f"{self.replicas}{most} replicas: --ray must be at least 1, and --ray-max at least --ray")
 
     @property
     def size(self) -> dict[str, Any]:
         """Deployment options for the number of replicas."""
-        if self.most_replicas is None:
+        if self.max_replicas is None:
             return {"num_replicas": self.replicas}
-        scaling = {
-            "min_replicas": self.replicas,
-            "max_replicas": self.most_replicas,
-            "target_ongoing_requests": self.target_ongoing,
-            "upscale_delay_s": self.upscale_delay,
-            "downscale_delay_s": self.downscale_delay,
-        }
-        return {"autoscaling_config": scaling}
+        return {"autoscaling_config": SCALING | {"min_replicas": self.replicas, "max_replicas": self.max_replicas}}
 
 
 class Replica:
@@ -119,18 +102,16 @@ def ray_app(
     engines = serve.deployment(
         Replica,
         name=ENGINE,
-        max_ongoing_requests=cluster.max_ongoing,
-        ray_actor_options={"num_cpus": cluster.cpus, "num_gpus": cluster.gpus},
+        max_ongoing_requests=MAX_ONGOING[ENGINE],
+        ray_actor_options={"num_cpus": 1, "num_gpus": cluster.gpus},
         graceful_shutdown_timeout_s=options.grace,
-        request_router_config=RequestRouterConfig(
-            request_router_class=ROUTER, request_router_kwargs={"most_ahead": cluster.most_ahead}
-        ),
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         **cluster.size,
     )
     proxy = serve.deployment(
         serve.ingress(lambda: _proxy(options))(),
         name=PROXY,
-        max_ongoing_requests=MOST_PROXY_REQUESTS,
+        max_ongoing_requests=MAX_ONGOING[PROXY],
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=options.grace,
     )
@@ -142,9 +123,9 @@ def _proxy(options: ServerOptions) -> Starlette:
 
     handle = serve.get_deployment_handle(ENGINE).options(stream=True)
 
-    async def ask(forwarded: ForwardedRequest, affinity: str) -> AsyncIterator[Message]:
+    async def ask(forwarded: ForwardedRequest, route_key: str) -> AsyncIterator[Message]:
         # Without a session id, Serve's router chooses any replica.
-        answers = (handle.options(session_id=affinity) if affinity else handle).answer.remote(forwarded)
+        answers = (handle.options(session_id=route_key) if route_key else handle).answer.remote(forwarded)
         try:
             async for message in answers:
                 yield message
@@ -167,19 +148,15 @@ def serve_on_ray(application: Any, options: ServerOptions) -> None:
 def _builder(
     model: str, config: EngineConfig, options: ServerOptions, store: Path | None, store_options: StoreOptions | None
 ) -> Callable[[], FastAPI]:
-    def build() -> FastAPI:
-        llm = LLM(model, config)
-        return make_app(_engine(llm, options, store, store_options), options)
-
-    return build
+    return lambda: make_app(_engine(LLM(model, config), options, store, store_options), options)
 
 
 def _engine(llm: LLM, options: ServerOptions, store: Path | None, store_options: StoreOptions | None) -> AsyncLLM:
     """Create an engine on the first KV folder that no running replica uses. Raises StoreError if there is none."""
     if store is None:
         return AsyncLLM(llm, max_waiting=options.max_waiting)
-    for number in range(MOST_FOLDERS):
+    for number in range(MAX_FOLDERS):
         with suppress(StoreError):  # locked by a running replica
             folder = store / f"replica-{number}"
             return AsyncLLM(llm, max_waiting=options.max_waiting, store=folder, store_options=store_options)
-    raise StoreError(f"cannot open any of {MOST_FOLDERS:,} KV folders below {str(store)!r}: check its permissions")
+    raise StoreError(f"cannot open any of {MAX_FOLDERS:,} KV folders below {str(store)!r}: check its permissions")

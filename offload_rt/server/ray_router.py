@@ -6,20 +6,18 @@ from typing import Any
 
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
-from ..forwarding import give_way
+from .proxy import balance_by_load
+
+MAX_AHEAD = 4
+"""Difference in running requests above which load takes precedence over cached prefixes."""
 
 
-class AffinityRouter(ConsistentHashRouter):  # type: ignore[misc]
+class BalancedRouter(ConsistentHashRouter):  # type: ignore[misc]
     """Route requests of one session id to one replica, unless its load is much higher than that of another replica.
 
     Serve's router uses the next replica on the ring only if the first one is full. This router also uses it if the
-    first one has more than `most_ahead` running requests more than another, by the latest cached queue lengths.
+    first one has more than `MAX_AHEAD` running requests more than another, by the latest cached queue lengths.
     """
-
-    def initialize_state(self, most_ahead: int = 4, **options: Any) -> None:
-        """Set the options of the deployment."""
-        self._most_ahead = most_ahead
-        super().initialize_state(**options)
 
     async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
         """Return the replicas in the order in which they are tried, one per rank."""
@@ -27,4 +25,4 @@ class AffinityRouter(ConsistentHashRouter):  # type: ignore[misc]
         if any(len(rank) != 1 for rank in ranks):
             return ranks
         queues = [self.replica_queue_len_cache.get(rank[0].replica_id) or 0 for rank in ranks]
-        return [ranks[i] for i in give_way(queues, self._most_ahead)]
+        return [ranks[i] for i in balance_by_load(queues, MAX_AHEAD)]

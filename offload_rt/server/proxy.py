@@ -6,33 +6,35 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .connection import ClientGoneError, body_parts, until_disconnect
+from .errors import RefusedError, error_response
 from .log import logger
 from .options import DELIVERY_SECONDS
 
 SESSION_HEADER = "x-session-id"
 
-BEGINNING = 2048
+PREFIX = 2048
 """Length in characters of the prefix by which long prompts are routed."""
 
-LEAST = 256
+MIN_PREFIX = 256
 """Length in characters of the prefix used for shorter prompts. Prompts below it are routed to any replica."""
 
 _FIELDS = ("system", "instructions", "messages", "prompt", "input")
 """Prompt fields of all protocols, in the order of a chat template."""
 
 
-def affinity(headers: Headers, body: bytes) -> str:
+def route_key(headers: Headers, body: bytes) -> str:
     """Return the routing key of a request, or "" if any replica may handle it.
 
     The key is derived from the header `x-session-id`, else from the API key and the field `session`, else from the
-    beginning of the prompt.
+    prefix of the prompt.
     """
     if named := headers.get(SESSION_HEADER):
         return _digest("session", named)
@@ -45,23 +47,23 @@ def affinity(headers: Headers, body: bytes) -> str:
     if isinstance(session := fields.get("session"), str):
         key = headers.get("authorization") or headers.get("x-api-key") or ""
         return _digest("named", key, session)
-    beginning = ""
+    prefix = ""
     for text in _texts([fields.get(name) for name in _FIELDS]):
-        beginning += text[: BEGINNING - len(beginning)]
-        if len(beginning) == BEGINNING:
+        prefix += text[: PREFIX - len(prefix)]
+        if len(prefix) == PREFIX:
             break
-    same = BEGINNING if len(beginning) == BEGINNING else LEAST
-    return _digest("prompt", beginning[:same]) if len(beginning) >= LEAST else ""
+    same = PREFIX if len(prefix) == PREFIX else MIN_PREFIX
+    return _digest("prompt", prefix[:same]) if len(prefix) >= MIN_PREFIX else ""
 
 
-def give_way(queues: Sequence[int], most_ahead: int) -> list[int]:
+def balance_by_load(queues: Sequence[int], max_ahead: int) -> list[int]:
     """Return the order in which replicas are tried, given their numbers of running requests.
 
-    The order is unchanged unless the first replica has more than `most_ahead` requests more than the least loaded one.
+    The order is unchanged unless the first replica has more than `max_ahead` requests more than the least loaded one.
     Then the replicas are sorted by load.
     """
     order = list(range(len(queues)))
-    if queues and queues[0] - min(queues) > most_ahead:
+    if queues and queues[0] - min(queues) > max_ahead:
         order.sort(key=lambda i: queues[i])
     return order
 
@@ -116,38 +118,18 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request. Cancel it shortly after `timeout`, so that the replica can report the timeout first."""
-        async with asyncio.timeout(self._timeout + DELIVERY_SECONDS):
-            await self._forward(scope, receive, send)
+        with suppress(ClientGoneError):
+            async with asyncio.timeout(self._timeout + DELIVERY_SECONDS):
+                body = bytearray()
+                async for part in body_parts(receive):
+                    body += part
+                    if len(body) > self._max_body:
+                        break
+                forwarded = ForwardedRequest({name: scope[name] for name in _PASSED if name in scope}, bytes(body))
+                key = route_key(Headers(scope=scope), forwarded.body)
+                await until_disconnect(receive, self._respond(forwarded, key, receive, send))
 
-    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await self._read(receive)
-        if body is None:
-            return
-        forwarded = ForwardedRequest({name: scope[name] for name in _PASSED if name in scope}, body)
-        answering = asyncio.ensure_future(self._answer(forwarded, affinity(Headers(scope=scope), body), send))
-        left = asyncio.ensure_future(_disconnected(receive))
-        try:
-            await asyncio.wait({answering, left}, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # also after a timeout
-            for task in (left, answering):
-                task.cancel()
-            await asyncio.wait({answering})
-        if not answering.cancelled() and (error := answering.exception()) is not None:
-            raise error
-
-    async def _read(self, receive: Receive) -> bytes | None:
-        parts, size = [], 0
-        while size <= self._max_body:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if not message.get("more_body", False):
-                break
-        return b"".join(parts)
-
-    async def _answer(self, forwarded: ForwardedRequest, key: str, send: Send) -> None:
+    async def _respond(self, forwarded: ForwardedRequest, key: str, receive: Receive, send: Send) -> None:
         begun = False
         try:
             async with aclosing(self._ask(forwarded, key)) as messages:  # type: ignore[type-var]
@@ -158,7 +140,10 @@ class Proxy:
             logger.warning("a replica did not respond", extra={"fields": {"error": f"{type(error).__name__}: {error}"}})
             if begun:
                 raise  # aborts the connection, so that the client notices that the response is incomplete
-            await _send_lost(send)
+            lost = RefusedError(
+                503, "the replica has stopped: retry the request", code="replica_lost", headers={"Retry-After": "1"}
+            )
+            await error_response(lost, forwarded.scope["path"])(forwarded.scope, receive, send)
 
 
 class Upstream:
@@ -181,7 +166,10 @@ class Upstream:
         async def send(message: MutableMapping[str, Any]) -> None:
             sent.put_nowait(message)
 
-        task = asyncio.ensure_future(self._run(forwarded, receive, send))
+        async def run() -> None:
+            await self._app(dict(forwarded.scope), receive, send)
+
+        task = asyncio.ensure_future(run())
         task.add_done_callback(lambda _: sent.put_nowait(None))
         try:
             while (message := await sent.get()) is not None:
@@ -189,19 +177,3 @@ class Upstream:
         finally:
             gone.set()
             await task
-
-    async def _run(self, forwarded: ForwardedRequest, receive: Receive, send: Send) -> None:
-        await self._app(dict(forwarded.scope), receive, send)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _send_lost(send: Send) -> None:
-    error = {"message": "the replica has stopped: retry the request", "type": "overloaded_error"}
-    body = json.dumps({"error": error | {"param": None, "code": "replica_lost"}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 503, "headers": [*headers, (b"retry-after", b"1")]})
-    await send({"type": "http.response.body", "body": body})

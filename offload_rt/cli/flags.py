@@ -1,0 +1,214 @@
+"""Command-line flags made from the fields of configuration classes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import Field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from ..config import DraftOptions, Duration, EngineConfig, EvictionOptions, Size, StoreOptions
+from ..errors import ConfigError
+from ..policies.registry import PolicyOptions, options_class, parse_options, policy_names
+from ..sampling_params import SamplingParams
+from ..utils.config_fields import field_types, configured, from_mapping, option_of
+
+POLICY_OPTION = "policy_option_"
+"""Prefix of policy options in the parsed arguments, because the engine and a policy both have an option `skew`."""
+
+STORE_OPTION = "store_option_"
+SAMPLING = "sampling_"
+
+_UNITS = {Size: "SIZE", Duration: "TIME"}
+
+Groups = dict[str, Any]
+"""Argument groups by title."""
+
+
+def group_of(parser: argparse.ArgumentParser, groups: Groups, title: str) -> Any:
+    if title not in groups:
+        groups[title] = parser.add_argument_group(title)
+    return groups[title]
+
+
+def add_option(
+    group: Any,
+    owner: type,
+    field: Field[Any],
+    *,
+    prefix: str = "",
+    suffix: str = "",
+    metavar: str | None = None,
+) -> None:
+    """Add the flag of a dataclass field that was created by `config_fields.option`.
+
+    A missing flag is None, so that defaults are defined only in the dataclass.
+
+    Args:
+        group: Argument group.
+        owner: Dataclass of the field.
+        field: The field.
+        prefix: Prefix of the name in the parsed arguments.
+        suffix: Text after the field's help.
+        metavar: Metavar instead of the field's.
+    """
+    option = option_of(field)
+    kind = _without_none(field_types(owner)[field.name])
+    arguments: dict[str, Any] = {"dest": prefix + field.name, "help": option.help + suffix, "default": None}
+    if kind is bool:
+        arguments["action"] = argparse.BooleanOptionalAction
+    elif kind == tuple[str, ...]:
+        arguments |= {"metavar": option.metavar, "action": "append"}
+    elif get_origin(kind) is Literal:
+        arguments["metavar"] = metavar or option.metavar or "|".join(map(str, get_args(kind)))
+    else:
+        arguments |= {"metavar": metavar or option.metavar or _UNITS.get(kind), "type": _reader(kind)}
+    group.add_argument(option.flag or f"--{field.name.replace('_', '-')}", **arguments)
+
+
+def given_options(args: argparse.Namespace, owner: type, prefix: str = "") -> dict[str, Any]:
+    """Return the fields of a dataclass that are set by flags."""
+    return given(args, [field.name for field in fields(owner)], prefix)
+
+
+def given(args: argparse.Namespace, names: Iterable[str], prefix: str = "") -> dict[str, Any]:
+    """Return the arguments that are set. Defaults are defined only in the Python API."""
+    values = ((name, getattr(args, prefix + name, None)) for name in names)
+    return {name: value for name, value in values if value is not None}
+
+
+def _without_none(kind: Any) -> Any:
+    """Return `X` for the type `X | None`."""
+    if get_origin(kind) in (Annotated, Literal):
+        return kind
+    return next((part for part in get_args(kind) if part is not NoneType and get_origin(kind) is not tuple), kind)
+
+
+def _reader(kind: Any) -> Any:
+    """Return the converter of a flag value. Types that parse strings themselves (`config.Size`) get the string."""
+    if get_origin(kind) is tuple:
+        return _layers
+    return kind if kind in (int, float, Path) else str
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    """Parse layer numbers: "0,1", or "none" for no layer."""
+    try:
+        return () if text == "none" else tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers: write for example 0,1, or none") from None
+
+
+def add_engine_flags(
+    parser: argparse.ArgumentParser, config: type[EngineConfig] = EngineConfig, *, plan: bool = False
+) -> None:
+    """Add all fields of `config` that have a group, and all policy options.
+
+    `plan`: only the fields that affect memory requirements.
+    """
+    groups: Groups = {}
+    for field in fields(config):
+        option = option_of(field)
+        if not option.group or (plan and not option.plans):
+            continue
+        group = group_of(parser, groups, option.group)
+        if field.name == "policy":
+            add_option(group, config, field, metavar="|".join(policy_names()))
+        elif field.name == "eviction":
+            for part in fields(EvictionOptions):
+                add_option(group, EvictionOptions, part, prefix="eviction_")
+        elif field.name == "exact":
+            group.add_argument("--exact", action="store_true", default=None, help=option.help)
+            for part in fields(DraftOptions):
+                add_option(group, DraftOptions, part, prefix="exact_")
+        else:
+            add_option(group, config, field)
+    _add_policy_options(parser)
+
+
+def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineConfig, **more: Any) -> EngineConfig:
+    """Return the configuration set by the flags and the fields in `more`. Raises ConfigError."""
+    options = given(args, ["preset", *_options_of(policy_names())], POLICY_OPTION)
+    eviction, exact = given_options(args, EvictionOptions, "eviction_"), given_options(args, DraftOptions, "exact_")
+    if "protect" in eviction and "policy" not in eviction:
+        raise ConfigError(f"--protect {eviction['protect']} requires eviction: add --eviction fifo|lru|counter")
+    settings = given_options(args, config) | ({"eviction": eviction} if eviction else {})
+    settings |= {"exact": exact} if exact else {}
+    chosen = configured(config, None, {**settings, "policy_options": options, **more})
+    parse_options(chosen.policy, options)
+    return chosen
+
+
+def _options_of(policies: Sequence[str]) -> dict[str, tuple[type[PolicyOptions], Field[Any]]]:
+    """Return the options of the policies by name, each with the first class that defines it."""
+    found: dict[str, tuple[type[PolicyOptions], Field[Any]]] = {}
+    for policy in policies:
+        owner = options_class(policy)
+        found |= {field.name: (owner, field) for field in fields(owner) if field.name not in found}
+    return found
+
+
+def _add_policy_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of all policies, grouped by policy."""
+    groups: Groups = {}
+    for name, (owner, field) in _options_of(policy_names()).items():
+        owners = [policy for policy in policy_names() if name in _options_of([policy])]
+        title = f"options of policy {owners[0]}" if len(owners) == 1 else "options of several policies"
+        suffix = f" ({', '.join(owners)})" if len(owners) > 1 else ""
+        add_option(group_of(parser, groups, title), owner, field, prefix=POLICY_OPTION, suffix=suffix)
+    presets = {policy: options_class(policy).presets for policy in policy_names() if options_class(policy).presets}
+    parser.add_argument(
+        "--preset",
+        dest=f"{POLICY_OPTION}preset",
+        metavar="|".join(dict.fromkeys(name for named in presets.values() for name in named)),
+        help=f"predefined values of several options ({', '.join(presets)})",
+    )
+
+
+def add_store_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add --store and the flags of `StoreOptions`."""
+    group = parser.add_argument_group("store")
+    without = "" if required else " (default: sessions are not stored)"
+    group.add_argument("--store", required=required, metavar="DIR", help=f"folder of stored sessions{without}")
+    for field in fields(StoreOptions):
+        if option_of(field).group:
+            add_option(group, StoreOptions, field, prefix=STORE_OPTION)
+
+
+def store_options(args: argparse.Namespace) -> StoreOptions:
+    return from_mapping(StoreOptions, given_options(args, StoreOptions, STORE_OPTION))
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool) -> None:
+    """Add the sampling flags, with the flags for several outputs if `several` is true."""
+    group = parser.add_argument_group("sampling")
+
+    def add(flag: str, name: str, kind: type, metavar: str, help: str | None = None) -> None:
+        group.add_argument(flag, dest=SAMPLING + name, type=kind, metavar=metavar, help=help)
+
+    add("--max-new-tokens", "max_tokens", int, "N")
+    add("--temperature", "temperature", float, "T", "0 is greedy")
+    add("--top-k", "top_k", int, "K")
+    add("--top-p", "top_p", float, "P")
+    add("--min-p", "min_p", float, "P")
+    add("--repetition-penalty", "repetition_penalty", float, "R")
+    add("--presence-penalty", "presence_penalty", float, "P", "subtracted from logits of generated tokens")
+    add("--frequency-penalty", "frequency_penalty", float, "P", "subtracted for each occurrence")
+    add("--seed", "seed", int, "S", "the same seed gives the same text")
+    more = "end before this text; may be repeated"
+    group.add_argument("--stop", dest=f"{SAMPLING}stop", action="append", metavar="TEXT", help=more)
+    more = "continue after the end-of-text token"
+    group.add_argument("--ignore-eos", dest=f"{SAMPLING}ignore_eos", action="store_true", default=None, help=more)
+    if several:  # these cannot be streamed
+        add("-n", "n", int, "N", "number of texts, printed when complete")
+        add("--num-beams", "num_beams", int, "N", "beam search of this width")
+        add("--length-penalty", "length_penalty", float, "P", "above 0 favours long beams")
+
+
+def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling fields that are set. Raises ConfigError before the model is loaded."""
+    found = given_options(args, SamplingParams, SAMPLING)
+    SamplingParams(**found)
+    return found

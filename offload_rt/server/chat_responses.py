@@ -1,0 +1,78 @@
+"""Generation of chat responses, shared by all protocols with messages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from ..sampling_params import SamplingParams
+from .chat_stream import ChatStream, Step
+from .connection import until_gone
+from .conversation import Conversation, forced_call
+from .parsers import Parser, answer_parser, ends_within_thinking
+from .service import EngineArguments, Service
+
+
+@dataclass(frozen=True)
+class ChatJob:
+    """A tokenized chat request.
+
+    Attributes:
+        text: Rendered prompt.
+        ids: Token ids of the prompt.
+        params: Sampling parameters.
+        make_parser: Creates the parser of each completion.
+    """
+
+    text: str
+    ids: list[int]
+    params: SamplingParams
+    make_parser: Callable[[], Parser]
+
+
+async def prepare(
+    service: Service,
+    request: Request,
+    conversation: Conversation,
+    max_tokens: int | None,
+    sampling: Mapping[str, Any],
+    structured: Mapping[str, Any] | None = None,
+) -> ChatJob:
+    """Render and tokenize a conversation, and check the limits.
+
+    Args:
+        service: The service.
+        request: HTTP request.
+        conversation: The conversation.
+        max_tokens: Requested maximum number of new tokens, or None.
+        sampling: Fields of `SamplingParams` that the request sets.
+        structured: The field `structured_outputs`, or nothing. It takes precedence over a required tool call.
+    """
+    text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
+    forced = {} if structured else forced_call(conversation)
+    tokens = service.limits.tokens(len(ids), max_tokens)
+    params = service.params(max_tokens=tokens, **sampling, **(structured or forced))
+
+    def make_parser() -> Parser:
+        # Guided decoding applies from the first token on, so the response has no reasoning section.
+        if params.structured_outputs is not None:
+            return answer_parser("llama3_json" if forced else "none", "none", conversation.offered)
+        thinking = ends_within_thinking(text)
+        return answer_parser(service.tools, service.reasoning, conversation.offered, thinking=thinking)
+
+    return ChatJob(text, ids, params, make_parser)
+
+
+async def respond_to(
+    service: Service, request: Request, job: ChatJob, arguments: EngineArguments
+) -> AsyncGenerator[Step, None]:
+    """Generate and parse `params.n` responses to a conversation."""
+    stream = ChatStream(job.make_parser)
+    async with aclosing(service.outputs(request, job.ids, job.params, arguments)) as outputs:
+        async for output in outputs:
+            for step in stream.of(output):
+                yield step

@@ -1,0 +1,112 @@
+"""Parsed increments of a request's outputs: text, reasoning, tool calls, tokens, and token counts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from ..outputs import Logprobs, RequestOutput, StopReason
+from .parsers import Parser, Piece, Plain, ToolCall, joined
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of a request so far. `cached`: prompt tokens found in the prefix cache."""
+
+    prompt: int = 0
+    cached: int = 0
+    generated: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.prompt + other.prompt, self.cached + other.cached, self.generated + other.generated)
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> Usage:
+        generated = sum(len(each.token_ids) for each in output.outputs)
+        return cls(len(output.prompt_token_ids), output.num_cached_tokens, generated)
+
+
+@dataclass(frozen=True)
+class Step:
+    """New output of the completion `index`.
+
+    Attributes:
+        index: Position of the completion in the response.
+        pieces: New content, reasoning and tool calls.
+        token_ids: New tokens `[t]`.
+        logprobs: Log-probabilities of the new tokens, if requested. None for the first token of an echoed prompt.
+        finish_reason: "stop", "length" or "tool_calls" in the last step, else None.
+        stop_reason: Stop string or token that ended the completion.
+        usage: Token counts of the whole request so far.
+        traced: Output with the trace data of a traced request, in a separate step.
+    """
+
+    index: int
+    pieces: list[Piece]
+    token_ids: list[int]
+    logprobs: list[Logprobs | None] | None
+    finish_reason: str | None
+    stop_reason: StopReason
+    usage: Usage
+    traced: RequestOutput | None = None
+
+
+class ChatStream:
+    """Compute steps from successive outputs of a request.
+
+    Args:
+        make_parser: Creates the parser of each completion. By default all text is content.
+    """
+
+    def __init__(self, make_parser: Callable[[], Parser] = Plain) -> None:
+        self._parsers: defaultdict[int, Parser] = defaultdict(make_parser)
+        self._seen: dict[int, tuple[int, int, bool]] = {}
+        """Characters and tokens of each completion that were returned, and whether it has finished."""
+        self._called: set[int] = set()
+
+    def of(self, output: RequestOutput) -> list[Step]:
+        """Return a step for each completion that has changed since the last call, and one for the trace."""
+        usage, found = Usage.of(output), []
+        for each in output.outputs:
+            characters, tokens, ended = self._seen.get(each.index, (0, 0, False))
+            text, token_ids = each.text[characters:], each.token_ids[tokens:]
+            ends = each.finish_reason is not None and not ended
+            if not (text or token_ids or ends):
+                continue
+            self._seen[each.index] = len(each.text), len(each.token_ids), ended or ends
+            logprobs: list[Logprobs | None] | None = None if each.logprobs is None else [*each.logprobs[tokens:]]
+            pieces, reason = self._parsed(each.index, text, each.finish_reason if ends else None)
+            stop = each.stop_reason if ends else None
+            found.append(Step(each.index, pieces, token_ids, logprobs, reason, stop, usage))
+        if output.trace is not None:
+            found.append(Step(0, [], [], None, None, None, usage, output))
+        return found
+
+    def _parsed(self, index: int, text: str, reason: str | None) -> tuple[list[Piece], str | None]:
+        """Parse the new text of a completion. Return its pieces and the finish reason."""
+        parser = self._parsers[index]
+        pieces = parser.push(text)
+        if reason is not None:
+            pieces += parser.finish()
+        if any(isinstance(piece, ToolCall) for piece in pieces):
+            self._called.add(index)
+        return pieces, "tool_calls" if reason == "stop" and index in self._called else reason
+
+
+async def collected(steps: AsyncGenerator[Step, None]) -> list[Step]:
+    """Return one step for each completion, with all its pieces and tokens and the usage of the whole request."""
+    by_index: dict[int, list[Step]] = defaultdict(list)
+    async with aclosing(steps):
+        async for step in steps:
+            by_index[step.index].append(step)
+    return [_joined(index, by_index[index], step.usage) for index in sorted(by_index)]
+
+
+def _joined(index: int, steps: list[Step], usage: Usage) -> Step:
+    pieces = joined(piece for step in steps for piece in step.pieces)
+    token_ids = [token for step in steps for token in step.token_ids]
+    logprobs = [one for step in steps for one in step.logprobs or ()]
+    last = steps[-1]
+    return Step(index, pieces, token_ids, logprobs or None, last.finish_reason, last.stop_reason, usage)

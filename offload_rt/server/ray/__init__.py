@@ -1,1 +1,0 @@
-"""The server on a Ray Serve cluster."""

@@ -1,0 +1,21 @@
+"""Fixtures of the command line's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.commands import Cli, command_line
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the calibrations of these tests out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFLOAD_RT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return command_line(capsys)
