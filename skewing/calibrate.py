@@ -20,11 +20,11 @@ from ..config import SkewMethod
 from ..core import KVPart
 from ..errors import ArtifactError, InputError, ModelError
 from ..models.adapter import ModelAdapter
-from ..models.cache_folder import cache_folder
-from ..models.exact_layer import guessed_input, keys_and_values, residual_after_attention, slices_of
+from ..models.fingerprint import cache_folder
+from ..models.full_attention import keys_and_values, residual_after_attention, slices_of
 from ..models.loading import LoadedModel
 from .artifact import VERSION, SkewArtifact
-from .guess import SOURCES, Correction, GuessSums
+from .guess import SOURCES, Correction, GuessSums, guessed_input
 from .rotation import BASES, Moments
 
 TEXT: Final = "black_arrow.txt"
@@ -69,7 +69,7 @@ def calibrate(
     """
     moments, correction = measure(adapter, token_ids, positions=positions, progress=progress)
     tokens = hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:16]
-    calibration = f"{calibration} at positions below {reach(adapter, positions)}, tokens {tokens}"
+    calibration = f"{calibration} at positions below {position_limit(adapter, positions)}, tokens {tokens}"
     return fit(moments, correction, method=method, fingerprint=fingerprint, calibration=calibration)
 
 
@@ -112,7 +112,7 @@ def measure(
     (`tests/unit/skewing/test_skewing.py`). Therefore each query and key is measured at a position drawn from its share
     of the whole range. The attention of the forward pass uses the real positions.
     """
-    geometry, limit = adapter.geometry, reach(adapter, positions)
+    geometry, limit = adapter.geometry, position_limit(adapter, positions)
     if not token_ids:
         raise InputError("the calibration text is empty; give one of at least a few hundred tokens")
     tokens = torch.tensor(token_ids, dtype=torch.int64, device=adapter.device)
@@ -135,7 +135,7 @@ def measure(
     return Moments(query / (count * geometry.group), key / count, key_sum / count), guesses.fit()
 
 
-def reach(adapter: ModelAdapter, positions: int | None) -> int:
+def position_limit(adapter: ModelAdapter, positions: int | None) -> int:
     """Return the number of positions to calibrate for: `positions`, or the maximum of the model if None.
 
     Raises InputError if `positions` is below 1, or above the maximum of a model with absolute positions.
@@ -276,5 +276,5 @@ def cache_path(loaded: LoadedModel, method: SkewMethod, tokens: int = TOKENS, po
     positions and format version.
     """
     text = "text" if loaded.tokenizer is not None else "random"
-    limit = reach(loaded.adapter, positions)
+    limit = position_limit(loaded.adapter, positions)
     return cache_folder() / "skew" / f"{loaded.fingerprint}-{method}-{text}{tokens}-{limit}-v{VERSION}.safetensors"

@@ -26,12 +26,11 @@ from transformers import PreTrainedModel
 from ..config import DType, SkewMethod
 from ..errors import ArtifactError, ConfigError, InputError, ModelError
 from ..models.checkpoint import read_config, read_tokenizer, read_weights, resolve_device, resolve_dtype
+from ..models.linear import refuse_packed
 from ..models.loading import LoadedModel, load_model
-from ..models.location import locate
-from ..models.packed import refuse_packed
-from ..models.registry import architectures
+from ..models.source import find_source
 from .artifact import SkewArtifact
-from .calibrate import TOKENS, Progress, default_tokens, fit, measure, reach, text_tokens
+from .calibrate import TOKENS, Progress, default_tokens, fit, measure, position_limit, text_tokens
 from .rotation import Moments, SkewBasis, kept_energy, plain_basis
 
 PARTIAL_RATIO: Final = 0.3
@@ -199,7 +198,7 @@ def skew_model(
     network, loaded = _load(model, dtype)
     ids, name = _calibration_tokens(loaded, calibration, calibration_tokens)
     moments, correction = measure(loaded.adapter, ids, positions=positions, progress=progress)
-    name = f"{name} at positions below {reach(loaded.adapter, positions)}"
+    name = f"{name} at positions below {position_limit(loaded.adapter, positions)}"
     artifact = fit(moments, correction, method=method, fingerprint=loaded.fingerprint, calibration=name)
     artifact.save(out / "skew.safetensors")
     probe = _probe_tokens(loaded, calibration_tokens)
@@ -224,10 +223,10 @@ def skew_model(
 
 def _load(model: str, dtype: DType) -> tuple[PreTrainedModel, LoadedModel]:
     """Load the transformers model, which is folded, and the runtime's view of it."""
-    location = locate(model)
-    config, device = read_config(location, architectures()), resolve_device("auto")
-    network = read_weights(location, config, device, resolve_dtype(dtype, location, config, device))
-    return network, load_model(network, tokenizer=read_tokenizer(location))
+    source = find_source(model)
+    config, device = read_config(source), resolve_device("auto")
+    network = read_weights(source, config, device, resolve_dtype(dtype, source, config, device))
+    return network, load_model(network, tokenizer=read_tokenizer(source))
 
 
 def _calibration_tokens(loaded: LoadedModel, text: str | None, count: int) -> tuple[list[int], str]:

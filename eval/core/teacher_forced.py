@@ -21,8 +21,9 @@ from ...kv_cache.kv_format import make_kv_format
 from ...model_runner.attention import attend, give_to_sinks, group_weights, join_tail
 from ...model_runner.trace import Trace
 from ...models.adapter import ModelAdapter
-from ...models.exact_layer import guessed_input, residual_after_attention
+from ...models.full_attention import residual_after_attention
 from ...policies.base import KeyReader, Policy, PolicyState
+from ...skewing.guess import guessed_input
 from ...transfer.plan import attended_tokens
 from .slot_simulator import LayerSlots, PoolSettings
 

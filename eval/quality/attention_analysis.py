@@ -17,7 +17,7 @@ import torch
 
 from ...core import KVPart
 from ...models.adapter import ModelAdapter
-from ...models.exact_layer import attend_layer
+from ...models.full_attention import attend_layer
 from ..core.figures import lines, picture
 from ..core.model_under_test import ModelUnderTest, Variant
 from ..core.report import Column, Report, Row

@@ -17,9 +17,9 @@ import torch
 
 from ...core import KVPart
 from ...errors import ConfigError, InputError
-from ...models.exact_layer import residual_after_attention
+from ...models.full_attention import residual_after_attention
 from ...models.loading import LoadedModel, load_model
-from ...models.placement import experts_of
+from ...models.weights import experts_of
 from ..core.report import Column, Report, Row
 
 

@@ -24,8 +24,8 @@ from ...core import CHUNK
 from ...engine.build import build_link
 from ...errors import ConfigError, InputError
 from ...kv_cache.pool import HostPool
+from ...models.linear import use_backends
 from ...models.registry import adapter_for
-from ...models.row_linear import use_row_linear
 from ...utils.config_fields import check_choice
 from .baselines import MAKERS, SHAPES, Baseline, Context, Field, Ours, Shape, Skipped
 from .ideal_link import IdealLink
@@ -238,7 +238,7 @@ def _own(model: Any) -> Any:
     if _is_cuda(model):
         return model
     own = copy.deepcopy(model)
-    use_row_linear(own)
+    use_backends(own, torch.device("cpu"))
     return own
 
 

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from ...core import KVPart, ModelGeometry, Selection, Visible
-from ...models.adapter import ModelAdapter
-from ...models.forwarding import ForwardingAdapter
+from ...models.adapter import ForwardingAdapter, ModelAdapter
 from ...policies.base import KeyReader, Policy, PolicyState, QuerySource
 from ...policies.passive import PassiveState
 from ...skewing.artifact import SkewArtifact

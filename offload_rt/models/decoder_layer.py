@@ -5,6 +5,7 @@ The structure is recognised by the names of the layer's modules. A model with un
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
-from .norms import fused
+from ..kernels.dispatch import rms_norm
 from .projections import first_of, refuse_unused
+from .weights import ATTENTION
 
-ATTENTION = ("self_attn", "attention", "self_attention", "attn")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward")
 
 
@@ -65,12 +66,12 @@ class DecoderLayer:
         norms = next((n for n in _PLACEMENTS if present == _names(n)), None)
         if norms is None:
             raise ModelError(
-                f"{type(module).__name__} has the norms {', '.join(sorted(present))}: how they are placed is not known",
+                f"{type(module).__name__} has the norms {', '.join(sorted(present))}, whose placement is unknown",
                 reason="norms",
             )
         refuse_unused(module, own | present)
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = (
-            fused(getattr(module, name)) if name else nn.Identity()
+            fused_norm(getattr(module, name)) if name else nn.Identity()
             for name in (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
         )
         self._parallel = norms.parallel or bool(getattr(module, "use_parallel_residual", False))
@@ -111,3 +112,31 @@ class DecoderLayer:
 def _names(norms: Norms) -> set[str]:
     names = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
     return {name for name in names if name}
+
+
+def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that computes a norm, `[T, D]` to `[T, D]`, in one kernel on a CUDA device if possible.
+
+    Only copies of `LlamaRMSNorm`, which most models contain, are fused. Other modules are returned unchanged.
+    """
+    if not _is_llama_norm(module):
+        return module
+    known: Any = module
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not x.is_cuda or x.dtype != known.weight.dtype:
+            plain: torch.Tensor = known(x)
+            return plain
+        return rms_norm(x, known.weight, known.variance_epsilon)
+
+    return forward
+
+
+def _is_llama_norm(module: nn.Module) -> bool:
+    """Return whether the module's `forward` has the same bytecode as that of `LlamaRMSNorm`."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    ours, theirs = (getattr(kind.forward, "__code__", None) for kind in (type(module), LlamaRMSNorm))
+    if ours is None or theirs is None or not hasattr(module, "variance_epsilon"):
+        return False
+    return (ours.co_code, ours.co_names) == (theirs.co_code, theirs.co_names) and ours.co_consts == theirs.co_consts

@@ -48,10 +48,10 @@ class Projections:
             self._split: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
             used |= {"q_proj", "k_proj", "v_proj"}
         elif hasattr(attention, "qkv_proj"):
-            self._q, self._split = attention.qkv_proj, self._one_behind_the_other
+            self._q, self._split = attention.qkv_proj, self._split_blocks
             used.add("qkv_proj")
         elif hasattr(attention, "query_key_value"):
-            self._q, self._split = attention.query_key_value, self._head_by_head
+            self._q, self._split = attention.query_key_value, self._split_groups
             used.add("query_key_value")
         else:
             raise ModelError(
@@ -59,7 +59,7 @@ class Projections:
             )
         self._query_norm = self._norm(attention, ("q_norm", "q_layernorm"), heads, used)
         self._key_norm = self._norm(attention, ("k_norm", "k_layernorm"), kv_heads, used)
-        self._behind: Callable[[torch.Tensor], torch.Tensor] | None = getattr(attention, "qk_norm", None)
+        self._norm_after_rotation: Callable[[torch.Tensor], torch.Tensor] | None = getattr(attention, "qk_norm", None)
         refuse_unused(attention, used)
         self._check_widths(attention)
 
@@ -84,12 +84,12 @@ class Projections:
             k, v = (each(x).view(len(x), self.kv_heads, -1) for each in (self._k, self._v))
         return self._wide(self._key_norm(k)), self._wide(v.transpose(0, 1))
 
-    def normed_behind(self, rows: torch.Tensor) -> torch.Tensor:
+    def normed_after_rotation(self, rows: torch.Tensor) -> torch.Tensor:
         """Apply the norm after the rotation (Llama 4), if any, to queries or keys `[heads, T, d]`.
 
         This norm has no gain, so it commutes with a later rotation of cached keys.
         """
-        return rows if self._behind is None else self._behind(rows)
+        return rows if self._norm_after_rotation is None else self._norm_after_rotation(rows)
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """Apply the output projection to attention outputs `[T, H * d]`. Return `[T, D]`."""
@@ -103,13 +103,13 @@ class Projections:
         missing = self.head_dim - rows.shape[-1]
         return F.pad(rows, (0, missing)) if missing else rows
 
-    def _one_behind_the_other(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _split_blocks(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split `[T, (H + 2 Hkv) d]`, all queries before all keys before all values (Phi-3), into `[T, heads, d]`."""
         rows = fused.view(len(fused), -1, self._key_dim)
         q, k, v = rows.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         return q, k, v
 
-    def _head_by_head(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _split_groups(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split `[T, Hkv (G + 2) d]`, with G queries, key and value of each KV head together, into `[T, heads, d]`.
 
         GPT-NeoX and Falcon use this layout.
@@ -136,7 +136,8 @@ class Projections:
         if shape == (heads, self._key_dim):
             return lambda rows: module(rows).transpose(0, 1)
         raise ModelError(
-            f"{type(attention).__name__}.{name} norms {shape}, neither a head of {self._key_dim} nor {heads} of them",
+            f"{type(attention).__name__}.{name} has weights of shape {shape}; expected one or {heads} heads of "
+            f"{self._key_dim}",
             reason="modules",
         )
 
@@ -147,8 +148,8 @@ class Projections:
             width = getattr(getattr(attention, name, None), "out_features", heads * dim)
             if width != heads * dim:
                 raise ModelError(
-                    f"{type(attention).__name__}.{name} gives {width} numbers, not {heads} heads of {dim}: every layer "
-                    "must have as many heads, as wide, as the configuration says",
+                    f"{type(attention).__name__}.{name} has {width} outputs; expected {heads} heads of {dim}, because "
+                    "all layers must have the number and width of heads in the configuration",
                     reason="heads",
                 )
 
@@ -168,7 +169,7 @@ def refuse_unused(module: nn.Module, used: Collection[str]) -> None:
     strange = sorted({*children, *own} - set(used))
     if strange:
         raise ModelError(
-            f"{type(module).__name__} has {', '.join(strange)}, which this version does not know how to use",
+            f"{type(module).__name__} has {', '.join(strange)}, which this version does not support",
             reason="modules",
         )
 
@@ -176,7 +177,7 @@ def refuse_unused(module: nn.Module, used: Collection[str]) -> None:
 def _refuse_latent(attention: Any) -> None:
     if hasattr(attention, "kv_b_proj") or hasattr(attention, "kv_a_proj_with_mqa"):
         raise ModelError(
-            f"{type(attention).__name__} is multi-head latent attention: what it caches is not keys and values of each "
-            "head; see 'Architectures' in the documentation",
+            f"{type(attention).__name__} is multi-head latent attention, which does not cache keys and values per head "
+            "and is not supported; see 'Architectures' in the documentation",
             reason="latent_attention",
         )

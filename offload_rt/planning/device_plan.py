@@ -21,8 +21,8 @@ from ..core import CHUNK
 from ..errors import DeviceFullError, MemoryLimitError
 from ..kv_cache.disk.disk_tier import disk_limit
 from ..kv_cache.machine import available_memory
-from ..models.placement import Placement
 from ..models.shape import ModelShape
+from ..models.weights import Placement
 from ..policies.registry import memory_demand
 from ..transfer.weights.streamed import BUFFERS
 from ..utils.units import format_size
@@ -102,7 +102,7 @@ def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
 
     Raises MemoryLimitError if no plan fits into `limit` bytes. The message says what is missing and what would fit.
     """
-    layers = costs.shape.geometry.layers
+    layers = len(costs.shape.sizes.layers)
     for keys_on_host in (False, True) if costs.demand.key_bytes else (False,):
         chosen = replace(costs, keys_on_host=keys_on_host)
         room = limit - chosen.total([_slots(context)])
@@ -187,7 +187,7 @@ def _weights(costs: DeviceCosts, streamed: Sequence[int]) -> int:
 
 def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
     """Return the error message if even `costs`, with the minimum on the device, exceeds the limit."""
-    layers = costs.shape.geometry.layers
+    layers = len(costs.shape.sizes.layers)
     least = min(_weights(costs, _spread(count, layers)) for count in {0, layers} if count == 0 or count > BUFFERS)
     rest = costs.total([_slots(context)])
     where = ", scoring keys on the host" if costs.keys_on_host else ""

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..models.placement import Placement
 from ..models.shape import ModelShape
+from ..models.weights import Placement
 
 
-def asked_placement(config: EngineConfig, shape: ModelShape) -> Placement:
+def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
     """Return the placement requested by `config`. Raise ConfigError if the model has no such weights."""
     sizes, slots = shape.sizes, config.experts_on_device
     if slots is not None and sizes.experts is None:
@@ -29,9 +29,9 @@ def asked_placement(config: EngineConfig, shape: ModelShape) -> Placement:
 def placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
     """Yield the placements to try under a limit, starting with the most weights on the device.
 
-    Raises ConfigError as `asked_placement` does.
+    Raises ConfigError as `requested_placement` does.
     """
-    asked, experts = asked_placement(config, shape), shape.sizes.experts
+    asked, experts = requested_placement(config, shape), shape.sizes.experts
     yield asked
     if config.experts_on_device is None and experts is not None:
         for slots in range(experts.count - 1, 0, -1):

@@ -282,8 +282,8 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
     "mamba": (Architecture("Mamba"), "modules", "no attention"),
     "mimo_v2_flash_scaled": (
         Architecture("MiMoV2Flash", _MIMO | {"layer_types": ["full_attention"] * 3, "attention_value_scale": 0.7}),
-        "proof",
-        "scales values: nothing here knows of it, the proof finds it",
+        "verification",
+        "scales values, which is found by load-time verification",
     ),
 }
 """Refused architectures by short name: model, `ModelError.reason`, and explanation."""

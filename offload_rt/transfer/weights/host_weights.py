@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...models.host_embedding import HostEmbedding
+from ...models.weights import HostEmbedding
 from .experts import ExpertCache
 from .streamed import WeightStream
 

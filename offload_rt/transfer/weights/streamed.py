@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from ...kv_cache.arena import page_lock, reserve
-from ...models.adapter import ModelAdapter
-from ...models.forwarding import ForwardingAdapter
-from ...models.packed import aligned, places_of
-from ...models.weights import layer_bytes
+from ...models.adapter import ForwardingAdapter, ModelAdapter
+from ...models.linear import places_of
+from ...models.weights import aligned, layer_bytes
 from ..streams import Event, Stream
 
 BUFFERS = 2

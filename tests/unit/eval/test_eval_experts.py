@@ -14,7 +14,7 @@ from offload_rt.cli import main
 from offload_rt.errors import ConfigError
 from offload_rt.eval.simulate.expert_choices import Choices, choices_of, replayed, rows_of
 from offload_rt.models.loading import load_model
-from offload_rt.models.location import locate
+from offload_rt.models.source import find_source
 
 
 def test_fetches_are_counted_by_hand() -> None:
@@ -49,7 +49,7 @@ def test_choices_are_those_of_transformers(tmp_path: Path) -> None:
 def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, text = tmp_path / "model", tmp_path / "text.txt"
     build("Mixtral", vocab_size=2048, num_local_experts=4).save_pretrained(folder)
-    for file in Path(locate("reference").place).glob("tokenizer*"):
+    for file in Path(find_source("reference").place).glob("tokenizer*"):
         shutil.copy(file, folder)
     text.write_text("The quick brown fox jumps over the lazy dog. " * 4, encoding="utf-8")
     assert main(["eval", "experts", str(folder), "--text", str(text), "--out", str(tmp_path / "out")]) == 0

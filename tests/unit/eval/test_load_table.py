@@ -11,7 +11,7 @@ import pytest
 from support.scripts import load_example
 from support.serving import ScriptedEngine, reference_tokenizer, served
 
-from offload_rt.models.location import locate
+from offload_rt.models.source import find_source
 
 GUIDELLM = """#!{python}
 import json, sys
@@ -49,7 +49,14 @@ def test_a_row_for_each_server_and_load(url: str, tmp_path: Path, capsys: pytest
     program.chmod(0o755)
     document.write_text("It was a dark night. " * 100, encoding="utf-8")
     script: Any = load_example("load_table")
-    arguments = ["--document", str(document), "--model", str(locate("reference").place), "--guidellm", str(program)]
+    arguments = [
+        "--document",
+        str(document),
+        "--model",
+        str(find_source("reference").place),
+        "--guidellm",
+        str(program),
+    ]
     arguments += ["--server", f"ours={url}", "--server", f"other={url},scripted", "--connections", "1", "8"]
     assert script.main([*arguments, "--tokens", "50", "--prompts", "5"]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]

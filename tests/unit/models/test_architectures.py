@@ -23,15 +23,15 @@ from offload_rt.core import KVPart
 from offload_rt.errors import ModelError
 from offload_rt.kernels import causal
 from offload_rt.model_runner.attention import attend, give_to_sinks
-from offload_rt.models import loading, proof
+from offload_rt.models import loading, verification
 from offload_rt.models.adapter import ModelAdapter
 from offload_rt.models.decoder import DecoderAdapter
-from offload_rt.models.exact_layer import residual_after_attention
+from offload_rt.models.full_attention import residual_after_attention
 from offload_rt.models.loading import load_model
-from offload_rt.models.proof import prove
 from offload_rt.models.registry import adapter_for
-from offload_rt.models.rotary import Halves
+from offload_rt.models.rotary import HalfSplit
 from offload_rt.models.shape import load_shape
+from offload_rt.models.verification import verify_model
 
 EVERYTHING = {"alpha": math.inf, "max_fraction": 1.0, "dense_layers": ()}
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -254,7 +254,7 @@ def rewire(model: Any, change: Callable[[DecoderAdapter], None]) -> DecoderAdapt
 
 
 def geometry_with(adapter: DecoderAdapter, **changes: Any) -> None:
-    adapter._geometry = replace(adapter.geometry, **changes)
+    adapter.geometry = replace(adapter.geometry, **changes)
 
 
 def swap_norms(adapter: DecoderAdapter) -> None:
@@ -273,7 +273,7 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
         "layer 0",
     ),
     "positions in a layer that has none": ("smollm3", lambda a: setattr(a._rotary, "_kinds", ("",) * 3), "layer 1"),
-    "neighbours rotated as halves": ("glm4", lambda a: setattr(a._rotary, "_order", Halves), "layer 0"),
+    "interleaved rotated as half-split": ("glm4", lambda a: setattr(a._rotary, "_layout", HalfSplit), "layer 0"),
     "no residual multiplier": ("granite", lambda a: setattr(a._layers[2], "_multiplier", 1.0), "layer 2"),
     "no embedding multiplier": ("granite", lambda a: setattr(a, "_multiplier", 1.0), "the embedding"),
     "another scale of scores": ("granite", lambda a: geometry_with(a, scales=(8**-0.5,) * 3), "layer 0"),
@@ -287,7 +287,7 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
         "layer 1",
     ),
     "no norm of queries": ("qwen3", lambda a: setattr(a._projections[0], "_query_norm", unnormed), "layer 0"),
-    "queries that do not grow": ("ministral3", lambda a: setattr(a, "_growth", [None] * 3), "layer 0"),
+    "no temperature scaling": ("ministral3", lambda a: setattr(a, "_temperatures", [None] * 3), "layer 0"),
     "no window": ("mistral", lambda a: geometry_with(a, windows=(None,) * 3), "sliding_window=12 in layer 0"),
     "a window too short": ("olmo3", lambda a: geometry_with(a, windows=(11, None, 12)), "sliding_window=12 in layer 0"),
     "no sinks": ("gpt_oss", lambda a: setattr(a, "_sinks", [None] * 3), "s_aux in layer 0"),
@@ -296,11 +296,11 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
 """For each fault: the model, the change to its adapter, and the part named in the error."""
 
 
-class TestProof:
+class TestVerification:
     @pytest.mark.parametrize("name", RUNS)
     def test_every_architecture_proves_itself(self, name: str) -> None:
         model = architecture(name)
-        prove(model, adapter_for(model))
+        verify_model(model, adapter_for(model))
         assert model.config._attn_implementation == "eager"
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -311,7 +311,7 @@ class TestProof:
         attention = model.model.layers[0].self_attn
         attention.k_proj.bias[::5] = 150
         attention.q_proj.bias[::5] = 8
-        prove(model, adapter_for(model))
+        verify_model(model, adapter_for(model))
 
     @pytest.mark.parametrize("fault", FAULTS)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -319,18 +319,18 @@ class TestProof:
         name, change, named = FAULTS[fault]
         model = architecture(name, dtype=dtype)
         with pytest.raises(ModelError, match=named) as refused:
-            prove(model, rewire(model, change))
-        assert refused.value.reason == ("attention_argument" if " in layer" in named else "proof")
+            verify_model(model, rewire(model, change))
+        assert refused.value.reason == ("attention_argument" if " in layer" in named else "verification")
 
     def test_a_fault_of_the_numbers_is_caught_without_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Caps, windows and sinks are normally verified by comparing attention arguments. The outputs must reveal
         the faults, too."""
-        monkeypatch.setattr(proof._Proof, "_compare_arguments", lambda *_: None)
+        monkeypatch.setattr(verification._Verification, "_compare_arguments", lambda *_: None)
         for fault in ("no cap of scores", "no window", "a window too short", "no sinks"):
             name, change, _ = FAULTS[fault]
             model = architecture(name)
             with pytest.raises(ModelError, match="layer 0"):
-                prove(model, rewire(model, change))
+                verify_model(model, rewire(model, change))
 
     def test_a_class_that_nobody_declared(self) -> None:
         """An undeclared class runs if it computes exactly its modules, and is refused if it computes more."""
@@ -339,7 +339,7 @@ class TestProof:
         assert load_model(model).name == "Mine"
         with pytest.raises(ModelError, match="Mine is not supported") as refused:
             load_model(model, verify="off")
-        assert refused.value.reason == "proof"
+        assert refused.value.reason == "verification"
 
         def forward(self: Any, *args: Any, **named: Any) -> Any:
             out = super(type(model), self).forward(*args, **named)
@@ -350,12 +350,12 @@ class TestProof:
         model.lm_head.weight[0] += 1  # changes the fingerprint
         with pytest.raises(ModelError, match=r"Quartered .* the head") as refused:
             load_model(model)
-        assert refused.value.reason == "proof"
+        assert refused.value.reason == "verification"
 
     def test_it_is_done_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         done: list[str] = []
-        monkeypatch.setattr(proof, "prove", lambda *_: done.append("auto"))
-        monkeypatch.setattr(loading, "prove", lambda *_: done.append("always"))
+        monkeypatch.setattr(verification, "verify_model", lambda *_: done.append("auto"))
+        monkeypatch.setattr(loading, "verify_model", lambda *_: done.append("always"))
         model = architecture("qwen3", vocab_size=43)
         for verify in ("auto", "auto", "always", "off", "auto"):
             load_model(model, verify=verify)  # type: ignore[arg-type]

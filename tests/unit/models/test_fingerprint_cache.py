@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_models import tiny_checkpoint, tiny_model
 
-from offload_rt.models import fingerprint_cache
+from offload_rt.models import fingerprint as fingerprint_module
 from offload_rt.models.fingerprint import fingerprint
 from offload_rt.models.loading import LoadedModel, load_model
 
@@ -34,9 +34,9 @@ class Digests:
 @pytest.fixture
 def digests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Digests:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fingerprint_cache, "_SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(fingerprint_module, "_SETTLED_SECONDS", 0.0)
     counted = Digests()
-    monkeypatch.setattr(fingerprint_cache, "fingerprint", counted)
+    monkeypatch.setattr(fingerprint_module, "fingerprint", counted)
     return counted
 
 
@@ -122,7 +122,7 @@ def test_files_that_change_during_a_load_are_not_cached(
         edit_embedding(folder)
         return fingerprint(model)
 
-    monkeypatch.setattr(fingerprint_cache, "fingerprint", changing)
+    monkeypatch.setattr(fingerprint_module, "fingerprint", changing)
     before = load(folder)
     assert not (tmp_path / "cache" / "fingerprints").exists()
     assert load(folder).fingerprint != before.fingerprint
@@ -132,7 +132,7 @@ def test_files_that_have_just_been_written_are_not_cached(
     folder: Path, digests: Digests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later change within the clock's resolution could keep all timestamps."""
-    monkeypatch.setattr(fingerprint_cache, "_SETTLED_SECONDS", 60.0)
+    monkeypatch.setattr(fingerprint_module, "_SETTLED_SECONDS", 60.0)
     load(folder)
     assert not (tmp_path / "cache" / "fingerprints").exists()
     now = time.time_ns()

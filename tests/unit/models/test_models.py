@@ -18,13 +18,13 @@ from torch import nn
 from transformers import MambaConfig, MambaForCausalLM
 
 from offload_rt.errors import ConfigError, ModelError
-from offload_rt.models import checkpoint, location
+from offload_rt.models import checkpoint, source
 from offload_rt.models.adapter import ModelAdapter
 from offload_rt.models.fingerprint import fingerprint
 from offload_rt.models.loading import load_model
-from offload_rt.models.location import Location
 from offload_rt.models.registry import adapter_for, architectures
 from offload_rt.models.shape import load_shape
+from offload_rt.models.source import ModelSource
 
 LENGTH = 80  # longer than Mistral's window of 48
 ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
@@ -305,10 +305,10 @@ class TestLoading:
         assert load_model(tmp_path, device="cpu", dtype=torch.float64).adapter.dtype == torch.float64
         cuda = torch.device("cuda")
         config = tiny_model("llama", dtype=torch.bfloat16).config
-        assert checkpoint.resolve_dtype("auto", Location("anywhere"), config, cuda) == torch.bfloat16
+        assert checkpoint.resolve_dtype("auto", ModelSource("anywhere"), config, cuda) == torch.bfloat16
         with pytest.raises(ConfigError, match=r"dtype='bfloat61' is unknown; did you mean 'bfloat16'\?"):
             load_model(tmp_path, dtype="bfloat61")
-        wrong = {"tpu": "is no device", "xpu": "page-locked through CUDA", "cuda:99": "this machine has"}
+        wrong = {"tpu": "is not a device", "xpu": "page-locked through CUDA", "cuda:99": "this machine has"}
         for device, message in wrong.items():
             with pytest.raises(ConfigError, match=message):
                 load_model(tmp_path, device=device)
@@ -366,10 +366,10 @@ class TestRefusals:
 
     def test_a_hub_id_without_network(self, no_network: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # avoid 20 s of retries
-        self.refused("offload-rt-tests/no-such-model", "no such folder, so sought on the hub")
+        self.refused("offload-rt-tests/no-such-model", "not a local folder, so looked up on the hub")
 
     def test_not_shipped(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(location.SHIPPED, "reference-opt", "no-such-folder")
+        monkeypatch.setitem(source.SHIPPED, "reference-opt", "no-such-folder")
         self.refused("reference-opt", "does not ship with this version")
 
     def test_unsupported_architecture(self, folder: Path, no_network: list[str]) -> None:
@@ -411,7 +411,7 @@ class TestRefusals:
 
     def test_contradictory_config(self, folder: Path) -> None:
         edit_config(folder, model_type="mixtral")
-        self.refused(folder, "contradicts itself: LlamaForCausalLM, but model type 'mixtral'")
+        self.refused(folder, "is inconsistent: architecture LlamaForCausalLM, model type 'mixtral'")
 
     def test_no_weights(self, folder: Path) -> None:
         (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

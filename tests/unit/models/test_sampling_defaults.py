@@ -11,7 +11,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 from transformers import GenerationConfig
 
 from offload_rt import LLM, AsyncLLM, SamplingParams
-from offload_rt.models.sampling_defaults import sampling_defaults
+from offload_rt.models.loading import sampling_defaults
 
 SAID = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1.2, "max_new_tokens": 7}
 
@@ -45,5 +45,5 @@ def test_nothing_said_is_the_defaults_and_nonsense_is_left_out() -> None:
     assert sampling_defaults(None) == sampling_defaults(GenerationConfig()) == SamplingParams()
     odd = GenerationConfig()
     odd.top_p, odd.temperature = 0.0, 0.3
-    with pytest.warns(UserWarning, match="not followed in top_p"):
+    with pytest.warns(UserWarning, match="top_p of the model's generation_config is ignored"):
         assert sampling_defaults(odd) == SamplingParams(temperature=0.3)

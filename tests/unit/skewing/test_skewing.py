@@ -22,8 +22,8 @@ from transformers.models.auto import AutoModelForCausalLM
 from offload_rt import LLM
 from offload_rt.errors import ArtifactError, ConfigError, InputError, ModelError
 from offload_rt.models.loading import LoadedModel, load_model
-from offload_rt.models.location import locate
 from offload_rt.models.registry import adapter_for
+from offload_rt.models.source import find_source
 from offload_rt.skewing import artifact as artifact_module
 from offload_rt.skewing import calibrate as calibrate_module
 from offload_rt.skewing.artifact import SkewArtifact
@@ -386,7 +386,7 @@ def test_fold_refuses_an_artifact_of_other_shapes() -> None:
 
 
 def test_skew_model_with_tokenizer(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(locate("reference").place)
+    tokenizer = AutoTokenizer.from_pretrained(find_source("reference").place)
     tiny_model("gpt2", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     report = skew_model(
