@@ -165,7 +165,7 @@ def test_the_runtime_says_what_it_cannot_read() -> None:
         llm.score("abc", "def")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="2 prompts instead of one"):
         llm.stream([[1, 2], [3]])  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match="model=None is NoneType"):
+    with pytest.raises(ConfigError, match="model=None has type NoneType"):
         LLM(None)  # type: ignore[arg-type]
     params, prompt = SamplingParams(max_tokens=2, temperature=0), tiny_prompt(9)
     [expected] = completed(llm.generate(prompt, params))
