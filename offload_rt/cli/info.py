@@ -22,10 +22,8 @@ def run(args: argparse.Namespace) -> int:
     from ..models.linear import GGUF_NOTE
     from ..models.shape import load_shape
     from ..models.source import find_source, hub_of
-    from ..planning.device_plan import costs_for, plan_for
-    from ..planning.disk_plan import disk_plan
-    from ..planning.memory_model import Machine, obstacles, requirements
-    from ..planning.weight_placement import requested_placement
+    from ..planning.device_plan import costs_for, plan_for, requested_placement
+    from ..planning.memory_model import Machine, disk_plan, obstacles, requirements
     from ..utils.native_libraries import native_status
     from .tables import requirements_table
 

@@ -9,8 +9,7 @@ from rich.table import Table
 from ..models.shape import ModelShape
 from ..outputs import Stats
 from ..planning.device_plan import DevicePlan
-from ..planning.disk_plan import DiskPlan
-from ..planning.memory_model import Machine, Requirements
+from ..planning.memory_model import DiskPlan, Machine, Requirements
 from ..utils.units import format_size
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from ..models.loading import LoadedModel, load_model
 from ..models.shape import load_shape
 from ..models.source import hub_of
 from ..models.weights import ON_DEVICE, Placement
-from ..planning.device_plan import DevicePlan, plan_for
-from ..planning.weight_placement import requested_placement
+from ..planning.device_plan import DevicePlan, plan_for, requested_placement
 from ..policies.base import Policy
 from ..policies.registry import ArtifactLoader, make_policy, options_class
 from ..skewing.artifact import SkewArtifact

@@ -1,7 +1,7 @@
 """The adapter of most decoders (Llama and similar models), recognised by modules and configuration.
 
-This module handles geometry, embedding and head. Variants are handled in `decoder_layer` (norms, residual stream),
-`projections` and `rotary`. Unrecognised models are refused with a `ModelError.reason`.
+This module handles geometry, embedding and head; `decoder_layer` and `rotary` handle the rest. Unrecognised models are
+refused with a `ModelError.reason`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from torch import nn
 from ..core import ModelGeometry
 from ..errors import ModelError
 from .adapter import ModelAdapter
-from .decoder_layer import DecoderLayer
+from .decoder_layer import DecoderLayer, Projections, first_of, refuse_unused
 from .multimodal import text_config, text_decoder
-from .projections import Projections, first_of, refuse_unused
 from .rotary import Rotary, refuse_length_dependent
 from .weights import decoder_layers
 

@@ -11,8 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..config import EngineConfig
 from ..core import CHUNK, bucket, padded_batch
 from ..kernels.causal import KEYS_AT_ONCE
+from ..kv_cache.disk.disk_tier import disk_limit, file_layout
+from ..kv_cache.disk.host_shares import HostShares
+from ..kv_cache.kv_format import make_kv_format
 from ..kv_cache.layer_groups import LayerGroups
 from ..kv_cache.machine import available_memory
 from ..models.shape import ModelShape
@@ -255,6 +259,28 @@ def requirements(costs: DeviceCosts, weights: int, context: int, most_graphs: in
         prefill=costs.prefill(context),
         graphs=most_graphs * (staging + decode) if costs.graphs else 0,
     )
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """`limit`: maximum bytes of KV on the disk. `shares`: division of the host memory."""
+
+    limit: int
+    shares: HostShares
+
+
+def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
+    """Return the plan for `config`, or None without `config.disk`.
+
+    Raises MemoryLimitError if a limit is too large or too small.
+    """
+    if config.disk is None:
+        return None
+    host = config.host_memory or available_memory() // 2
+    format = make_kv_format(config.kv_cache_dtype, shape.dtype, shape.geometry.head_dim)
+    limit = disk_limit(config.disk, config.disk_limit, host)
+    layout = file_layout(limit, replace(shape.geometry, head_dim=format.width), format)
+    return DiskPlan(limit, HostShares.of(host, layout))
 
 
 @dataclass(frozen=True)
