@@ -98,13 +98,14 @@ def test_a_ragged_batch_continues_as_transformers(name: str, policy: str) -> Non
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ("opt", "gpt2")])
 def test_rotated_keys_are_those_of_later_positions(name: str) -> None:
-    """Cover every layer, with its own rotation or none."""
+    """Cover every layer, with its own rotation or none. float32 angles of up to 1,050 radians have errors of 6e-5."""
     adapter = adapter_for(architecture(name))
     a, positions = torch.randn(9, 32, generator=torch.Generator().manual_seed(0)), torch.arange(40, 49)
     for layer in range(adapter.geometry.layers):
         keys, _ = adapter.key_value(layer, a, positions)
-        later, _ = adapter.key_value(layer, a, positions + 100)
-        torch.testing.assert_close(adapter.rotate_keys(layer, keys, 100), later, rtol=0, atol=1e-3)
+        for offset in (-7, 0, 1000):
+            later, _ = adapter.key_value(layer, a, positions + offset)
+            torch.testing.assert_close(adapter.rotate_keys(layer, keys, offset), later, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -220,29 +221,19 @@ class TestCapsAndSinks:
             found.append([c.token_ids for c in completed(llm.generate([prompt_of(46), prompt_of(40, seed=1)], params))])
         assert found[0] == found[1]
 
-    def test_a_tail_is_under_the_cap_too(self) -> None:
-        """4-bit KV changes the logits of a model with a low cap by a few percent. Without the cap on approximate
-        scores, the change would be much larger."""
-        model = architecture("gemma2", attn_logit_softcapping=0.5)
-        prompt, token = prompt_of(120), [prompt_of(1, seed=5)]
-        scores = []
-        for policy, options in (("full", {}), ("infinigen", {"max_fraction": 0.05, "recent": 4})):
-            llm = LLM(model, policy=policy, policy_options=options, host_memory="8MiB")
-            scores.append(llm.score([prompt], token, decode_from=100)[0].logprobs[0])
-        assert scores[1] == pytest.approx(scores[0], abs=0.02)
-
-    def test_a_tail_and_sinks_share_one_softmax(self) -> None:
-        """4-bit KV changes the logits of a model with strong sinks by a few percent. Without the sinks in the
-        softmax of the approximate KV, the change would be much larger."""
-        model = architecture("gpt_oss")
-        for layer in model.model.layers:
+    @pytest.mark.parametrize(("name", "tolerance"), [("gemma2", 0.02), ("gpt_oss", 0.1)])
+    def test_approximate_kv_has_the_cap_and_shares_the_softmax_of_sinks(self, name: str, tolerance: float) -> None:
+        """4-bit KV changes the logits of a model with a low cap or strong sinks by a few percent. Without the cap on
+        approximate scores, or the sinks in their softmax, the change would be much larger."""
+        model = architecture(name, **({"attn_logit_softcapping": 0.5} if name == "gemma2" else {}))
+        for layer in model.model.layers if name == "gpt_oss" else ():
             layer.self_attn.sinks.fill_(3.0)
         prompt, token = prompt_of(120), [prompt_of(1, seed=5)]
         scores = []
         for policy, options in (("full", {}), ("infinigen", {"max_fraction": 0.05, "recent": 4})):
             llm = LLM(model, policy=policy, policy_options=options, host_memory="8MiB")
             scores.append(llm.score([prompt], token, decode_from=100)[0].logprobs[0])
-        assert scores[1] == pytest.approx(scores[0], abs=0.1)
+        assert scores[1] == pytest.approx(scores[0], abs=tolerance)
 
 
 def rewire(model: Any, change: Callable[[DecoderAdapter], None]) -> DecoderAdapter:

@@ -101,10 +101,6 @@ class TestOracle:
         compare(model, start, 1e-10)
 
     @variants
-    def test_logits_float32(self, variant: str) -> None:
-        compare(build(variant), 0, 2e-5)
-
-    @variants
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_first_layer_rows_have_transformers_bits(self, variant: str, dtype: torch.dtype) -> None:
         """K and V of layer 0, including biases, QK-norm and RoPE, equal transformers' cache bit for bit."""
@@ -183,40 +179,15 @@ class TestPieces:
         for layer in (0, 1):
             assert torch.equal(adapter.query(layer, a, first), fresh.query(layer, a, first.clone()))
 
-    @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
-    @pytest.mark.parametrize("offset", [-7, 0, 1000])
-    def test_rotated_keys_are_those_of_later_positions(self, name: str, offset: int) -> None:
-        """float32 angles of up to 1,050 radians have errors of 6e-5; keys are about 3."""
-        adapter = adapter_for(build(name))
-        a, positions = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)), torch.arange(40, 49)
-        keys, _ = adapter.key_value(1, a, positions)
-        later, _ = adapter.key_value(1, a, positions + offset)
-        torch.testing.assert_close(adapter.rotate_keys(1, keys, offset), later, rtol=0, atol=1e-3)
-
-    def test_runs_under_inference_mode(self) -> None:
-        with torch.inference_mode():
-            compare(build("llama"), 0, 2e-5)
-
 
 class TestGeometry:
-    @pytest.mark.parametrize(
-        ("name", "heads", "kv_heads", "head_dim", "positions", "absolute", "alpha"),
-        [
-            ("llama", 4, 2, 16, 4096, False, 5.0),
-            ("mistral", 4, 2, 16, 4096, False, 5.0),
-            ("qwen2", 4, 2, 16, 4096, False, 5.0),
-            ("qwen3", 4, 2, 24, 4096, False, 5.0),
-            ("opt", 4, 4, 16, 1024, True, 4.0),
-            ("opt_postnorm", 4, 4, 16, 1024, True, 4.0),
-            ("gpt2", 4, 4, 16, 1024, True, 4.0),
-        ],
-    )
-    def test_shapes(
-        self, name: str, heads: int, kv_heads: int, head_dim: int, positions: int, absolute: bool, alpha: float
-    ) -> None:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_shapes(self, name: str) -> None:
+        learned, head_dim = name in ("opt", "opt_postnorm", "gpt2"), 24 if name == "qwen3" else 16
         g = adapter_for(tiny_model(name)).geometry
-        assert (g.hidden, g.vocab, g.heads, g.kv_heads, g.head_dim) == (64, VOCAB, heads, kv_heads, head_dim)
-        assert (g.max_positions, g.absolute_positions, g.default_alpha) == (positions, absolute, alpha)
+        assert (g.hidden, g.vocab, g.heads, g.kv_heads, g.head_dim) == (64, VOCAB, 4, 4 if learned else 2, head_dim)
+        expected = (1024, True, 4.0) if learned else (4096, False, 5.0)
+        assert (g.max_positions, g.absolute_positions, g.default_alpha) == expected
         assert g.scales == pytest.approx([head_dim**-0.5] * g.layers)
 
     def test_scales_of_gpt2_options(self) -> None:
@@ -345,6 +316,47 @@ class TestLoading:
         assert shape == load_shape(model)
 
 
+def swap_config(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+
+
+def lose_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    tiny_model("llama").save_pretrained(folder, max_shard_size="200kB")
+    next(folder.glob("model-00002*.safetensors")).unlink()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "adapter": (swap_config, r"is a PEFT adapter.*merge_and_unload\(\)"),
+    "contradiction": (
+        lambda folder: edit_config(folder, model_type="mixtral"),
+        "is inconsistent: architecture LlamaForCausalLM, model type 'mixtral'",
+    ),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+    "pickle": (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), "only pickled weights"),
+    "lost weight": (
+        lambda folder: edit_weights(folder, lambda weights: weights.pop("model.layers.2.mlp.up_proj.weight")),
+        "lacks model.layers.2.mlp.up_proj.weight; it is not a complete model",
+    ),
+    "lost head": (
+        lambda folder: edit_weights(folder, lambda weights: weights.pop("lm_head.weight")),
+        "lacks lm_head.weight",
+    ),
+    "another shape": (
+        lambda folder: edit_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(32)})),
+        "has another shape for model.norm.weight",
+    ),
+    "cut off": (
+        lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000]),
+        "cannot load the weights of",
+    ),
+    "lost shard": (lose_shard, "cannot load the weights of"),
+    "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot load the tokenizer of"),
+}
+"""Damage to a checkpoint folder, and the error that names it."""
+
+
 class TestRefusals:
     """Each case raises one ModelError; `message` is matched against its single line."""
 
@@ -388,14 +400,11 @@ class TestRefusals:
         self.refused(folder, "the configuration of .* is not valid")
         assert not (folder / "ran").exists()
 
-    def test_a_file(self, folder: Path) -> None:
-        self.refused(folder / "model.safetensors", "is a file")
-
-    def test_no_config(self, folder: Path) -> None:
-        (folder / "config.json").unlink()
-        self.refused(folder, "has no config.json")
-        (folder / "adapter_config.json").write_text("{}")
-        self.refused(folder, r"is a PEFT adapter.*merge_and_unload\(\)")
+    @pytest.mark.parametrize("change", DAMAGES)
+    def test_damaged_folder(self, change: str, folder: Path) -> None:
+        damage, message = DAMAGES[change]
+        damage(folder)
+        self.refused(folder, message)
 
     @pytest.mark.parametrize("text", ["{", "", "[1]", '{"architectures": ["LlamaForCausalLM"]}', "\0\1\2"])
     def test_damaged_config(self, folder: Path, text: str) -> None:
@@ -409,46 +418,13 @@ class TestRefusals:
         with pytest.raises(ModelError, match=r"configuration of .* is not valid: .*many"):
             load_shape(folder)
 
-    def test_contradictory_config(self, folder: Path) -> None:
-        edit_config(folder, model_type="mixtral")
-        self.refused(folder, "is inconsistent: architecture LlamaForCausalLM, model type 'mixtral'")
-
-    def test_no_weights(self, folder: Path) -> None:
-        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-        self.refused(folder, "only pickled weights")
-        (folder / "pytorch_model.bin").unlink()
-        self.refused(folder, "has no weights")
-
-    def test_missing_weights(self, folder: Path) -> None:
-        edit_weights(folder, lambda weights: weights.pop("model.layers.2.mlp.up_proj.weight"))
-        self.refused(folder, r"lacks model.layers.2.mlp.up_proj.weight; it is not a complete model")
-
-    def test_missing_head(self, folder: Path) -> None:
-        edit_weights(folder, lambda weights: weights.pop("lm_head.weight"))
-        self.refused(folder, "lacks lm_head.weight")
-
-    def test_weights_of_another_shape(self, folder: Path) -> None:
-        edit_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(32)}))
-        self.refused(folder, "has another shape for model.norm.weight")
+    def test_a_file(self, folder: Path) -> None:
+        self.refused(folder / "model.safetensors", "is a file")
 
     def test_surplus_weights_are_named(self, folder: Path) -> None:
         edit_weights(folder, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}))
         with pytest.warns(UserWarning, match=r"unused weights model.layers.0.self_attn.q_proj.bias"):
             load_model(folder, device="cpu")
-
-    def test_damaged_weights(self, folder: Path) -> None:
-        weights = folder / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:5000])
-        self.refused(folder, "cannot load the weights of")
-
-    def test_a_missing_shard(self, tmp_path: Path) -> None:
-        tiny_model("llama").save_pretrained(tmp_path, max_shard_size="200kB")
-        next(tmp_path.glob("model-00002*.safetensors")).unlink()
-        self.refused(tmp_path, "cannot load the weights of")
-
-    def test_a_damaged_tokenizer(self, folder: Path) -> None:
-        (folder / "tokenizer.json").write_text("{")
-        self.refused(folder, "cannot load the tokenizer of")
 
     @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
     def test_rope_that_depends_on_the_length_of_a_loaded_model(self, rope_type: str) -> None:
