@@ -30,7 +30,7 @@ from .rotation import BASES, Moments
 TEXT: Final = "black_arrow.txt"
 """Calibration text in `offload_rt/data`: R. L. Stevenson, The Black Arrow (1888), public domain."""
 
-TOKENS: Final = 2048
+TOKENS = 2048
 """Default number of calibration tokens."""
 
 SLICE: Final = 512
@@ -52,16 +52,9 @@ def calibrate(
     positions: int | None = None,
     progress: Progress | None = None,
 ) -> SkewArtifact:
-    """Calibrate the model behind `adapter`.
+    """Calibrate the model behind `adapter` on the text `token_ids` `[T]`, which `calibration` describes.
 
-    Args:
-        adapter: The model.
-        token_ids: Calibration text `[T]`.
-        method: Method of the bases.
-        fingerprint: Fingerprint of the model.
-        calibration: Description of the text.
-        positions: Context length to calibrate for. None uses the maximum of the model.
-        progress: Called after every layer.
+    `positions` is the context length to calibrate for; None stands for the model's maximum.
 
     Raises:
         InputError: The text is empty, a token is outside the vocabulary, or `positions` is not supported.
@@ -234,32 +227,25 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name:
     return ids, f"first {len(ids)} tokens of {name}"
 
 
-def cached_artifact(
-    loaded: LoadedModel,
-    method: SkewMethod,
-    tokens: int = TOKENS,
-    positions: int | None = None,
-    progress: Progress | None = None,
-) -> SkewArtifact:
+def cached_artifact(loaded: LoadedModel, method: SkewMethod, progress: Progress | None = None) -> SkewArtifact:
     """Return the model's artifact for the text in the package, from the user's cache folder.
 
     The first call calibrates and stores the artifact. A damaged file is replaced. If the folder is not writable, the
     next start calibrates again.
     """
-    path = cache_path(loaded, method, tokens, positions)
+    path = cache_path(loaded, method)
     if path.exists():
         try:
             return SkewArtifact.load(path, loaded.fingerprint)
         except ArtifactError as error:
             _log.warning("calibrating again: %s", error)
-    ids, name = default_tokens(loaded.tokenizer, loaded.adapter.geometry.vocab, tokens)
+    ids, name = default_tokens(loaded.tokenizer, loaded.adapter.geometry.vocab, TOKENS)
     artifact = calibrate(
         loaded.adapter,
         ids,
         method=method,
         fingerprint=loaded.fingerprint,
         calibration=name,
-        positions=positions,
         progress=progress,
     )
     try:
@@ -269,12 +255,12 @@ def cached_artifact(
     return artifact
 
 
-def cache_path(loaded: LoadedModel, method: SkewMethod, tokens: int = TOKENS, positions: int | None = None) -> Path:
+def cache_path(loaded: LoadedModel, method: SkewMethod) -> Path:
     """Return the path of a cached artifact below `cache_folder()`.
 
     The name contains all inputs of the result: model and dtype (in the fingerprint), method, text, token count,
     positions and format version.
     """
     text = "text" if loaded.tokenizer is not None else "random"
-    limit = position_limit(loaded.adapter, positions)
-    return cache_folder() / "skew" / f"{loaded.fingerprint}-{method}-{text}{tokens}-{limit}-v{VERSION}.safetensors"
+    limit = loaded.adapter.geometry.max_positions
+    return cache_folder() / "skew" / f"{loaded.fingerprint}-{method}-{text}{TOKENS}-{limit}-v{VERSION}.safetensors"

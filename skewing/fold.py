@@ -30,7 +30,7 @@ from ..models.linear import refuse_packed
 from ..models.loading import LoadedModel, load_model
 from ..models.source import find_source
 from .artifact import SkewArtifact
-from .calibrate import TOKENS, Progress, default_tokens, fit, measure, position_limit, text_tokens
+from .calibrate import TOKENS, Progress, default_tokens, fit, measure, text_tokens
 from .rotation import Moments, SkewBasis, kept_energy, plain_basis
 
 PARTIAL_RATIO: Final = 0.3
@@ -165,7 +165,6 @@ def skew_model(
     method: SkewMethod = "svd",
     calibration: str | None = None,
     calibration_tokens: int = TOKENS,
-    positions: int | None = None,
     dtype: DType = "auto",
     progress: Progress | None = None,
 ) -> SkewReport:
@@ -179,8 +178,7 @@ def skew_model(
         method: Method of the bases.
         calibration: Calibration text. None uses the text in the package.
         calibration_tokens: Number of tokens to calibrate on.
-        positions: Context length to calibrate for (`calibrate`).
-        dtype: dtype to load the model in.
+        dtype: As in `EngineConfig`.
         progress: Called after every layer.
 
     Raises:
@@ -197,12 +195,12 @@ def skew_model(
         raise InputError(f"cannot write to {str(out)!r}: {error.strerror}") from error
     network, loaded = _load(model, dtype)
     ids, name = _calibration_tokens(loaded, calibration, calibration_tokens)
-    moments, correction = measure(loaded.adapter, ids, positions=positions, progress=progress)
-    name = f"{name} at positions below {position_limit(loaded.adapter, positions)}"
+    moments, correction = measure(loaded.adapter, ids, progress=progress)
+    name = f"{name} at positions below {loaded.adapter.geometry.max_positions}"
     artifact = fit(moments, correction, method=method, fingerprint=loaded.fingerprint, calibration=name)
     artifact.save(out / "skew.safetensors")
     probe = _probe_tokens(loaded, calibration_tokens)
-    on_probe, _ = measure(loaded.adapter, probe, positions=positions)
+    on_probe, _ = measure(loaded.adapter, probe)
     plain = _energy(on_probe, plain_basis(moments))
     skewed = _energy(on_probe, SkewBasis(artifact.query.double(), artifact.key.double()))
     folded, difference = None, None

@@ -151,7 +151,8 @@ def read_weights(
             source.place,
             config=config,
             dtype=dtype or "auto",
-            device_map=_device_map(config, device),
+            # Without a map, packed weights are put on a CUDA device even if they must stay in host memory.
+            device_map=device if device.type != "cpu" else {"": "cpu"} if packing(config) is not None else None,
             **source.hub.options,
             ignore_mismatched_sizes=True,  # reported below, with the others
             output_loading_info=True,
@@ -174,14 +175,6 @@ def read_weights(
     if (backend := backend_of(loaded.config)) is not None:
         backend.prepare(loaded, dtype, moved)
     return loaded
-
-
-def _device_map(config: PreTrainedConfig, device: torch.device) -> Any:
-    """Return the `device_map` that loads all weights onto `device`."""
-    # Without a map, transformers puts packed weights on a CUDA device even if they must stay in host memory.
-    if device.type != "cpu":
-        return device
-    return None if packing(config) is None else {"": "cpu"}
 
 
 def _format_options(source: ModelSource) -> dict[str, Any]:

@@ -25,14 +25,9 @@ def keys_and_values(
 
 
 def attend_layer(adapter: ModelAdapter, layer: int, q: torch.Tensor, kv: KVPart, position: int) -> torch.Tensor:
-    """Compute exact attention `[H, m, d]` for the last m of n tokens.
+    """Return exact attention `[H, m, d]` of the last m of n tokens, given q `[H, m, d]` and kv `[Hkv, n, d]` each.
 
-    Args:
-        adapter: The model.
-        layer: Layer index.
-        q: Queries of the last m tokens, `[H, m, d]`.
-        kv: KV of all n tokens, each `[Hkv, n, d]`.
-        position: Position of the first query.
+    `position` is that of the first query.
     """
     geometry, window, sinks = adapter.geometry, adapter.geometry.windows[layer], adapter.sinks(layer)
     scale, cap = geometry.scales[layer], geometry.softcap
@@ -60,8 +55,7 @@ def residual_after_attention(
     """Return the residual stream `[m, D]` after a layer's attention, for the tokens [seen - m, seen).
 
     Args:
-        adapter: The model.
-        layer: Layer index.
+        adapter, layer: The layer of the model.
         hidden: The layer's input, `[m, D]`.
         q: Queries of the m tokens, `[H, m, d]`.
         kv: KV of n tokens, each `[Hkv, n, d]`. Only the first `seen` tokens are attended.

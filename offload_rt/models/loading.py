@@ -121,47 +121,41 @@ def load_model(
         MemoryLimitError: The device does not have enough memory.
     """
     stop_spinning()
+    source, identify = None, fingerprint
     if isinstance(model, (str, os.PathLike)):
-        checkpoint = _read_checkpoint(model, resolve_device(device), dtype, placement, verify, hub, max_model_len)
+        source, name, target = find_source(model, hub), os.fspath(model), resolve_device(device)
+        identify = FingerprintCache(source).fingerprint
+        model = _read_checkpoint(source, target, dtype, placement, verify, max_model_len)
     else:
-        loaded = _prepare_loaded(model, str(device), str(dtype).removeprefix("torch."), placement, verify)
-        name = getattr(model.config, "name_or_path", "") or type(model).__name__
-        checkpoint = _Checkpoint(loaded, name, loaded.device, None)
+        _prepare_loaded(model, str(device), str(dtype).removeprefix("torch."), placement, verify)
+        name, target = getattr(model.config, "name_or_path", "") or type(model).__name__, model.device
     if tokenizer is not None:
-        used = _given_tokenizer(tokenizer, hub)
-    else:
-        used = read_tokenizer(checkpoint.source) if checkpoint.source is not None else None
-    return _finish(checkpoint, used, placement, verify)
-
-
-@dataclass(frozen=True, eq=False)
-class _Checkpoint:
-    """A model with its weights. Without a source, the caller loaded it."""
-
-    model: PreTrainedModel
-    name: str
-    device: torch.device
-    source: ModelSource | None
+        tokenizer = _given_tokenizer(tokenizer, hub)
+    elif source is not None:
+        tokenizer = read_tokenizer(source)
+    with nullcontext() if source is None else one_error(f"the checkpoint {name!r} is not a valid model"):
+        loaded = _verify(model, name, tokenizer, verify, identify)
+        if source is None:
+            return replace(loaded, live=LiveWeights(model))
+        return _place(loaded, model, target, placement) if placement else loaded
 
 
 def _read_checkpoint(
-    model: str | os.PathLike[str],
+    source: ModelSource,
     device: torch.device,
     dtype: str | torch.dtype,
     placement: Placement,
     verify: Verify,
-    hub: Hub,
     max_model_len: int | None,
-) -> _Checkpoint:
+) -> PreTrainedModel:
     """Read the weights. Arguments and errors are those of `load_model`."""
-    source = find_source(model, hub)
     config = read_config(source)
     _refuse_early(source, config, verify, max_model_len)
     landing, moved = torch.device("cpu") if placement else device, bool(placement)
     loaded = read_weights(source, config, landing, resolve_dtype(dtype, source, config, device), moved=moved)
     fix_rope_scaling(loaded, max_model_len)
     use_backends(loaded, device)
-    return _Checkpoint(loaded, os.fspath(model), device, source)
+    return loaded
 
 
 def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify, max_model_len: int | None) -> None:
@@ -174,9 +168,7 @@ def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify,
         adapter_for(skeleton)
 
 
-def _prepare_loaded(
-    model: PreTrainedModel, device: str, dtype: str, placement: Placement, verify: Verify
-) -> PreTrainedModel:
+def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: Placement, verify: Verify) -> None:
     """Put a loaded model into eval mode. Raise ConfigError or ModelError if it cannot run as it is."""
     if placement:
         raise ConfigError(
@@ -188,7 +180,6 @@ def _prepare_loaded(
     if packing(model.config) == "gguf" and packing_of(model) is None:
         warnings.warn(GGUF_NOTE, stacklevel=3)
     model.train(False)
-    return model
 
 
 def check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
@@ -216,33 +207,14 @@ def check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
         )
 
 
-def _finish(
-    checkpoint: _Checkpoint, tokenizer: PreTrainedTokenizerBase | None, placement: Placement, verify: Verify
+def _verify(
+    model: Any,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    verify: Verify,
+    identify: Callable[[Any], str],
 ) -> LoadedModel:
-    """Verify the model and place its weights. Raise ModelError, MemoryLimitError."""
-    model, source = checkpoint.model, checkpoint.source
-    identify = fingerprint if source is None else FingerprintCache(source).fingerprint
-    with nullcontext() if source is None else one_error(f"the checkpoint {checkpoint.name!r} is not a valid model"):
-        identity, size, embedding = _verify(model, verify, identify), weight_bytes(model), None
-        if placement:
-            place_weights(model, checkpoint.device, placement)
-            embedding = _keep_embedding(model, checkpoint.device) if placement.embedding else None
-        return LoadedModel(
-            adapter=adapter_for(model),
-            tokenizer=tokenizer,
-            fingerprint=identity,
-            name=checkpoint.name,
-            eos_token_ids=_eos_token_ids(model, tokenizer),
-            weight_bytes=size,
-            layers=tuple(decoder_layers(model)),
-            sampling=sampling_defaults(getattr(model, "generation_config", None)),
-            embedding=embedding,
-            live=LiveWeights(model) if source is None else None,
-        )
-
-
-def _verify(model: Any, verify: Verify, identify: Callable[[Any], str]) -> str:
-    """Return the fingerprint of a model after the verification that `verify` requests. Raises ModelError."""
+    """Return a model after the verification that `verify` requests. `identify` returns its fingerprint."""
     adapter = adapter_for(model)  # refuses unsupported models before their weights are digested
     identity = identify(model)
     own_code = not type(model).__module__.startswith("transformers.")  # may change after it was verified
@@ -250,16 +222,28 @@ def _verify(model: Any, verify: Verify, identify: Callable[[Any], str]) -> str:
         verify_model(model, adapter)
     elif verify == "auto":
         verify_once(model, adapter, identity)
-    return identity
+    return LoadedModel(
+        adapter=adapter,
+        tokenizer=tokenizer,
+        fingerprint=identity,
+        name=name,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        weight_bytes=weight_bytes(model),
+        layers=tuple(decoder_layers(model)),
+        sampling=sampling_defaults(getattr(model, "generation_config", None)),
+    )
 
 
-def _keep_embedding(model: Any, device: torch.device) -> HostEmbedding:
-    """Replace the embedding of `model` by one that is looked up in host memory."""
-    embedding = lone_embedding(model)
-    assert embedding is not None, "the device needs all of a tied head"
-    kept = HostEmbedding(embedding, device)
-    model.set_input_embeddings(kept)
-    return kept
+def _place(loaded: LoadedModel, model: Any, device: torch.device, placement: Placement) -> LoadedModel:
+    """Move the weights of `model` to `device`, except those that `placement` keeps in host memory."""
+    place_weights(model, device, placement)
+    kept = None
+    if placement.embedding:
+        embedding = lone_embedding(model)
+        assert embedding is not None, "the device needs all of a tied head"
+        kept = HostEmbedding(embedding, device)
+        model.set_input_embeddings(kept)
+    return replace(loaded, adapter=adapter_for(model), embedding=kept)
 
 
 def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreTrainedTokenizerBase | None:

@@ -139,23 +139,19 @@ class _Verification:
         seen = _Observed()
         layers = decoder_layers(self._model)
         known = inspect.signature(self._model.forward).parameters
-        options: dict[str, Any] = {"position_ids": self._positions[None], "use_cache": False}
-        options |= {"logits_to_keep": _DECODE_TOKENS} if "logits_to_keep" in known else {}
+        options = {"position_ids": self._positions[None], "use_cache": False, "logits_to_keep": _DECODE_TOKENS}
+
+        def enter(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            seen.hidden.append(_tensor(args[0] if args else named["hidden_states"]))
+
         with ExitStack() as stack:
             stack.enter_context(_recording(text_config(self._model.config), seen.arguments))
-            for number, layer in enumerate(layers):
-                entered = layer.register_forward_pre_hook(
-                    lambda _, args, named, first=number == 0: (
-                        seen.hidden.append(_input(args, named)) if first else None
-                    ),
-                    with_kwargs=True,
-                )
-                left = layer.register_forward_hook(lambda *call: seen.hidden.append(_tensor(call[-1])))
-                stack.callback(entered.remove)
-                stack.callback(left.remove)
-            options = {name: value for name, value in options.items() if name in known}
+            stack.callback(layers[0].register_forward_pre_hook(enter, with_kwargs=True).remove)
+            for layer in layers:
+                hook = layer.register_forward_hook(lambda *call: seen.hidden.append(_tensor(call[-1])))
+                stack.callback(hook.remove)
             with one_error(f"{self._name} cannot be verified, because its forward pass fails on text alone"):
-                out = self._model(self._tokens[None], **options)
+                out = self._model(self._tokens[None], **{n: value for n, value in options.items() if n in known})
         seen.logits = out.logits[0, -_DECODE_TOKENS:]
         return seen
 
@@ -221,10 +217,6 @@ def _same(given: torch.Tensor | None, own: torch.Tensor | None) -> bool:
 
 def _has_effect(value: Any) -> bool:
     return value is not None and value is not False and not (isinstance(value, (int, float)) and value == 0)
-
-
-def _input(args: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
-    return _tensor(args[0] if args else named["hidden_states"])
 
 
 def _tensor(out: Any) -> torch.Tensor:

@@ -107,6 +107,8 @@ class HostEmbedding(nn.Module):
         self.weight = own.new_empty((0, *own.shape[1:]), device=device)
         """Empty tensor `[0, D]` with the model's device and dtype, which adapters read from the embedding."""
 
+    device_bytes = 0
+
     @property
     def host_bytes(self) -> int:
         """Bytes of the embedding in host memory."""

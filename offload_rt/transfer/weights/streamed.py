@@ -66,9 +66,9 @@ class WeightStream:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     @property
-    def numbers(self) -> int:
+    def host_bytes(self) -> int:
         """Bytes of the streamed weights, without alignment."""
-        return sum(block.numbers for block in self._blocks.values())
+        return sum(block.weights for block in self._blocks.values())
 
     def use(self, layer: int) -> None:
         """Make the parameters of `layer` available to later compute work. Do nothing if it is not streamed."""
@@ -125,7 +125,7 @@ class _Block:
             page_lock(self.host, self)
         self._places = [place for weight in layer.parameters() for place in places_of(weight)]
         own = [place.tensor for place in self._places]
-        self.numbers = sum(tensor.nbytes for tensor in own)
+        self.weights = sum(tensor.nbytes for tensor in own)
         self._at_host = _views(own, self.host)
         self._in_buffers = [_views(own, buffer) for buffer in buffers]
         for tensor, view in zip(own, self._at_host, strict=True):
@@ -168,36 +168,30 @@ class StreamedAdapter(ForwardingAdapter):
         self._stream = stream
 
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the attention input `[T, D]`."""
         self._stream.use(layer)
         return super().attention_input(layer, hidden)
 
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Begin the layer and return q `[H, T, d]`, k and v `[Hkv, T, d]`."""
         self._begin(layer)
         return super().qkv(layer, attention_input, positions)
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return q `[H, T, d]`."""
         self._stream.use(layer)
         return super().query(layer, attention_input, positions)
 
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begin the layer and return k and v `[Hkv, T, d]`."""
         self._begin(layer)
         return super().key_value(layer, attention_input, positions)
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the residual after attention `[T, D]`."""
         self._stream.use(layer)
         return super().after_attention(layer, hidden, attended)
 
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-        """Return the output of the layer `[T, D]`."""
         self._stream.use(layer)
         return super().mlp(layer, residual)
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import edit_config, tiny_checkpoint, tiny_model
 
 from offload_rt.models import fingerprint as fingerprint_module
+from offload_rt.models import loading
 from offload_rt.models.fingerprint import fingerprint
 from offload_rt.models.loading import LoadedModel, load_model
 
@@ -108,15 +109,20 @@ def test_shards_elsewhere_count(folder: Path, digests: Digests) -> None:
     assert load(folder).fingerprint != before.fingerprint and digests.count == 2
 
 
+@pytest.mark.parametrize("step", [(fingerprint_module, "fingerprint"), (loading, "read_weights")])
 def test_files_that_change_during_a_load_are_not_cached(
-    folder: Path, digests: Digests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: tuple[Any, str], folder: Path, digests: Digests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def changing(model: Any) -> str:
-        edit_embedding(folder)
-        return fingerprint(model)
+    original = getattr(*step)
 
-    monkeypatch.setattr(fingerprint_module, "fingerprint", changing)
-    before = load(folder)
+    def changing(*args: Any, **named: Any) -> Any:
+        result = original(*args, **named)
+        replace_weights(folder)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*step, changing)
+        before = load(folder)
     assert not (tmp_path / "cache" / "fingerprints").exists()
     assert load(folder).fingerprint != before.fingerprint
 
