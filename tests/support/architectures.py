@@ -133,7 +133,7 @@ RUNS: dict[str, Architecture] = {
         "multipliers of embedding, residual, scores and logits",
     ),
     "cohere": Architecture(
-        "Cohere", {"logit_scale": 0.3, "use_qk_norm": True}, "parallel, RoPE of neighbours, scaled logits"
+        "Cohere", {"logit_scale": 0.3, "use_qk_norm": True}, "parallel, interleaved RoPE, scaled logits"
     ),
     "cohere2": Architecture(
         "Cohere2",
@@ -142,7 +142,7 @@ RUNS: dict[str, Architecture] = {
     ),
     "starcoder2": Architecture("Starcoder2", {"sliding_window": WINDOW}, "biases, plain MLP"),
     "smollm3": Architecture("SmolLM3", {"no_rope_layers": [1, 0, 1]}, "layers without positions"),
-    "glm": Architecture("Glm", {"head_dim": 8}, "RoPE of neighbours, partial"),
+    "glm": Architecture("Glm", {"head_dim": 8}, "interleaved RoPE, partial"),
     "glm4": Architecture("Glm4", {"head_dim": 8}, "as GLM; norms before and after"),
     "gpt_neox": Architecture("GPTNeoX", {"rotary_pct": 0.25}, "fused q, k, v, parallel, partial RoPE"),
     "gpt_neox_sequential": Architecture("GPTNeoX", {"use_parallel_residual": False}, "as GPT-NeoX, not parallel"),
@@ -170,7 +170,7 @@ RUNS: dict[str, Architecture] = {
             "head_dim": 8,
             "rope_parameters": _YARN | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
         },
-        "YaRN; queries grow with their position",
+        "YaRN; attention temperature scaling",
     ),
     "llama4": Architecture(
         "Llama4Text",
@@ -185,7 +185,7 @@ RUNS: dict[str, Architecture] = {
             "floor_scale": 8,
             "attn_scale": 0.3,
         },
-        "chunked layers, full ones without positions whose queries grow, RoPE of neighbours, mixture of experts",
+        "chunked layers, full ones with attention temperature scaling, interleaved RoPE, mixture of experts",
     ),
     "mimo_v2_flash": Architecture(
         "MiMoV2Flash",
@@ -195,7 +195,7 @@ RUNS: dict[str, Architecture] = {
     "gemma3_multimodal": Architecture(
         "Gemma3",
         _multimodal({"head_dim": 8, "sliding_window": WINDOW, "layer_types": _KINDS}, _SIGHT, **_IMAGE_TOKEN),
-        "text part: Gemma 3's, tied head",
+        "language model: Gemma 3's, tied head",
     ),
     "llava": Architecture(
         "Llava",
@@ -204,7 +204,7 @@ RUNS: dict[str, Architecture] = {
             {"model_type": "clip_vision_model", **_SIGHT, **_PICTURE},
             **_IMAGE_TOKEN,
         ),
-        "text part: Llama's",
+        "language model: Llama's",
     ),
     "mistral3": Architecture(
         "Mistral3",
@@ -213,12 +213,12 @@ RUNS: dict[str, Architecture] = {
             {"model_type": "pixtral", **_SIGHT, **_PICTURE},
             **_IMAGE_TOKEN,
         ),
-        "text part: Mistral's",
+        "language model: Mistral's",
     ),
     "qwen2_vl": Architecture(
         "Qwen2VL",
         _multimodal({"rope_parameters": _MROPE}, {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32}),
-        "text part: RoPE in three sections, which one position turns alike",
+        "language model: RoPE in three sections with equal positions",
     ),
     "qwen2_5_vl": Architecture(
         "Qwen2_5_VL",
@@ -226,7 +226,7 @@ RUNS: dict[str, Architecture] = {
             {"rope_parameters": _MROPE},
             {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16},
         ),
-        "text part: as Qwen2-VL's",
+        "language model: as Qwen2-VL's",
     ),
     "opt": Architecture("OPT", _OPT, "learned positions"),
     "gpt2": Architecture("GPT2", {"n_inner": 48}, "learned positions, fused q, k, v"),
@@ -255,7 +255,11 @@ LONGROPE = {
 }
 
 REFUSED: dict[str, tuple[Architecture, str, str]] = {
-    "bloom": (Architecture("Bloom"), "alibi", "positions are a bias on attention scores (ALiBi), which no kernel adds"),
+    "bloom": (
+        Architecture("Bloom"),
+        "alibi",
+        "positions are a bias on attention scores (ALiBi)",
+    ),
     "falcon_rw": (Architecture("Falcon", {"alibi": True}), "alibi", "the same: Falcon with `alibi`"),
     "deepseek_v3": (
         Architecture("DeepseekV3", _LATENT),

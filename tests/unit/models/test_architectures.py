@@ -125,7 +125,7 @@ def test_half_precision_rounds_like_transformers(name: str) -> None:
 
 class TestRefusals:
     @pytest.mark.parametrize("name", REFUSED)
-    def test_what_cannot_run_has_a_reason(self, name: str) -> None:
+    def test_unsupported_models_have_a_reason(self, name: str) -> None:
         kind, reason, _ = REFUSED[name]
         with pytest.raises(ModelError) as refused:
             load_model(build(kind.config, **kind.options))
@@ -133,14 +133,14 @@ class TestRefusals:
 
     def test_before_the_weights_are_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build("Bloom").save_pretrained(tmp_path)
-        monkeypatch.setattr(loading, "read_weights", lambda *_: pytest.fail("read"))
+        monkeypatch.setattr(loading, "read_weights", lambda *_, **__: pytest.fail("read"))
         for read in (load_model, load_shape):
             with pytest.raises(ModelError, match=r"^BloomForCausalLM is not supported: .*ALiBi") as refused:
                 read(tmp_path)
             assert refused.value.reason == "alibi"
 
     @pytest.mark.parametrize("name", ["Nemotron", "Olmoe", "Helium"])
-    def test_what_nobody_declared_may_run(self, name: str, tmp_path: Path) -> None:
+    def test_unregistered_architectures_may_run(self, name: str, tmp_path: Path) -> None:
         build(name, head_dim=8).save_pretrained(tmp_path)
         assert load_model(tmp_path, device="cpu").adapter.geometry.layers == 3
 
@@ -323,8 +323,8 @@ class TestVerification:
             with pytest.raises(ModelError, match="layer 0"):
                 verify_model(model, rewire(model, change))
 
-    def test_a_class_that_nobody_declared(self) -> None:
-        """An undeclared class runs if it computes exactly its modules, and is refused if it computes more."""
+    def test_an_unregistered_class(self) -> None:
+        """An unregistered class runs if it computes exactly its modules, and is refused if it computes more."""
         model = architecture("llama3")
         model.__class__ = type("Mine", (type(model),), {})
         assert load_model(model).name == "Mine"

@@ -54,7 +54,7 @@ def test_a_file_gives_the_model_that_was_written(written: tuple[Path, Any], load
     )
 
 
-def test_blocks_that_transformers_was_to_keep(written: tuple[Path, Any], loaded: Any) -> None:
+def test_gguf_blocks_are_dequantised_with_a_warning(written: tuple[Path, Any], loaded: Any) -> None:
     """For this architecture transformers dequantises the blocks silently. The runtime warns, and treats the model as
     unquantised: the fingerprint and packing equal those of the file."""
     transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -71,7 +71,7 @@ def test_blocks_that_transformers_was_to_keep(written: tuple[Path, Any], loaded:
     assert load_shape(model).packing is None
 
 
-def test_info_says_that_blocks_become_numbers(written: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_notes_dequantised_gguf(written: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", str(written[0]), "--context", "100"]) == 0
     assert "Note: the weights of a GGUF file are dequantised" in capsys.readouterr().out
 
@@ -124,7 +124,7 @@ def test_an_architecture_that_cannot_run_is_said_from_the_header(
     written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_adapters", {"LlamaForCausalLM": "none"})
-    monkeypatch.setattr(loading, "read_weights", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(loading, "read_weights", lambda *_, **__: pytest.fail("read"))
     with pytest.raises(ModelError, match=r"^Qwen2ForCausalLM is not supported: .* supported are LlamaForCausalLM$"):
         load_model(written[0], device="cpu", verify="off")
 

@@ -86,7 +86,7 @@ def with_code(folder: Path, factor: float) -> Path:
     return folder
 
 
-def test_code_runs_only_where_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_code_runs_only_if_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The load-time verification also refuses custom code whose forward pass computes more than its modules."""
     for module in ("transformers.dynamic_module_utils", "transformers.utils.hub", "transformers.utils"):
         monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"), raising=False)

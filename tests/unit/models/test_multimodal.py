@@ -45,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 
 
 @pytest.mark.parametrize("name", WHOLES)
-def test_a_folder_gives_the_text_part(name: str, saved: Any) -> None:
+def test_a_folder_gives_the_language_model(name: str, saved: Any) -> None:
     """Tokens equal the whole model's, weights of other parts are not loaded, and the fingerprint equals the whole
     model's."""
     folder, whole = saved(name)
@@ -102,7 +102,7 @@ def test_a_session_goes_on_with_the_whole_model(saved: Any, tmp_path: Path) -> N
     again.close()
 
 
-def test_packed_text_parts_run(tmp_path: Path) -> None:
+def test_packed_language_models_run(tmp_path: Path) -> None:
     """bitsandbytes does not pack the vision tower. Plans count the packed bytes of the language model, not the
     tower's layers."""
     pytest.importorskip("bitsandbytes")
@@ -126,16 +126,16 @@ def test_packed_text_parts_run(tmp_path: Path) -> None:
 class TestRefusals:
     """Checkpoints are refused before their weights are read."""
 
-    def test_a_text_part_that_cannot_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unsupported_language_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text = RUNS["llava"].options["text_config"] | {"model_type": "falcon", "alibi": True}
         build("Llava", **(RUNS["llava"].options | {"text_config": text})).save_pretrained(tmp_path)
-        monkeypatch.setattr(loading, "read_weights", lambda *_: pytest.fail("read"))
+        monkeypatch.setattr(loading, "read_weights", lambda *_, **__: pytest.fail("read"))
         for read in (load_model, load_shape):
             with pytest.raises(ModelError, match="ALiBi") as refused:
                 read(tmp_path)
             assert refused.value.reason == "alibi"
 
-    def test_a_class_that_asks_its_other_parts_for_text_too(self, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_forward_pass_that_needs_unused_modules(self, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def forward(self: Any, input_ids: torch.Tensor, **named: Any) -> None:
             raise AttributeError(self.model.vision_tower.device)
 

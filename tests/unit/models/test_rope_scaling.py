@@ -73,8 +73,8 @@ def test_short_texts(checkpoint: Path) -> None:
         assert ours(checkpoint, prompt, None) != expected, "the long frequencies are others"
 
 
-def test_a_class_that_nobody_declared(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An undeclared class is inspected before its weights are read. This must not change the loaded model."""
+def test_an_unregistered_class(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unregistered class is inspected before its weights are read. This must not change the loaded model."""
     for architecture in ("Phi3ForCausalLM", "LlamaForCausalLM"):
         monkeypatch.delitem(registry._adapters, architecture)
     prompt = prompt_of(SHORT)
