@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from ..models.shape import load_shape
     from ..models.source import find_source, hub_of
     from ..planning.device_plan import costs_for, plan_for, requested_placement
-    from ..planning.memory_model import Machine, disk_plan, obstacles, requirements
+    from ..planning.memory_model import SystemMemory, disk_plan, obstacles, requirements
     from ..utils.native_libraries import native_status
     from .tables import requirements_table
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         args.model, device=config.device, dtype=config.dtype, hub=hub_of(config), max_model_len=args.context
     )
     disk, geometry = disk_plan(config, shape), shape.geometry
-    machine = Machine.here(config.host_memory, shape.device, None if disk is None else disk.limit)
+    machine = SystemMemory.here(config.host_memory, shape.device, None if disk is None else disk.limit)
     plan = None if config.device_memory is None else plan_for(config, shape)
     shape = shape.placed(requested_placement(config, shape)) if plan is None else plan.costs.shape
     costs, placement = (costs_for(config, shape), shape.placement) if plan is None else (plan.costs, plan.placement)

@@ -144,6 +144,8 @@ def read_weights(
     if source.gguf is None:
         _check_weight_files(source)
     method = packing(config)
+    # Without a map, packed weights are put on a CUDA device even if they must stay in host memory.
+    on_cpu = None if method is None else {"": "cpu"}
     hint = f" (packed by {method}; call transformers' from_pretrained to see which kernel or package is missing)"
     with one_error(f"cannot load the weights of {source}{hint if method else ''}"), _quiet():
         loader: Any = _multimodal_class(config) or AutoModelForCausalLM
@@ -151,8 +153,7 @@ def read_weights(
             source.place,
             config=config,
             dtype=dtype or "auto",
-            # Without a map, packed weights are put on a CUDA device even if they must stay in host memory.
-            device_map=device if device.type != "cpu" else {"": "cpu"} if packing(config) is not None else None,
+            device_map=on_cpu if device.type == "cpu" else device,
             **source.hub.options,
             ignore_mismatched_sizes=True,  # reported below, with the others
             output_loading_info=True,

@@ -95,7 +95,7 @@ class DeviceCosts:
             return context
         return max(1, int(self.demand.share * context), min(context, self.demand.whole))
 
-    def link_bytes(self, context: int) -> int:
+    def h2d_bytes(self, context: int) -> int:
         """Return the maximum bytes copied to the device per step of a sequence, in the model's dtype."""
         geometry = self.shape.geometry
         rows = sum(self.fetched(context, layer) for layer in range(geometry.layers))
@@ -284,7 +284,7 @@ def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
 
 
 @dataclass(frozen=True)
-class Machine:
+class SystemMemory:
     """Free memory of the system in bytes.
 
     Attributes:
@@ -302,7 +302,7 @@ class Machine:
     disk_limit: int | None = None
 
     @classmethod
-    def here(cls, host_memory: int | None, device: torch.device, disk_limit: int | None = None) -> Machine:
+    def here(cls, host_memory: int | None, device: torch.device, disk_limit: int | None = None) -> SystemMemory:
         """Query this system. `host_memory` None means half of the free memory, as in `LLM`."""
         free = available_memory()
         limit = free // 2 if host_memory is None else host_memory
@@ -312,7 +312,7 @@ class Machine:
         return cls(free, limit, name, torch.accelerator.get_memory_info(device)[0], disk_limit)
 
 
-def obstacles(needed: Requirements, machine: Machine, on_host: int = 0) -> list[str]:
+def obstacles(needed: Requirements, machine: SystemMemory, on_host: int = 0) -> list[str]:
     """Return one sentence per reason why the requirements do not fit. Empty if they fit.
 
     `on_host` is the number of bytes of weights and scoring keys in host memory.

@@ -45,12 +45,12 @@ class WeightStream:
         """
         assert len(streamed) > BUFFERS, "so few layers fit the device as well as the buffers"
         self._order = sorted(streamed)
-        self._lane = stream
+        self._copies = stream
         size = max(layer_bytes(layers[layer]) for layer in self._order)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         self._blocks = {layer: _Block(layers[layer], self._buffers, device.type == "cuda") for layer in self._order}
         self._held: list[int | None] = [None] * BUFFERS
-        self._arriving: list[Event | None] = [None] * BUFFERS
+        self._pending: list[Event | None] = [None] * BUFFERS
         self._current = 0
         self.bytes = 0
         """Bytes copied to the device so far."""
@@ -77,9 +77,9 @@ class WeightStream:
         if layer not in self._held:
             self._load(layer, keep=(self._current,))
         slot = self._held.index(layer)
-        if (mark := self._arriving[slot]) is not None:
-            self._lane.hold_compute(mark)
-            self._arriving[slot] = None
+        if (event := self._pending[slot]) is not None:
+            self._copies.hold_compute(event)
+            self._pending[slot] = None
 
     def begin(self, layer: int) -> None:
         """Mark `layer` as current and prefetch the next `BUFFERS` streamed layers, wrapping around to the first."""
@@ -96,9 +96,9 @@ class WeightStream:
         if (before := self._held[slot]) is not None:
             self._blocks[before].look_at(None)
         block = self._blocks[layer]
-        with self._lane.behind_compute():
+        with self._copies.behind_compute():
             self._buffers[slot][: block.bytes].copy_(block.host, non_blocking=True)
-            self._arriving[slot] = self._lane.mark()
+            self._pending[slot] = self._copies.mark()
         block.look_at(slot)
         self._held[slot] = layer
         self.bytes += block.bytes
