@@ -247,15 +247,20 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
 class TestLoading:
     @pytest.mark.parametrize("name", NAMES)
     def test_a_saved_folder(self, name: str, tmp_path: Path) -> None:
+        """The shape is known from the configuration alone."""
         model = tiny_model(name)
         model.save_pretrained(tmp_path)
         loaded = load_model(tmp_path, device="cpu")
         tokens, positions = torch.tensor(tiny_prompt(20)), torch.arange(20)
         assert torch.equal(forward(loaded.adapter, tokens, positions), forward(adapter_for(model), tokens, positions))
-        assert loaded.fingerprint == fingerprint(model)
-        assert loaded.tokenizer is None
-        assert loaded.eos_token_ids == frozenset()
-        assert loaded.name == str(tmp_path)
+        assert (loaded.fingerprint, loaded.name) == (fingerprint(model), str(tmp_path))
+        assert loaded.tokenizer is None and loaded.eos_token_ids == frozenset()
+        (tmp_path / "model.safetensors").unlink()
+        shape = load_shape(tmp_path, device="cpu", dtype="bfloat16")
+        half = load_model(tiny_model(name, dtype=torch.bfloat16))
+        assert (shape.geometry, shape.dtype) == (loaded.adapter.geometry, torch.bfloat16)
+        assert shape.weight_bytes == half.weight_bytes
+        assert shape == load_shape(tiny_model(name, dtype=torch.bfloat16))
 
     def test_the_reference(self) -> None:
         loaded = load_model("reference", device="cpu")
@@ -303,17 +308,6 @@ class TestLoading:
         assert load_model(folder, tokenizer="reference", device="cpu").tokenizer is not None
         with pytest.raises(ModelError, match="does not exist"):
             load_model(folder, tokenizer="./nowhere", device="cpu")
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_geometry_from_the_configuration_alone(self, name: str, tmp_path: Path) -> None:
-        model = tiny_model(name, dtype=torch.bfloat16)
-        model.save_pretrained(tmp_path)
-        (tmp_path / "model.safetensors").unlink()
-        shape = load_shape(tmp_path, device="cpu", dtype="bfloat16")
-        loaded = load_model(model)
-        assert (shape.geometry, shape.dtype) == (loaded.adapter.geometry, torch.bfloat16)
-        assert shape.weight_bytes == loaded.weight_bytes
-        assert shape == load_shape(model)
 
 
 def swap_config(folder: Path) -> None:
@@ -426,19 +420,6 @@ class TestRefusals:
         with pytest.warns(UserWarning, match=r"unused weights model.layers.0.self_attn.q_proj.bias"):
             load_model(folder, device="cpu")
 
-    @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-    def test_rope_that_depends_on_the_length_of_a_loaded_model(self, rope_type: str) -> None:
-        rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 2048}
-        if rope_type == "longrope":
-            rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-        self.refused(tiny_model("llama", rope_parameters=rope), f"RoPE type '{rope_type}'")
-
-    def test_heads_that_do_not_group(self) -> None:
-        self.refused(tiny_model("llama", num_key_value_heads=3), "4 query heads cannot share 3 KV heads")
-
-    def test_cross_attention(self) -> None:
-        self.refused(tiny_model("gpt2", add_cross_attention=True), "cross-attention")
-
     def test_adapters_beside_the_weights(self) -> None:
         """Cover a model marked by transformers' `load_adapter`, and a class from peft."""
         marked, wrapped = tiny_model("llama"), tiny_model("llama")
@@ -449,10 +430,12 @@ class TestRefusals:
                 load(model)
             assert refused.value.reason == "peft"
 
-    def test_scattered_weights(self) -> None:
-        model = tiny_model("llama")
-        model.lm_head.to("meta")
-        self.refused(model, "the weights are on cpu, meta")
+    def test_unsupported_loaded_models(self) -> None:
+        self.refused(tiny_model("llama", num_key_value_heads=3), "4 query heads cannot share 3 KV heads")
+        self.refused(tiny_model("gpt2", add_cross_attention=True), "cross-attention")
+        scattered = tiny_model("llama")
+        scattered.lm_head.to("meta")
+        self.refused(scattered, "the weights are on cpu, meta")
 
 
 class TestFingerprint:
