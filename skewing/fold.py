@@ -14,7 +14,6 @@ a basis that mixes rotary planes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -43,36 +42,28 @@ Projection = tuple[torch.Tensor, torch.Tensor | None]
 """Weight `[H * d, D]` (output first) and bias `[H * d]`, views of the parameters."""
 
 
-@dataclass(frozen=True)
-class _Family:
-    """Access to the query and key projections of a model family."""
-
-    layers: Callable[[Any], Any]
-    """Returns the attention modules of a model."""
-    modules: tuple[str, ...]
-    """Names of the projection modules inside an attention module."""
-    projections: Callable[[Any], tuple[Projection, Projection]]
-    """Returns the query and key projections of an attention module."""
-
-
-def _opt_projections(attention: Any) -> tuple[Projection, Projection]:
-    q, k = attention.q_proj, attention.k_proj
-    return (q.weight, q.bias), (k.weight, k.bias)
+def _attentions(model: Any) -> list[Any]:
+    """Return the attention modules of a model that can be folded. Raise ModelError for others."""
+    if model.config.model_type == "opt":
+        return [layer.self_attn for layer in model.model.decoder.layers]
+    if model.config.model_type == "gpt2":
+        return [block.attn for block in model.transformer.h]
+    raise ModelError(
+        f"{type(model).__name__} ({model.config.model_type}) cannot be folded: its queries and keys are rotated by "
+        "their positions (RoPE) after the projection, and the skewing basis does not commute with that rotation; "
+        "use the side matrices in skew.safetensors instead (foldable: gpt2, opt)"
+    )
 
 
-def _gpt2_projections(attention: Any) -> tuple[Projection, Projection]:
+def _projections(attention: Any) -> tuple[Projection, Projection]:
+    """Return the query and key projections of an attention module."""
+    if not hasattr(attention, "c_attn"):
+        q, k = attention.q_proj, attention.k_proj
+        return (q.weight, q.bias), (k.weight, k.bias)
     # Conv1D fuses q, k and v in one weight [D, 3 D], the transpose of a Linear weight.
     weight, bias = attention.c_attn.weight.T, attention.c_attn.bias
     first, second = slice(0, attention.embed_dim), slice(attention.embed_dim, 2 * attention.embed_dim)
     return (weight[first], bias[first]), (weight[second], bias[second])
-
-
-_FAMILIES: Final[Mapping[str, _Family]] = {
-    "opt": _Family(
-        lambda model: [layer.self_attn for layer in model.model.decoder.layers], ("q_proj", "k_proj"), _opt_projections
-    ),
-    "gpt2": _Family(lambda model: [block.attn for block in model.transformer.h], ("c_attn",), _gpt2_projections),
-}
 
 
 @torch.no_grad()
@@ -86,29 +77,23 @@ def fold(model: PreTrainedModel, artifact: SkewArtifact) -> PreTrainedModel:
         ModelError: The model has no absolute positions, or its weights are packed or offloaded.
         ArtifactError: The shapes of the artifact do not fit the model.
     """
-    family = _FAMILIES.get(model.config.model_type)
-    if family is None:
-        raise ModelError(
-            f"{type(model).__name__} ({model.config.model_type}) cannot be folded: its queries and keys are rotated by "
-            "their positions (RoPE) after the projection, and the skewing basis does not commute with that rotation; "
-            f"use the side matrices in skew.safetensors instead (foldable: {', '.join(sorted(_FAMILIES))})"
-        )
-    refuse_packed(model, "folding writes new numbers into them")
     own = {
         id(parameter)
-        for attention in family.layers(model)
-        for name in family.modules
-        for parameter in getattr(attention, name).parameters()
+        for attention in _attentions(model)
+        for name in ("c_attn", "q_proj", "k_proj")
+        if (module := getattr(attention, name, None)) is not None
+        for parameter in module.parameters()
     }
+    refuse_packed(model, "folding writes new numbers into them")
     shared: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) not in own}
     folded = copy.deepcopy(model, shared)
-    attentions = family.layers(folded)
+    attentions = _attentions(folded)
     _check_shapes(artifact, attentions, model)
     # Invert in float64: the stored float32 bases are inverse to each other only up to rounding.
     query = artifact.query.cpu().double()
     key = torch.linalg.inv(query).mT
     for layer, attention in enumerate(attentions):
-        for projection, basis in zip(family.projections(attention), (query[layer], key[layer]), strict=True):
+        for projection, basis in zip(_projections(attention), (query[layer], key[layer]), strict=True):
             _fold_projection(projection, basis)
     return folded
 
