@@ -4,9 +4,11 @@ PART=architectures` combines every policy with every architecture."""
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from offload_rt.errors import ModelError
 from offload_rt.kernels import causal
 from offload_rt.model_runner.attention import attend, give_to_sinks
 from offload_rt.models import loading, verification
-from offload_rt.models.adapter import ModelAdapter
+from offload_rt.models.adapter import ForwardingAdapter, ModelAdapter
 from offload_rt.models.decoder import DecoderAdapter
 from offload_rt.models.full_attention import residual_after_attention
 from offload_rt.models.loading import load_model
@@ -32,6 +34,7 @@ from offload_rt.models.registry import adapter_for
 from offload_rt.models.rotary import HalfSplit
 from offload_rt.models.shape import load_shape
 from offload_rt.models.verification import verify_model
+from offload_rt.models.weights import weight_sizes
 
 EVERYTHING = {"alpha": math.inf, "max_fraction": 1.0, "dense_layers": ()}
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -342,6 +345,33 @@ class TestVerification:
         with pytest.raises(ModelError, match=r"Quartered .* the head") as refused:
             load_model(model)
         assert refused.value.reason == "verification"
+
+    @pytest.mark.parametrize("skipped", [False, True])
+    def test_a_layer_without_attention_belongs_to_the_layer_before(self, skipped: bool) -> None:
+        """The layers of an adapter are attention layers. The decoder layer between two of them is part of the first."""
+
+        class Mixer(nn.Module):
+            def __init__(self, layer: Any) -> None:
+                super().__init__()
+                self.norm, self.mlp = layer.post_attention_layernorm, layer.mlp
+
+            def forward(self, hidden: torch.Tensor, **_: Any) -> torch.Tensor:
+                return hidden + self.mlp(self.norm(hidden))
+
+        class Hybrid(ForwardingAdapter):
+            def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
+                out = super().mlp(layer, residual)
+                return mixer(out) if layer == 0 and not skipped else out
+
+        model = architecture("llama3")
+        model.model.layers[1] = mixer = Mixer(model.model.layers[1])
+        attentions = copy.deepcopy(model)
+        del attentions.model.layers[1]
+        attentions.config.num_hidden_layers = 2
+        adapter = Hybrid(adapter_for(attentions))
+        assert adapter.geometry.layers == 2 and len(weight_sizes(model).layers) == 3
+        with pytest.raises(ModelError, match="layer 0 differs") if skipped else nullcontext():
+            verify_model(model, adapter)
 
     def test_it_is_done_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         done: list[str] = []
