@@ -36,7 +36,7 @@ PARTIAL_RATIO: Final = 0.3
 """Fraction of the columns whose energy is reported (paper §4.3)."""
 
 _PROBE: Final = 256
-"""Number of tokens on which the numbers of the report are measured."""
+"""Number of tokens for the measurements in the report."""
 
 Projection = tuple[torch.Tensor, torch.Tensor | None]
 """Weight `[H * d, D]` (output first) and bias `[H * d]`, views of the parameters."""

@@ -171,7 +171,7 @@ def read_weights(
     if modules:
         warnings.warn(f"{source}: only the language model is loaded; images and audio are not supported", stacklevel=3)
     if source.gguf is not None and hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # that of the file; the weights are dequantised
+        del model.config.quantization_config  # refers to the file; the weights are dequantised
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     if (backend := backend_of(loaded.config)) is not None:
         backend.prepare(loaded, dtype, moved)

@@ -124,7 +124,7 @@ class _Verification:
         seen = self._observe()
         self._compare_arguments(seen.arguments)
         embedded = self._adapter.embed(self._tokens, self._positions)
-        # A layer of the adapter covers a decoder layer with attention and those behind it up to the next one.
+        # A layer of the adapter covers a decoder layer with attention and all later ones without attention.
         starts = attention_layers(decoder_layers(self._model))
         stops = [*starts[1:], len(seen.hidden) - 1]
         self._compare("the embedding", torch.zeros_like(embedded), embedded, seen.hidden[starts[0]])

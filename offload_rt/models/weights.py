@@ -38,7 +38,7 @@ class Placement:
 
 
 ON_DEVICE = Placement()
-"""Nothing stays in host memory."""
+"""All weights are on the device."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Plan what is kept on the device under a memory limit (`device_memory`), before anything is loaded.
+"""Plan the device memory under a limit (`device_memory`), before anything is loaded.
 
 If not everything fits, the plan moves data to host memory in this order:
 
@@ -62,7 +62,7 @@ class DevicePlan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in host memory besides the KV cache: weights and scoring keys."""
+        """Bytes of weights and scoring keys in host memory."""
         weights = self.streamed_bytes + self.costs.shape.host_bytes
         if not self.keys_on_host:
             return weights
@@ -99,7 +99,8 @@ class DevicePlan:
 def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
     """Return the plan with the most weights on the device for one sequence of `context` tokens.
 
-    Raises MemoryLimitError if no plan fits into `limit` bytes. The message says what is missing and what would fit.
+    Raises MemoryLimitError if no plan fits into `limit` bytes. The message gives the missing bytes and the longest
+    context that fits.
     """
     layers = len(costs.shape.sizes.layers)
     for keys_on_host in (False, True) if costs.demand.key_bytes else (False,):

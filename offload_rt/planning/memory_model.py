@@ -32,7 +32,7 @@ CUDA_WORKSPACE = 64 * 2**20  # bytes that torch allocates for cuBLAS with two st
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """Upper bounds of the device memory besides the weights, in bytes.
+    """Upper bounds of the device memory in bytes, without the weights.
 
     Attributes:
         shape: Shapes of the model.

@@ -71,7 +71,7 @@ class WeightStream:
         return sum(block.weights for block in self._blocks.values())
 
     def use(self, layer: int) -> None:
-        """Make the parameters of `layer` available to later compute work. Do nothing if it is not streamed."""
+        """Make the parameters of `layer` available to later compute work, if it is streamed."""
         if layer not in self._blocks:
             return
         if layer not in self._held:
