@@ -20,17 +20,17 @@ from ..config import SkewMethod
 from ..core import KVPart
 from ..errors import ArtifactError, InputError, ModelError
 from ..models.adapter import ModelAdapter
-from ..models.cache_folder import cache_folder
-from ..models.exact_layer import guessed_input, keys_and_values, residual_after_attention, slices_of
+from ..models.fingerprint import cache_folder
+from ..models.full_attention import keys_and_values, residual_after_attention, slices_of
 from ..models.loading import LoadedModel
 from .artifact import VERSION, SkewArtifact
-from .guess import SOURCES, Correction, GuessSums
+from .guess import SOURCES, Correction, GuessSums, guessed_input
 from .rotation import BASES, Moments
 
 TEXT: Final = "black_arrow.txt"
 """Calibration text in `offload_rt/data`: R. L. Stevenson, The Black Arrow (1888), public domain."""
 
-TOKENS: Final = 2048
+TOKENS = 2048
 """Default number of calibration tokens."""
 
 SLICE: Final = 512
@@ -52,16 +52,9 @@ def calibrate(
     positions: int | None = None,
     progress: Progress | None = None,
 ) -> SkewArtifact:
-    """Calibrate the model behind `adapter`.
+    """Calibrate the model behind `adapter` on the text `token_ids` `[T]`, which `calibration` describes.
 
-    Args:
-        adapter: The model.
-        token_ids: Calibration text `[T]`.
-        method: Method of the bases.
-        fingerprint: Fingerprint of the model.
-        calibration: Description of the text.
-        positions: Context length to calibrate for. None uses the maximum of the model.
-        progress: Called after every layer.
+    `positions` is the context length to calibrate for; None stands for the model's maximum.
 
     Raises:
         InputError: The text is empty, a token is outside the vocabulary, or `positions` is not supported.
@@ -69,7 +62,7 @@ def calibrate(
     """
     moments, correction = measure(adapter, token_ids, positions=positions, progress=progress)
     tokens = hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:16]
-    calibration = f"{calibration} at positions below {reach(adapter, positions)}, tokens {tokens}"
+    calibration = f"{calibration} at positions below {position_limit(adapter, positions)}, tokens {tokens}"
     return fit(moments, correction, method=method, fingerprint=fingerprint, calibration=calibration)
 
 
@@ -112,7 +105,7 @@ def measure(
     (`tests/unit/skewing/test_skewing.py`). Therefore each query and key is measured at a position drawn from its share
     of the whole range. The attention of the forward pass uses the real positions.
     """
-    geometry, limit = adapter.geometry, reach(adapter, positions)
+    geometry, limit = adapter.geometry, position_limit(adapter, positions)
     if not token_ids:
         raise InputError("the calibration text is empty; give one of at least a few hundred tokens")
     tokens = torch.tensor(token_ids, dtype=torch.int64, device=adapter.device)
@@ -135,7 +128,7 @@ def measure(
     return Moments(query / (count * geometry.group), key / count, key_sum / count), guesses.fit()
 
 
-def reach(adapter: ModelAdapter, positions: int | None) -> int:
+def position_limit(adapter: ModelAdapter, positions: int | None) -> int:
     """Return the number of positions to calibrate for: `positions`, or the maximum of the model if None.
 
     Raises InputError if `positions` is below 1, or above the maximum of a model with absolute positions.
@@ -234,32 +227,25 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name:
     return ids, f"first {len(ids)} tokens of {name}"
 
 
-def cached_artifact(
-    loaded: LoadedModel,
-    method: SkewMethod,
-    tokens: int = TOKENS,
-    positions: int | None = None,
-    progress: Progress | None = None,
-) -> SkewArtifact:
+def cached_artifact(loaded: LoadedModel, method: SkewMethod, progress: Progress | None = None) -> SkewArtifact:
     """Return the model's artifact for the text in the package, from the user's cache folder.
 
     The first call calibrates and stores the artifact. A damaged file is replaced. If the folder is not writable, the
     next start calibrates again.
     """
-    path = cache_path(loaded, method, tokens, positions)
+    path = cache_path(loaded, method)
     if path.exists():
         try:
             return SkewArtifact.load(path, loaded.fingerprint)
         except ArtifactError as error:
             _log.warning("calibrating again: %s", error)
-    ids, name = default_tokens(loaded.tokenizer, loaded.adapter.geometry.vocab, tokens)
+    ids, name = default_tokens(loaded.tokenizer, loaded.adapter.geometry.vocab, TOKENS)
     artifact = calibrate(
         loaded.adapter,
         ids,
         method=method,
         fingerprint=loaded.fingerprint,
         calibration=name,
-        positions=positions,
         progress=progress,
     )
     try:
@@ -269,12 +255,12 @@ def cached_artifact(
     return artifact
 
 
-def cache_path(loaded: LoadedModel, method: SkewMethod, tokens: int = TOKENS, positions: int | None = None) -> Path:
+def cache_path(loaded: LoadedModel, method: SkewMethod) -> Path:
     """Return the path of a cached artifact below `cache_folder()`.
 
     The name contains all inputs of the result: model and dtype (in the fingerprint), method, text, token count,
     positions and format version.
     """
     text = "text" if loaded.tokenizer is not None else "random"
-    limit = reach(loaded.adapter, positions)
-    return cache_folder() / "skew" / f"{loaded.fingerprint}-{method}-{text}{tokens}-{limit}-v{VERSION}.safetensors"
+    limit = loaded.adapter.geometry.max_positions
+    return cache_folder() / "skew" / f"{loaded.fingerprint}-{method}-{text}{TOKENS}-{limit}-v{VERSION}.safetensors"

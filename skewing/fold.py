@@ -14,7 +14,6 @@ a basis that mixes rotary planes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -26,54 +25,45 @@ from transformers import PreTrainedModel
 from ..config import DType, SkewMethod
 from ..errors import ArtifactError, ConfigError, InputError, ModelError
 from ..models.checkpoint import read_config, read_tokenizer, read_weights, resolve_device, resolve_dtype
+from ..models.linear import refuse_packed
 from ..models.loading import LoadedModel, load_model
-from ..models.location import locate
-from ..models.packed import refuse_packed
-from ..models.registry import architectures
+from ..models.source import find_source
 from .artifact import SkewArtifact
-from .calibrate import TOKENS, Progress, default_tokens, fit, measure, reach, text_tokens
+from .calibrate import TOKENS, Progress, default_tokens, fit, measure, text_tokens
 from .rotation import Moments, SkewBasis, kept_energy, plain_basis
 
 PARTIAL_RATIO: Final = 0.3
 """Fraction of the columns whose energy is reported (paper §4.3)."""
 
 _PROBE: Final = 256
-"""Number of tokens on which the numbers of the report are measured."""
+"""Number of tokens for the measurements in the report."""
 
 Projection = tuple[torch.Tensor, torch.Tensor | None]
 """Weight `[H * d, D]` (output first) and bias `[H * d]`, views of the parameters."""
 
 
-@dataclass(frozen=True)
-class _Family:
-    """Access to the query and key projections of a model family."""
-
-    layers: Callable[[Any], Any]
-    """Returns the attention modules of a model."""
-    modules: tuple[str, ...]
-    """Names of the projection modules inside an attention module."""
-    projections: Callable[[Any], tuple[Projection, Projection]]
-    """Returns the query and key projections of an attention module."""
-
-
-def _opt_projections(attention: Any) -> tuple[Projection, Projection]:
-    q, k = attention.q_proj, attention.k_proj
-    return (q.weight, q.bias), (k.weight, k.bias)
+def _attentions(model: Any) -> list[Any]:
+    """Return the attention modules of a model that can be folded. Raise ModelError for others."""
+    if model.config.model_type == "opt":
+        return [layer.self_attn for layer in model.model.decoder.layers]
+    if model.config.model_type == "gpt2":
+        return [block.attn for block in model.transformer.h]
+    raise ModelError(
+        f"{type(model).__name__} ({model.config.model_type}) cannot be folded: its queries and keys are rotated by "
+        "their positions (RoPE) after the projection, and the skewing basis does not commute with that rotation; "
+        "use the side matrices in skew.safetensors instead (foldable: gpt2, opt)"
+    )
 
 
-def _gpt2_projections(attention: Any) -> tuple[Projection, Projection]:
+def _projections(attention: Any) -> tuple[Projection, Projection]:
+    """Return the query and key projections of an attention module."""
+    if not hasattr(attention, "c_attn"):
+        q, k = attention.q_proj, attention.k_proj
+        return (q.weight, q.bias), (k.weight, k.bias)
     # Conv1D fuses q, k and v in one weight [D, 3 D], the transpose of a Linear weight.
     weight, bias = attention.c_attn.weight.T, attention.c_attn.bias
     first, second = slice(0, attention.embed_dim), slice(attention.embed_dim, 2 * attention.embed_dim)
     return (weight[first], bias[first]), (weight[second], bias[second])
-
-
-_FAMILIES: Final[Mapping[str, _Family]] = {
-    "opt": _Family(
-        lambda model: [layer.self_attn for layer in model.model.decoder.layers], ("q_proj", "k_proj"), _opt_projections
-    ),
-    "gpt2": _Family(lambda model: [block.attn for block in model.transformer.h], ("c_attn",), _gpt2_projections),
-}
 
 
 @torch.no_grad()
@@ -87,29 +77,23 @@ def fold(model: PreTrainedModel, artifact: SkewArtifact) -> PreTrainedModel:
         ModelError: The model has no absolute positions, or its weights are packed or offloaded.
         ArtifactError: The shapes of the artifact do not fit the model.
     """
-    family = _FAMILIES.get(model.config.model_type)
-    if family is None:
-        raise ModelError(
-            f"{type(model).__name__} ({model.config.model_type}) cannot be folded: its queries and keys are rotated by "
-            "their positions (RoPE) after the projection, and the skewing basis does not commute with that rotation; "
-            f"use the side matrices in skew.safetensors instead (foldable: {', '.join(sorted(_FAMILIES))})"
-        )
-    refuse_packed(model, "folding writes new numbers into them")
     own = {
         id(parameter)
-        for attention in family.layers(model)
-        for name in family.modules
-        for parameter in getattr(attention, name).parameters()
+        for attention in _attentions(model)
+        for name in ("c_attn", "q_proj", "k_proj")
+        if (module := getattr(attention, name, None)) is not None
+        for parameter in module.parameters()
     }
+    refuse_packed(model, "folding writes new numbers into them")
     shared: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) not in own}
     folded = copy.deepcopy(model, shared)
-    attentions = family.layers(folded)
+    attentions = _attentions(folded)
     _check_shapes(artifact, attentions, model)
     # Invert in float64: the stored float32 bases are inverse to each other only up to rounding.
     query = artifact.query.cpu().double()
     key = torch.linalg.inv(query).mT
     for layer, attention in enumerate(attentions):
-        for projection, basis in zip(family.projections(attention), (query[layer], key[layer]), strict=True):
+        for projection, basis in zip(_projections(attention), (query[layer], key[layer]), strict=True):
             _fold_projection(projection, basis)
     return folded
 
@@ -166,7 +150,6 @@ def skew_model(
     method: SkewMethod = "svd",
     calibration: str | None = None,
     calibration_tokens: int = TOKENS,
-    positions: int | None = None,
     dtype: DType = "auto",
     progress: Progress | None = None,
 ) -> SkewReport:
@@ -180,8 +163,7 @@ def skew_model(
         method: Method of the bases.
         calibration: Calibration text. None uses the text in the package.
         calibration_tokens: Number of tokens to calibrate on.
-        positions: Context length to calibrate for (`calibrate`).
-        dtype: dtype to load the model in.
+        dtype: As in `EngineConfig`.
         progress: Called after every layer.
 
     Raises:
@@ -198,12 +180,12 @@ def skew_model(
         raise InputError(f"cannot write to {str(out)!r}: {error.strerror}") from error
     network, loaded = _load(model, dtype)
     ids, name = _calibration_tokens(loaded, calibration, calibration_tokens)
-    moments, correction = measure(loaded.adapter, ids, positions=positions, progress=progress)
-    name = f"{name} at positions below {reach(loaded.adapter, positions)}"
+    moments, correction = measure(loaded.adapter, ids, progress=progress)
+    name = f"{name} at positions below {loaded.adapter.geometry.max_positions}"
     artifact = fit(moments, correction, method=method, fingerprint=loaded.fingerprint, calibration=name)
     artifact.save(out / "skew.safetensors")
     probe = _probe_tokens(loaded, calibration_tokens)
-    on_probe, _ = measure(loaded.adapter, probe, positions=positions)
+    on_probe, _ = measure(loaded.adapter, probe)
     plain = _energy(on_probe, plain_basis(moments))
     skewed = _energy(on_probe, SkewBasis(artifact.query.double(), artifact.key.double()))
     folded, difference = None, None
@@ -224,10 +206,10 @@ def skew_model(
 
 def _load(model: str, dtype: DType) -> tuple[PreTrainedModel, LoadedModel]:
     """Load the transformers model, which is folded, and the runtime's view of it."""
-    location = locate(model)
-    config, device = read_config(location, architectures()), resolve_device("auto")
-    network = read_weights(location, config, device, resolve_dtype(dtype, location, config, device))
-    return network, load_model(network, tokenizer=read_tokenizer(location))
+    source = find_source(model)
+    config, device = read_config(source), resolve_device("auto")
+    network = read_weights(source, config, device, resolve_dtype(dtype, source, config, device))
+    return network, load_model(network, tokenizer=read_tokenizer(source))
 
 
 def _calibration_tokens(loaded: LoadedModel, text: str | None, count: int) -> tuple[list[int], str]:

@@ -16,6 +16,7 @@ from typing import Final, get_args
 import torch
 
 from ..config import Source
+from ..models.adapter import ModelAdapter
 
 SOURCES: Final[tuple[Source, ...]] = get_args(Source)
 """Sources of a guess, in the order of the first axis of a correction."""
@@ -62,3 +63,26 @@ class GuessSums:
         varies = variance > 1e-9 * (square / count).clamp_min(torch.finfo(torch.float64).tiny)
         slope = torch.where(varies, covariance / variance.where(varies, torch.ones(())), torch.ones(()))
         return Correction(slope.float(), (truth - slope * mean).float())
+
+
+def guessed_input(
+    adapter: ModelAdapter,
+    layer: int,
+    source: Source,
+    hidden: torch.Tensor,
+    attention_input: torch.Tensor,
+    residual: torch.Tensor,
+) -> torch.Tensor:
+    """Predict the attention input `[T, D]` of `layer` from the layer before it (InfiniGen §4.3), without corrections.
+
+    Args:
+        adapter: The model.
+        layer: The predicted layer.
+        source: Selects one of the three tensors below.
+        hidden: Input of the layer before, `[T, D]`.
+        attention_input: Attention input of the layer before, `[T, D]`.
+        residual: Residual stream after the attention of the layer before, `[T, D]`.
+    """
+    if source == "attention_input":
+        return attention_input
+    return adapter.attention_input(layer, hidden if source == "normed_input" else residual)

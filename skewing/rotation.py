@@ -121,15 +121,11 @@ def kept_energy(moments: Moments, basis: SkewBasis, columns: int) -> torch.Tenso
     return torch.where(total > 0, 1 - error / total, torch.ones_like(total))
 
 
-def importance(moments: Moments) -> torch.Tensor:
-    """Return (E q_j^2)(Var k_j) `[..., d]`, the mean square of the contribution of column j to the scores."""
-    query = moments.query.diagonal(dim1=-2, dim2=-1)
-    return query.clamp_min(0) * moments.key_covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0)
-
-
 def _ordered(moments: Moments, basis: SkewBasis) -> SkewBasis:
-    order = importance(moments.skewed(basis)).argsort(dim=-1, descending=True, stable=True)[..., None, :]
-    order = order.expand_as(basis.query)
+    """Order columns by (E q_j^2)(Var k_j), the mean square of the contribution of column j to the scores."""
+    skewed = moments.skewed(basis)
+    query, key = (each.diagonal(dim1=-2, dim2=-1).clamp_min(0) for each in (skewed.query, skewed.key_covariance))
+    order = (query * key).argsort(dim=-1, descending=True, stable=True)[..., None, :].expand_as(basis.query)
     return SkewBasis(basis.query.gather(-1, order), basis.key.gather(-1, order))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ...core import KVPart
 from ...models.adapter import ModelAdapter
-from ...models.exact_layer import attend_layer
+from ...models.full_attention import attend_layer
 from ..core.figures import picture
 from ..core.model_under_test import ModelUnderTest
 from ..core.report import Column, Report, Row

@@ -139,11 +139,11 @@ class Models:
     def _own(self) -> Any:
         from lm_eval.models.huggingface import HFLM
 
-        from ...models.location import locate
+        from ...models.source import find_source
 
         identity = self._tested.identity
         settings = {"dtype": identity["dtype"], "device": identity["device"]}
-        return HFLM(pretrained=locate(self._tested.model).place, batch_size=8, **settings)
+        return HFLM(pretrained=find_source(self._tested.model).place, batch_size=8, **settings)
 
 
 def measure(model: Any, task: str, config: TasksConfig, length: int | None = None, tokenizer: str = "") -> Row:
@@ -201,9 +201,9 @@ def _task_manager(*folders: str, length: int | None, tokenizer: str, limit: int 
     # Cached because the harness takes seconds to read its thousands of task files.
     from lm_eval.tasks import TaskManager
 
-    from ...models.location import locate
+    from ...models.source import find_source
 
-    about = {"max_seq_lengths": [length], "tokenizer": locate(tokenizer).place}
+    about = {"max_seq_lengths": [length], "tokenizer": find_source(tokenizer).place}
     metadata = None if length is None else about | ({} if limit is None else {"samples": limit})
     return TaskManager(include_path=list(folders), metadata=metadata)
 

@@ -22,8 +22,8 @@ from ...core import CHUNK
 from ...engine.build import build_link
 from ...errors import ConfigError
 from ...kv_cache.pool import HostPool
+from ...models.linear import use_backends
 from ...models.registry import adapter_for
-from ...models.row_linear import use_row_linear
 from ...utils.config_fields import check_choice, option
 from ..core.figures import lines, picture
 from ..core.report import Column, Report, Row, Say
@@ -249,7 +249,7 @@ def _own(model: Any) -> Any:
     if _is_cuda(model):
         return model
     own = copy.deepcopy(model)
-    use_row_linear(own)
+    use_backends(own, torch.device("cpu"))
     return own
 
 

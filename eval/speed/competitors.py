@@ -12,7 +12,7 @@ import torch
 
 from ...errors import ConfigError
 from ...llm import LLM
-from ...models.location import locate
+from ...models.source import find_source
 from ...sampling_params import SamplingParams
 from ...utils.config_fields import check_choice, option
 
@@ -61,7 +61,7 @@ def _theirs(cache: str, model: str, config: SpeedConfig) -> Ask:
     from transformers.models.auto import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        locate(model).place, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
+        find_source(model).place, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
     )
     press = _press(config.compression) if cache == "kvpress" else None
 

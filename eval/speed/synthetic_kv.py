@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from ...core import KVPart, ModelGeometry
-from ...models.adapter import ModelAdapter
-from ...models.forwarding import ForwardingAdapter
+from ...models.adapter import ForwardingAdapter, ModelAdapter
 from ...skewing.artifact import SkewArtifact
 from ...skewing.guess import Correction
 

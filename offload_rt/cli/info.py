@@ -19,29 +19,29 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ..model_runner.cuda_graphs import most_graphs
-    from ..models.location import hub_of, locate
-    from ..models.packed import UNPACKED
+    from ..models.linear import GGUF_NOTE
     from ..models.shape import load_shape
-    from ..planning.device_plan import costs_for, plan_for
-    from ..planning.disk_plan import disk_plan
-    from ..planning.memory_model import Machine, obstacles, requirements
-    from ..planning.weight_placement import asked_placement
+    from ..models.source import find_source, hub_of
+    from ..planning.device_plan import costs_for, plan_for, requested_placement
+    from ..planning.memory_model import SystemMemory, disk_plan, obstacles, requirements
     from ..utils.native_libraries import native_status
     from .tables import requirements_table
 
-    shape = load_shape(args.model, device=config.device, dtype=config.dtype, hub=hub_of(config), reach=args.context)
+    shape = load_shape(
+        args.model, device=config.device, dtype=config.dtype, hub=hub_of(config), max_model_len=args.context
+    )
     disk, geometry = disk_plan(config, shape), shape.geometry
-    machine = Machine.here(config.host_memory, shape.device, None if disk is None else disk.limit)
+    machine = SystemMemory.here(config.host_memory, shape.device, None if disk is None else disk.limit)
     plan = None if config.device_memory is None else plan_for(config, shape)
-    shape = shape.placed(asked_placement(config, shape)) if plan is None else plan.costs.shape
+    shape = shape.placed(requested_placement(config, shape)) if plan is None else plan.costs.shape
     costs, placement = (costs_for(config, shape), shape.placement) if plan is None else (plan.costs, plan.placement)
     # One sequence needs the graph of its length bucket and those of the smaller buckets, each half the size.
     graphs = min(2, most_graphs(config, shape.device, streams=bool(placement)))
     needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, args.context, graphs)
     Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk, shape))
     found, notes = obstacles(needed, machine, shape.host_bytes if plan is None else plan.host_bytes), []
-    if locate(args.model).gguf is not None:
-        notes.append(f"Of a GGUF file: {UNPACKED}.")
+    if find_source(args.model).gguf is not None:
+        notes.append(f"Note: {GGUF_NOTE}.")
     if args.context > geometry.max_positions:
         length = f"The context length of the model is {geometry.max_positions:,} tokens"
         if geometry.absolute_positions:

@@ -9,8 +9,7 @@ from rich.table import Table
 from ..models.shape import ModelShape
 from ..outputs import Stats
 from ..planning.device_plan import DevicePlan
-from ..planning.disk_plan import DiskPlan
-from ..planning.memory_model import Machine, Requirements
+from ..planning.memory_model import DiskPlan, Requirements, SystemMemory
 from ..utils.units import format_size
 
 if TYPE_CHECKING:
@@ -205,7 +204,7 @@ def _plan_rows(plan: DevicePlan) -> Rows:
     keys = "on the host" if plan.keys_on_host else "on the device" if costs.demand.key_bytes else "none"
     streamed = ", ".join(map(str, plan.streamed))
     streamed += f" ({format_size(plan.streamed_bytes)} in host memory)" if streamed else "none"
-    rows = costs.link_bytes(plan.context)
+    rows = costs.h2d_bytes(plan.context)
     return [
         ("plan: device limit", format_size(plan.limit)),
         ("plan: resident layers", f"{layers - len(plan.streamed)} of {layers}"),
@@ -220,7 +219,7 @@ def requirements_table(
     model: str,
     policy: str,
     needed: Requirements,
-    machine: Machine,
+    machine: SystemMemory,
     plan: DevicePlan | None = None,
     disk: DiskPlan | None = None,
     shape: ModelShape | None = None,

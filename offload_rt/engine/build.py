@@ -20,11 +20,10 @@ from ..kv_cache.machine import memory_limit
 from ..kv_cache.pool import HostPool
 from ..models.checkpoint import resolve_device
 from ..models.loading import LoadedModel, load_model
-from ..models.location import hub_of
-from ..models.placement import ON_DEVICE, Placement
 from ..models.shape import load_shape
-from ..planning.device_plan import DevicePlan, plan_for
-from ..planning.weight_placement import asked_placement
+from ..models.source import hub_of
+from ..models.weights import ON_DEVICE, Placement
+from ..planning.device_plan import DevicePlan, plan_for, requested_placement
 from ..policies.base import Policy
 from ..policies.registry import ArtifactLoader, make_policy, options_class
 from ..skewing.artifact import SkewArtifact
@@ -74,7 +73,7 @@ def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBas
         placement=placement,
         verify=config.verify,
         hub=hub_of(config),
-        reach=config.max_model_len,
+        max_model_len=config.max_model_len,
     )
     options = default_options(config.skew, config.policy, config.policy_options, loaded.fingerprint)
     config = replace(config, policy_options=options)
@@ -119,7 +118,7 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
         dtype=own.dtype,
         verify=own.verify,
         hub=hub_of(own),
-        reach=own.max_model_len,
+        max_model_len=own.max_model_len,
     )
     check_same_tokens(loaded, small)
     share = 1 / (1 + loaded.adapter.geometry.kv_bytes(1, dtype) / small.adapter.geometry.kv_bytes(1, dtype))
@@ -164,9 +163,11 @@ def _plan(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placem
     if config.device_memory is None and config.experts_on_device is None and not config.embedding_on_host:
         return None, ON_DEVICE
     options = default_options(config.skew, config.policy, config.policy_options, fingerprint=None)
-    shape = load_shape(model, device=config.device, dtype=config.dtype, hub=hub_of(config), reach=config.max_model_len)
+    shape = load_shape(
+        model, device=config.device, dtype=config.dtype, hub=hub_of(config), max_model_len=config.max_model_len
+    )
     if config.device_memory is None:
-        return None, asked_placement(config, shape)
+        return None, requested_placement(config, shape)
     plan = plan_for(replace(config, policy_options=options), shape)
     return plan, plan.placement
 

@@ -80,7 +80,7 @@ class Accounting:
         """Bytes of weights on the device, including buffers for streamed weights."""
         if self._weights is None:
             return self._weight_bytes
-        return self._weight_bytes - self._weights.numbers + self._weights.device_bytes
+        return self._weight_bytes - self._weights.host_bytes + self._weights.device_bytes
 
     @property
     def _weight_bytes(self) -> int:

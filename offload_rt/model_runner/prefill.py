@@ -13,7 +13,7 @@ import torch
 from ..core import KVPart
 from ..kernels.causal_blocks import BlockedAttention
 from ..models.adapter import ModelAdapter
-from ..models.exact_layer import keys_and_values, residual_after_attention, slices_of
+from ..models.full_attention import keys_and_values, residual_after_attention, slices_of
 from ..policies.base import PolicyState
 from ..transfer.link import KVStorage, PrefilledLayer
 from .sequence import Sequence

@@ -9,7 +9,7 @@ import torch
 from ..core import KVPart
 from ..kernels.causal_blocks import BlockedAttention
 from ..models.adapter import ModelAdapter
-from ..models.exact_layer import attend_layer
+from ..models.full_attention import attend_layer
 from ..policies.base import Policy
 from ..transfer.link import KVStorage, PrefilledLayer
 from .prefill import go_through, learn

@@ -6,45 +6,44 @@ calls the modules of a loaded transformers model (norms, projections, rotary emb
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 
 from ..core import ModelGeometry
+from ..errors import ModelError
 
 
-class ModelAdapter(Protocol):
+class ModelAdapter(ABC):
     """The layers of one decoder-only transformer.
 
-    All tensors are on the model's device and in its dtype unless noted. No method needs gradients or modifies its
-    arguments.
+    Layers are attention layers, numbered from 0. All tensors are on the model's device and in its dtype unless noted.
+    No method needs gradients or modifies its arguments.
+
+    Attributes:
+        geometry: Shapes, scales and windows.
+        dtype: Dtype of hidden states, queries, keys and values.
+        device: Device of the hidden states.
     """
 
-    @property
-    def geometry(self) -> ModelGeometry:
-        """Shapes, scales and windows."""
-        ...
+    def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> None:
+        self.geometry = geometry
+        self.dtype = dtype
+        self.device = device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of hidden states, queries, keys and values."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the hidden states."""
-        ...
-
+    @abstractmethod
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the input of layer 0, `[T, D]`, for token ids `[T]` at positions `[T]` (both int64)."""
-        ...
+        """Return the input of layer 0, `[T, D]`, for token ids `[T]` at positions `[T]` (both int64).
 
+        The caller must check that positions are below `geometry.max_positions` if they are absolute.
+        """
+
+    @abstractmethod
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Return the input `[T, D]` of the q, k and v projections, given the layer's input `[T, D]`.
 
         This is the normed input, or the input itself if the model normalises after attention (OPT-350m).
         """
-        ...
 
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
@@ -53,17 +52,17 @@ class ModelAdapter(Protocol):
 
         The attention scale is not applied to q; it is `geometry.scales[layer]`.
         """
-        ...
+        return self.query(layer, attention_input, positions), *self.key_value(layer, attention_input, positions)
 
+    @abstractmethod
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return only q of `qkv`, `[H, T, d]`, for prefill slices and KV speculation (paper §4.3)."""
-        ...
 
+    @abstractmethod
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return only k and v of `qkv`, each `[Hkv, T, d]`."""
-        ...
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
         """Return keys k `[Hkv, n, d]` moved `offset` positions later. Only for relative positions (RoPE).
@@ -73,27 +72,72 @@ class ModelAdapter(Protocol):
         Raises:
             ModelError: The model uses absolute positions.
         """
-        ...
+        raise ModelError("this model has absolute positions: cached keys cannot be moved to others")
 
     def sinks(self, layer: int) -> torch.Tensor | None:
         """Return the learned sink score of each head, `[H]` in float32 or wider, or None if the model has no sinks.
 
         A sink takes a share of the softmax but has no value. Its score is not scaled.
         """
-        ...
+        return None
 
+    @abstractmethod
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the residual stream `[T, D]` after the layer's attention.
 
         Adds the output projection of `attended` `[T, H * d]` to the layer's input `hidden` `[T, D]`, and applies a norm
-        if the model has one there.
+        if the model has one there. If attention and MLP run in parallel, the MLP is already included.
         """
-        ...
 
+    @abstractmethod
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
         """Return the layer's output `[T, D]` from the residual stream after its attention `[T, D]`."""
-        ...
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits `[T, V]` in float32 or wider from the last layer's output `[T, D]`.
+
+        Applies the final norm, the head and soft-capping.
+        """
+
+
+class ForwardingAdapter(ModelAdapter):
+    """Adapter that forwards every call to `inner`. Subclasses override single methods."""
+
+    def __init__(self, inner: ModelAdapter) -> None:
+        super().__init__(inner.geometry, inner.dtype, inner.device)
+        self._inner = inner
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._inner.embed(tokens, positions)
+
+    def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        return self._inner.attention_input(layer, hidden)
+
+    def qkv(
+        self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._inner.qkv(layer, attention_input, positions)
+
+    def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._inner.query(layer, attention_input, positions)
+
+    def key_value(
+        self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._inner.key_value(layer, attention_input, positions)
+
+    def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
+        return self._inner.rotate_keys(layer, k, offset)
+
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        return self._inner.sinks(layer)
+
+    def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return self._inner.after_attention(layer, hidden, attended)
+
+    def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
+        return self._inner.mlp(layer, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits `[T, V]` from the last layer's output `[T, D]` (final norm, head, soft-capping)."""
-        ...
+        return self._inner.logits(hidden)

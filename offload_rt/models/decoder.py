@@ -1,13 +1,13 @@
 """The adapter of most decoders (Llama and similar models), recognised by modules and configuration.
 
-This module handles geometry, embedding and head. Variants are handled in `decoder_layer` (norms, residual stream),
-`projections` and `rotary`. Unrecognised models are refused with a `ModelError.reason`.
+This module handles geometry, embedding and head; `decoder_layer` and `rotary` handle the rest. Unrecognised models are
+refused with a `ModelError.reason`.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -15,12 +15,10 @@ from torch import nn
 
 from ..core import ModelGeometry
 from ..errors import ModelError
-from .base import BaseAdapter
-from .decoder_layer import DecoderLayer
-from .growth import growth_of
-from .projections import Projections, first_of, refuse_unused
+from .adapter import ModelAdapter
+from .decoder_layer import DecoderLayer, Projections, first_of, refuse_unused
+from .multimodal import text_config, text_decoder
 from .rotary import Rotary, refuse_length_dependent
-from .text_part import text_config, text_decoder
 from .weights import decoder_layers
 
 _FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
@@ -31,7 +29,32 @@ _ROTATED_WHERE_SLIDING = ("Cohere2Model", "Exaone4Model")
 """Decoders whose full-attention layers have no rotary positions."""
 
 
-class DecoderAdapter(BaseAdapter):
+@dataclass(frozen=True)
+class AttentionTemperature:
+    """Attention temperature scaling of one layer, which keeps attention over long texts as sharp as over short ones.
+
+    Queries are multiplied by 1 + rate log(1 + floor((position + first) / step)).
+    """
+
+    rate: float
+    step: float
+    first: int
+
+    @classmethod
+    def of(cls, attention: Any, config: Any) -> AttentionTemperature | None:
+        """Return the scaling of a layer, or None. Llama 4 has it in layers without RoPE, Ministral 3 in all layers."""
+        if getattr(config, "attn_temperature_tuning", False):
+            return None if attention.use_rope else cls(float(attention.attn_scale), float(attention.floor_scale), 1)
+        rope = config.rope_parameters
+        rate = rope.get("llama_4_scaling_beta")
+        return None if rate is None else cls(float(rate), float(rope["original_max_position_embeddings"]), 0)
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the float32 factors `[T]` for positions `[T]`."""
+        return 1 + self.rate * torch.log1p(torch.floor((positions.float() + self.first) / self.step))
+
+
+class DecoderAdapter(ModelAdapter):
     """`ModelAdapter` for a transformers decoder with rotary positions. Calls its modules except attention."""
 
     def __init__(self, model: Any) -> None:
@@ -39,10 +62,10 @@ class DecoderAdapter(BaseAdapter):
         layers = decoder_layers(model)
         self._layers = [DecoderLayer(layer) for layer in layers]
         attentions = [layer.attention for layer in self._layers]
-        _refuse_what_cannot_run(model, config, decoder, attentions)
+        _refuse_unsupported(model, config, decoder, len(layers))
         self._embedding = model.get_input_embeddings()
         self._multiplier = float(getattr(decoder, "embedding_multiplier", 1.0))
-        self._growth = [growth_of(attention, config) for attention in attentions]
+        self._temperatures = [AttentionTemperature.of(attention, config) for attention in attentions]
         self._norm = first_of(decoder, _FINAL_NORM)
         self._head = model.get_output_embeddings()
         self._logit_factor = _logit_factor(model.config)
@@ -55,9 +78,10 @@ class DecoderAdapter(BaseAdapter):
         named = list(decoder.named_children())
         stacks = [name for name, child in named if isinstance(child, nn.ModuleList)][:1]
         refuse_unused(decoder, [*stacks, *(name for name, child in named if any(child is each for each in known))])
-        super().__init__(self._measure(config, decoder, attentions), self._embedding.weight)
+        weight = self._embedding.weight
+        super().__init__(self._geometry_of(config, decoder, attentions), weight.dtype, weight.device)
 
-    def _measure(self, config: Any, decoder: Any, attentions: list[Any]) -> ModelGeometry:
+    def _geometry_of(self, config: Any, decoder: Any, attentions: list[Any]) -> ModelGeometry:
         first = self._projections[0]
         return ModelGeometry(
             layers=len(attentions),
@@ -78,90 +102,81 @@ class DecoderAdapter(BaseAdapter):
         )
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return embeddings `[T, D]` of token ids `[T]`. Positions are applied in `qkv`."""
         hidden: torch.Tensor = self._embedding(tokens)
         return hidden if self._multiplier == 1 else hidden * self._multiplier
 
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the layer's input `[T, D]`, normed if the layer has a norm before attention."""
         return self._layers[layer].attention_input(hidden)
 
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q `[H, T, d]`, k `[Hkv, T, d]` and v `[Hkv, T, d]` at positions `[T]`. q is not scaled."""
         q, k, v = self._projections[layer].qkv(attention_input)
         return self._turned_query(layer, q, positions), self._turned(layer, k, positions), v
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return q `[H, T, d]` of `qkv`."""
         return self._turned_query(layer, self._projections[layer].query(attention_input), positions)
 
     def _turned(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate queries or keys `[heads, T, d]`, and apply the norm after rotation if there is one."""
-        return self._projections[layer].normed_behind(self._rotary.rotate(layer, x, positions))
+        return self._projections[layer].normed_after_rotation(self._rotary.rotate(layer, x, positions))
 
     def _turned_query(self, layer: int, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate q `[H, T, d]` and apply attention temperature scaling if the model has it."""
-        turned, growth = self._turned(layer, q, positions), self._growth[layer]
-        return turned if growth is None else turned * growth.at(positions).to(q.dtype)[:, None]
+        turned, temperature = self._turned(layer, q, positions), self._temperatures[layer]
+        return turned if temperature is None else turned * temperature.at(positions).to(q.dtype)[:, None]
 
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return k and v of `qkv`, each `[Hkv, T, d]`."""
         k, v = self._projections[layer].key_value(attention_input)
         return self._turned(layer, k, positions), v
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        """Rotate cached keys `[Hkv, n, d]` of a layer by `offset` positions."""
         return self._rotary.rotate_by(layer, k, offset)
 
     def sinks(self, layer: int) -> torch.Tensor | None:
-        """Return the layer's attention sinks `[H]`, or None."""
         return self._sinks[layer]
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream `[T, D]` from the layer's input `[T, D]` and `attended` `[T, H * d]`.
-
-        If attention and MLP run in parallel, the MLP is already included.
-        """
         return self._layers[layer].after_attention(hidden, self._projections[layer].output(attended))
 
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output `[T, D]` from the residual stream after its attention."""
         return self._layers[layer].mlp(residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits `[T, V]` of the last layer's output `[T, D]`."""
         logits: torch.Tensor = self._head(self._norm(hidden))
         if self._logit_factor != 1:
             logits = logits * self._logit_factor
         if self._logit_cap is not None:
             logits = (logits / self._logit_cap).tanh() * self._logit_cap
-        return self._widen(logits)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _refuse_what_cannot_run(model: Any, config: Any, decoder: Any, attentions: list[Any]) -> None:
+def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: int) -> None:
     """Raise ModelError if the model has features that this adapter does not support."""
     name = type(model).__name__
     if getattr(config, "alibi", False) or hasattr(decoder, "build_alibi_tensor"):
         raise ModelError(
-            f"{name} tells positions by a bias on its attention scores (ALiBi), which no kernel here adds; supported "
-            "are rotary positions and tables of learned ones",
+            f"{name} encodes positions as a bias on attention scores (ALiBi), which is not supported; rotary and "
+            "learned positions are",
             reason="alibi",
         )
     if getattr(config, "use_bidirectional_attention", None):
-        raise ModelError(f"{name} attends to later tokens too; only causal decoders run", reason="bidirectional")
+        raise ModelError(
+            f"{name} also attends to later tokens; only causal decoders are supported", reason="bidirectional"
+        )
     if getattr(decoder, "rotary_emb", None) is None:
-        raise ModelError(f"{name} has no rotary positions (rotary_emb) and no adapter of its own", reason="positions")
+        raise ModelError(f"{name} has no rotary positions (rotary_emb) and no registered adapter", reason="positions")
     for kind in _declared(config, "layer_types") or []:
         if kind not in _KINDS_OF_LAYERS:
-            raise ModelError(f"{name} has layers of the kind {kind!r}, which is not known", reason="layer_type")
+            raise ModelError(f"{name} has layers of type {kind!r}, which is not supported", reason="layer_type")
     rope_type = getattr(decoder.rotary_emb, "rope_type", "default")
     refuse_length_dependent(tuple(rope_type.values()) if isinstance(rope_type, dict) else (rope_type,))
-    if len(attentions) != config.num_hidden_layers:
-        raise ModelError(f"{name} has {len(attentions)} layers, not {config.num_hidden_layers}", reason="modules")
+    if layers != config.num_hidden_layers:
+        raise ModelError(
+            f"{name} has {layers} decoder layers; its configuration has {config.num_hidden_layers}", reason="modules"
+        )
 
 
 def _heads(config: Any, attention: Any) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Digest a model's architecture, configuration and weights.
+"""Identify a model: a digest of its configuration and weights, its cache on disk, and changes to weights in use.
 
 Skew artifacts, the calibration cache and stored KV are only valid for one model. They identify it by this digest.
 """
@@ -7,19 +7,42 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
+import re
+import secrets
+import time
 from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from torch import nn
 
-from .packed import packing_of, tensors_of
-from .text_part import is_of, other_parts, text_config
+from ..errors import ModelError
+from ..utils.native_code import user_cache
+from ..utils.private_files import make_private_folder, open_private
+from ..utils.small_files import read_json, read_small
+from .linear import packing_of, tensors_of
+from .multimodal import belongs_to, text_config, unused_modules
+from .source import ModelSource
 
 VERSION = 3
 _BLOCK_ELEMENTS = 1 << 20
 """Number of elements digested at a time, so that copies stay in the CPU cache."""
+
+_INDEX = "model.safetensors.index.json"
+_SETTLED_SECONDS = 2.0
+"""Minimum age of a file before its fingerprint is cached. File systems have a time resolution of up to one second or
+more, so a later change of a younger file could leave its times unchanged."""
+
+_SAMPLES = 16
+"""Maximum number of compared elements per weight. Changes through `.data`, which PEFT uses to merge adapters, do not
+increase a tensor's version counter, but they change the whole matrix."""
+
+_log = logging.getLogger(__name__)
 
 _NEUTRAL = frozenset(
     {
@@ -36,34 +59,36 @@ def fingerprint(model: Any) -> str:
     """Return the digest of a loaded transformers model as 64 hexadecimal digits.
 
     The digest covers the class, all configuration entries except `_NEUTRAL`, and the name, shape and elements of every
-    weight. Only the text decoder of a multimodal model is covered.
+    weight. Only the language model of a multimodal model is covered.
 
     The digest does not depend on the device or the checkpoint's file layout. It does not depend on the dtype either, if
     that dtype represents the weights exactly: a bfloat16 checkpoint loaded in float32 has the same digest. Data that
     depends on the compute dtype, such as stored KV, must record that dtype in addition.
     """
     digest = hashlib.sha256(f"offload-rt model {VERSION}\n{_architecture(model)}\n".encode())
-    weights = dict(model.named_parameters())
-    if packing_of(model) is not None:  # some formats keep packed numbers in buffers
-        weights |= dict(model.named_buffers())
-    others = other_parts(model)
-    for name, weight in sorted(weights.items()):
-        if not any(is_of(part, name) for part in others):
+    unused = unused_modules(model)
+    for name, weight in sorted(_weights(model).items()):
+        if not any(belongs_to(module, name) for module in unused):
             digest.update(f"{name} {tuple(weight.shape)}\n".encode())
             for tensor in tensors_of(weight):
                 digest.update(_digest(tensor.detach()))
     return digest.hexdigest()
 
 
+def _weights(model: Any) -> dict[str, torch.Tensor]:
+    """Return all weights by name. Buffers are included for packed models, because some formats keep numbers there."""
+    buffers = {} if packing_of(model) is None else dict(model.named_buffers())
+    return {**dict(model.named_parameters()), **buffers}
+
+
 def _architecture(model: nn.Module) -> str:
     """Return the model's class and configuration as canonical JSON."""
     config: Any = text_config(model.config)
-    said = {key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")}
+    stated = {key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")}
     if packing_of(model) is None:  # irrelevant once the weights are unpacked
-        said.pop("quantization_config", None)
-    entries = {key: _canonical(value) for key, value in said.items()}
-    entries = {key: value for key, value in entries.items() if value is not None}
-    return json.dumps({"architecture": type(model).__name__, "config": entries}, sort_keys=True, default=str)
+        stated.pop("quantization_config", None)
+    entries = {"architecture": type(model).__name__, "config": _canonical(stated)}
+    return json.dumps(entries, sort_keys=True, default=str)
 
 
 def _canonical(value: Any) -> Any:
@@ -108,3 +133,140 @@ def _blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 def _bytes(block: torch.Tensor) -> memoryview:
     return block.contiguous().view(torch.uint8).numpy().data
+
+
+def cache_folder() -> Path:
+    """Return the folder of cached per-model results.
+
+    It is `$OFFLOAD_RT_CACHE` if set, else `$XDG_CACHE_HOME/offload-rt` or `~/.cache/offload-rt`.
+    """
+    own = os.environ.get("OFFLOAD_RT_CACHE")
+    return Path(own) if own else user_cache()
+
+
+class FingerprintCache:
+    """Cached fingerprint of one checkpoint. Create the object before the weights are read.
+
+    The key of an entry is a digest of everything that determines the weights: name, device, inode, size, mtime and
+    ctime of each checkpoint file, the configuration, the shape and dtype of each weight, and the versions of the
+    libraries that read them. An entry is read or written only if no file has changed since this object was created.
+    Hub checkpoints and checkpoints with remote code are digested on every load.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+        self._files = _identities(source)
+
+    def fingerprint(self, model: Any) -> str:
+        """Return `fingerprint(model)`, from the cache if possible. `model` must have been read from the checkpoint."""
+        if self._files is None or self._files != _identities(self._source):
+            return fingerprint(model)
+        entry = cache_folder() / "fingerprints" / _key(model, self._files)
+        if (known := _read(entry)) is not None:
+            return known
+        found = fingerprint(model)
+        if self._files == _identities(self._source) and _settled(self._files):
+            _write(entry, found)
+        return found
+
+
+def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
+    """Return name, device, inode, size, mtime and ctime of each file that may contain weights.
+
+    Return None if the files cannot be determined, or if remote code or a PEFT adapter may change the weights.
+    """
+    folder = source.folder
+    if folder is None or source.hub.trust_remote_code or (folder / "adapter_config.json").exists():
+        return None
+    try:
+        if source.gguf is not None:
+            paths = {folder / source.gguf}
+        else:
+            paths = {path for path in folder.iterdir() if path.is_file()}
+            if (index := folder / _INDEX).exists():  # may refer to files in other folders
+                paths |= {folder / shard for shard in read_json(index)["weight_map"].values()}
+        return [_identity(path) for path in sorted(paths)]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None  # reading the weights reports the error
+
+
+def _identity(path: Path) -> tuple[Any, ...]:
+    status = path.stat()
+    # Copying or restoring a file can preserve its mtime, but not its ctime.
+    return path.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _settled(files: list[tuple[Any, ...]]) -> bool:
+    """Return whether all files are old enough that a later change would alter their times."""
+    newest = max(int(changed) for each in files for changed in each[-2:])
+    return newest < time.time_ns() - _SETTLED_SECONDS * 1e9
+
+
+def _key(model: Any, files: list[tuple[Any, ...]]) -> str:
+    """Return the cache key of a model that was read from `files`."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    inputs = {
+        "versions": [VERSION, *(version(package) for package in ("offload-rt", "transformers", "torch"))],
+        "files": files,
+        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "config": model.config.to_dict(),
+        "weights": [(name, type(each).__name__, list(each.shape), str(each.dtype)) for name, each in named],
+    }
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _read(entry: Path) -> str | None:
+    try:
+        text = read_small(entry, 100).decode()
+    except (OSError, ValueError):
+        return None
+    return text if re.fullmatch("[0-9a-f]{64}", text) else None
+
+
+def _write(entry: Path, text: str) -> None:
+    temporary = entry.with_name(f"{entry.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        make_private_folder(entry.parent)
+        try:
+            with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
+                file.write(text)
+            os.replace(temporary, entry)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("the model's fingerprint could not be cached, so the next load computes it again: %s", error)
+
+
+class LiveWeights:
+    """Detects changes to the weights of a model that the caller owns, by an optimizer or a LoRA merge for example."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._modules = list(model.modules())
+        self._changes = 0
+        self._seen = self._state()
+
+    def changes(self) -> int:
+        """Return the number of calls so far that found changed weights. Raises ModelError if a module was replaced."""
+        if (seen := self._state()) != self._seen:
+            self._seen, self._changes = seen, self._changes + 1
+        return self._changes
+
+    @torch.no_grad()
+    def _state(self) -> tuple[Any, ...]:
+        modules = list(self._model.modules())
+        if len(modules) != len(self._modules) or any(a is not b for a, b in zip(modules, self._modules, strict=True)):
+            raise ModelError(
+                "a module of the model was replaced while the model is in use; create a new LLM from the changed model"
+            )
+        held = [tensor for weight in _weights(self._model).values() for tensor in tensors_of(weight)]
+        places = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in held]
+        samples = [_sample(each.detach()) for each in held]
+        return places, torch.cat(samples).cpu().numpy().tobytes()  # one copy to the host
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of up to `_SAMPLES` elements spread over the tensor."""
+    rows = weight.reshape(1, -1) if weight.dim() < 2 else weight
+    step_down, step_right = (max(1, -(-length // 4)) for length in (len(rows), rows.shape[-1]))
+    return rows[::step_down, ..., ::step_right].reshape(-1)[:_SAMPLES].contiguous().view(torch.uint8)

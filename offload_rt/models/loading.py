@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from ..sampling_params import SamplingParams
 from ..utils.openmp import stop_spinning
 from .adapter import ModelAdapter
 from .checkpoint import (
+    MERGE,
     architecture_of,
     build_skeleton,
     one_error,
@@ -26,24 +28,27 @@ from .checkpoint import (
     resolve_device,
     resolve_dtype,
 )
-from .fingerprint import fingerprint
-from .fingerprint_cache import FingerprintCache
-from .given import as_given
-from .host_embedding import HostEmbedding
-from .live_weights import LiveWeights
-from .location import OPEN, Hub, Location, locate
-from .packed import keep_layout
-from .placement import ON_DEVICE, Placement, lone_embedding
-from .proof import prove, prove_once
-from .reach import hold_frequencies
-from .registry import adapter_for, architectures, refuse_unproved
-from .row_linear import use_row_linear
-from .sampling_defaults import sampling_defaults
-from .text_part import is_multimodal, text_config
-from .weights import decoder_layers, place_weights, weight_bytes
+from .fingerprint import FingerprintCache, LiveWeights, fingerprint
+from .linear import GGUF_NOTE, packing, packing_of, use_backends
+from .multimodal import is_multimodal, text_config
+from .registry import adapter_for, architectures, refuse_unverified
+from .rotary import fix_rope_scaling
+from .source import DEFAULT_HUB, Hub, ModelSource, find_source
+from .verification import verify_model, verify_once
+from .weights import ON_DEVICE, HostEmbedding, Placement, decoder_layers, lone_embedding, place_weights, weight_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Sampling parameters: name in transformers and in `SamplingParams`. As in vLLM, `do_sample` is ignored."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +85,8 @@ class LoadedModel:
         """Raise ModelError if the weights are not those of the fingerprint, which stored sessions are named by."""
         if self.weights_provenance():
             raise ModelError(
-                "the model's weights were changed since this LLM was made, and its sessions belong to the weights "
-                "before; close them and make another LLM of the changed model"
+                "the model's weights were changed after this LLM was created, and its sessions belong to the previous "
+                "weights; close them, and create a new LLM from the changed model"
             )
 
 
@@ -93,8 +98,8 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     placement: Placement = ON_DEVICE,
     verify: Verify = "auto",
-    hub: Hub = OPEN,
-    reach: int | None = None,
+    hub: Hub = DEFAULT_HUB,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Load a model, or prepare a loaded transformers model.
 
@@ -103,10 +108,12 @@ def load_model(
             ("model.gguf", a folder that holds one, or "owner/name/file.gguf" on the hub). A loaded model is put into
             eval mode and keeps its device and dtype.
         tokenizer: A tokenizer, or a name or folder to read one from. None reads the checkpoint's own, if it has one.
+        device: As in `EngineConfig`.
+        dtype: As in `EngineConfig`, or a torch dtype.
         placement: Weights that stay in host memory. They must be copied to the device before they can run.
         verify: As in `EngineConfig`. Weights in host memory are verified there.
         hub: Options for fetching the checkpoint and a named tokenizer.
-        reach: Length of the longest text in tokens, for `hold_frequencies`.
+        max_model_len: Length of the longest text in tokens, for `fix_rope_scaling`.
 
     Raises:
         ModelError: The model is unsupported, missing, incomplete or damaged, or fails verification.
@@ -114,128 +121,165 @@ def load_model(
         MemoryLimitError: The device does not have enough memory.
     """
     stop_spinning()
+    source, identify = None, fingerprint
     if isinstance(model, (str, os.PathLike)):
-        checkpoint = _read_checkpoint(model, resolve_device(device), dtype, placement, verify, hub, reach)
+        source, name, target = find_source(model, hub), os.fspath(model), resolve_device(device)
+        identify = FingerprintCache(source).fingerprint
+        model = _read_checkpoint(source, target, dtype, placement, verify, max_model_len)
     else:
-        loaded = as_given(model, str(device), str(dtype).removeprefix("torch."), placement, verify)
-        name = getattr(model.config, "name_or_path", "") or type(model).__name__
-        checkpoint = _Checkpoint(loaded, name, loaded.device, None)
+        _prepare_loaded(model, str(device), str(dtype).removeprefix("torch."), placement, verify)
+        name, target = getattr(model.config, "name_or_path", "") or type(model).__name__, model.device
     if tokenizer is not None:
-        used = _given_tokenizer(tokenizer, hub)
-    else:
-        used = read_tokenizer(checkpoint.location) if checkpoint.location is not None else None
-    return _prepared(checkpoint, used, placement, verify)
-
-
-@dataclass(frozen=True, eq=False)
-class _Checkpoint:
-    """A model with its weights. Without a location, the caller loaded it."""
-
-    model: PreTrainedModel
-    name: str
-    device: torch.device
-    location: Location | None
+        tokenizer = _given_tokenizer(tokenizer, hub)
+    elif source is not None:
+        tokenizer = read_tokenizer(source)
+    with nullcontext() if source is None else one_error(f"the checkpoint {name!r} is not a valid model"):
+        loaded = _verify(model, name, tokenizer, verify, identify)
+        if source is None:
+            return replace(loaded, live=LiveWeights(model))
+        return _place(loaded, model, target, placement) if placement else loaded
 
 
 def _read_checkpoint(
-    model: str | os.PathLike[str],
+    source: ModelSource,
     device: torch.device,
     dtype: str | torch.dtype,
     placement: Placement,
     verify: Verify,
-    hub: Hub,
-    reach: int | None,
-) -> _Checkpoint:
+    max_model_len: int | None,
+) -> PreTrainedModel:
     """Read the weights. Arguments and errors are those of `load_model`."""
-    location = locate(model, hub)
-    config = read_config(location, architectures())
-    _refuse_early(location, config, verify, reach)
-    landing = torch.device("cpu") if placement else device
-    loaded = read_weights(location, config, landing, resolve_dtype(dtype, location, config, device))
-    hold_frequencies(loaded, reach)
+    config = read_config(source)
+    _refuse_early(source, config, verify, max_model_len)
+    landing, moved = torch.device("cpu") if placement else device, bool(placement)
+    loaded = read_weights(source, config, landing, resolve_dtype(dtype, source, config, device), moved=moved)
+    fix_rope_scaling(loaded, max_model_len)
+    use_backends(loaded, device)
+    return loaded
+
+
+def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify, max_model_len: int | None) -> None:
+    """Raise ModelError before the weights are read if an unregistered or multimodal checkpoint cannot run."""
+    name = architecture_of(config)
+    refuse_unverified(name, verify)
+    if name not in architectures() or is_multimodal(config):
+        skeleton = build_skeleton(source, config, torch.float32)
+        fix_rope_scaling(skeleton, max_model_len)
+        adapter_for(skeleton)
+
+
+def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: Placement, verify: Verify) -> None:
+    """Put a loaded model into eval mode. Raise ConfigError or ModelError if it cannot run as it is."""
     if placement:
-        keep_layout(loaded)
-    if device.type == "cpu":
-        use_row_linear(loaded)
-    return _Checkpoint(loaded, os.fspath(model), device, location)
+        raise ConfigError(
+            "weights of a loaded model cannot be placed in host memory, which device_memory, experts_on_device or "
+            "embedding_on_host requires here: pass the model's folder or hub id instead"
+        )
+    check_loaded(model, device, dtype)
+    refuse_unverified(type(model).__name__, verify)
+    if packing(model.config) == "gguf" and packing_of(model) is None:
+        warnings.warn(GGUF_NOTE, stacklevel=3)
+    model.train(False)
 
 
-def _prepared(
-    checkpoint: _Checkpoint, tokenizer: PreTrainedTokenizerBase | None, placement: Placement, verify: Verify
-) -> LoadedModel:
-    """Verify the model and place its weights. Raise ModelError, MemoryLimitError."""
-    model, location = checkpoint.model, checkpoint.location
-    given = location is None
-    identify = fingerprint if location is None else FingerprintCache(location).fingerprint
-    with nullcontext() if given else one_error(f"the checkpoint {checkpoint.name!r} says what no model can be"):
-        identity, size, embedding = _proved(model, verify, identify), weight_bytes(model), None
-        if placement:
-            place_weights(model, checkpoint.device, placement)
-            embedding = _keep_embedding(model, checkpoint.device) if placement.embedding else None
-        return LoadedModel(
-            adapter=adapter_for(model),
-            tokenizer=tokenizer,
-            fingerprint=identity,
-            name=checkpoint.name,
-            eos_token_ids=_eos_token_ids(model, tokenizer),
-            weight_bytes=size,
-            layers=tuple(decoder_layers(model)),
-            sampling=sampling_defaults(getattr(model, "generation_config", None)),
-            embedding=embedding,
-            live=LiveWeights(model) if given else None,
+def check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
+    """Raise ModelError if a loaded model cannot run as it is, or differs from the requested device or dtype.
+
+    Raises ConfigError if it is not a loaded transformers model.
+    """
+    if not (hasattr(model, "config") and hasattr(model, "device")):
+        raise ConfigError(
+            f"model={model!r:.80} has type {type(model).__name__}; expected the name of a shipped model, a folder, a "
+            "GGUF file, a hub id or a loaded transformers model"
+        )
+    if getattr(model, "_hf_peft_config_loaded", False) or type(model).__module__.partition(".")[0] == "peft":
+        raise ModelError(f"the model has PEFT adapters; {MERGE}", reason="peft")
+    places = sorted({str(weight.device) for weight in model.parameters()})
+    if len(places) > 1 or places == ["meta"]:
+        raise ModelError(
+            f"the weights are on {', '.join(places)}; they must be on one device: load the model without device_map"
+        )
+    actual = str(next(model.parameters()).dtype).removeprefix("torch.")
+    if device not in ("auto", places[0], places[0].partition(":")[0]) or dtype not in ("auto", actual):
+        raise ModelError(
+            f"the loaded model is on {places[0]} in {actual}; to run it on {device} in {dtype}, "
+            "move it first (model.to(...)) or pass its folder"
         )
 
 
-def _proved(model: Any, verify: Verify, identify: Callable[[Any], str]) -> str:
-    """Return the fingerprint of a model after the verification that `verify` requests. Raises ModelError."""
-    adapter = adapter_for(model)  # refuses strange models before anything else looks at them
+def _verify(
+    model: Any,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    verify: Verify,
+    identify: Callable[[Any], str],
+) -> LoadedModel:
+    """Return a model after the verification that `verify` requests. `identify` returns its fingerprint."""
+    adapter = adapter_for(model)  # refuses unsupported models before their weights are digested
     identity = identify(model)
-    if verify == "always" or (verify == "auto" and not _is_of_transformers(model)):
-        prove(model, adapter)
+    own_code = not type(model).__module__.startswith("transformers.")  # may change after it was verified
+    if verify == "always" or (verify == "auto" and own_code):
+        verify_model(model, adapter)
     elif verify == "auto":
-        prove_once(model, adapter, identity)
-    return identity
+        verify_once(model, adapter, identity)
+    return LoadedModel(
+        adapter=adapter,
+        tokenizer=tokenizer,
+        fingerprint=identity,
+        name=name,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        weight_bytes=weight_bytes(model),
+        layers=tuple(decoder_layers(model)),
+        sampling=sampling_defaults(getattr(model, "generation_config", None)),
+    )
 
 
-def _keep_embedding(model: Any, device: torch.device) -> HostEmbedding:
-    """Replace the embedding of `model` by one that is looked up in host memory."""
-    embedding = lone_embedding(model)
-    assert embedding is not None, "a tied head reads all of it on the device"
-    kept = HostEmbedding(embedding, device)
-    model.set_input_embeddings(kept)
-    return kept
-
-
-def _is_of_transformers(model: PreTrainedModel) -> bool:
-    """Return whether the class is part of transformers. Other code may change after it was verified."""
-    return type(model).__module__.startswith("transformers.")
+def _place(loaded: LoadedModel, model: Any, device: torch.device, placement: Placement) -> LoadedModel:
+    """Move the weights of `model` to `device`, except those that `placement` keeps in host memory."""
+    place_weights(model, device, placement)
+    kept = None
+    if placement.embedding:
+        embedding = lone_embedding(model)
+        assert embedding is not None, "the device needs all of a tied head"
+        kept = HostEmbedding(embedding, device)
+        model.set_input_embeddings(kept)
+    return replace(loaded, adapter=adapter_for(model), embedding=kept)
 
 
 def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer, or load it by model name. Raise ConfigError for other types, ModelError on failure."""
     if isinstance(tokenizer, str):
-        return read_tokenizer(locate(tokenizer, replace(hub, revision=None)))
+        return read_tokenizer(find_source(tokenizer, replace(hub, revision=None)))
     if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
         raise ConfigError(f"tokenizer={tokenizer!r:.80} is {type(tokenizer).__name__}; it must be a tokenizer")
     return tokenizer
-
-
-def _refuse_early(location: Location, config: PreTrainedConfig, verify: Verify, reach: int | None) -> None:
-    """Raise ModelError before the weights are read if an unregistered or multimodal checkpoint cannot run."""
-    name = architecture_of(config)
-    refuse_unproved(name, verify)
-    if name not in architectures() or is_multimodal(config):
-        skeleton = build_skeleton(location, config, torch.float32)
-        hold_frequencies(skeleton, reach)
-        adapter_for(skeleton)
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Return the end-of-text ids of the generation configuration, else of the model's, else of the tokenizer."""
     generation = getattr(model, "generation_config", None)
     sources: tuple[Any, ...] = (generation, model.config, text_config(model.config), tokenizer)
-    for source in sources:
-        ids = getattr(source, "eos_token_id", None)
+    for each in sources:
+        ids = getattr(each, "eos_token_id", None)
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
+
+
+def sampling_defaults(generation_config: Any) -> SamplingParams:
+    """Return `SamplingParams` with the values of a generation configuration, if any.
+
+    Invalid values are ignored with a warning.
+    """
+    found: dict[str, Any] = {}
+    for name, ours in _SAMPLING.items():
+        value = getattr(generation_config, name, None)
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{ours: value})
+        except ConfigError as error:
+            warnings.warn(f"{name} of the model's generation_config is ignored: {error}", stacklevel=2)
+        else:
+            found[ours] = value
+    return SamplingParams(**found)

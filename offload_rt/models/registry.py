@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Verify
 from ..errors import ConfigError, ModelError
-from .checkpoint import unsupported
 
 if TYPE_CHECKING:
     from .adapter import ModelAdapter
@@ -22,11 +21,13 @@ _DECODERS = (
 _MULTIMODAL = ("Gemma3", "Llava", "Mistral3", "Qwen2VL", "Qwen2_5_VL")
 """Prefixes of the `...ForConditionalGeneration` classes whose language model `DecoderAdapter` is tested with."""
 
+_DECODER = "offload_rt.models.decoder:DecoderAdapter"
+
 _adapters = {
-    **{f"{name}ForCausalLM": "offload_rt.models.decoder:DecoderAdapter" for name in _DECODERS},
-    **{f"{name}ForConditionalGeneration": "offload_rt.models.decoder:DecoderAdapter" for name in _MULTIMODAL},
-    "OPTForCausalLM": "offload_rt.models.opt:OPTAdapter",
-    "GPT2LMHeadModel": "offload_rt.models.gpt2:GPT2Adapter",
+    **{f"{name}ForCausalLM": _DECODER for name in _DECODERS},
+    **{f"{name}ForConditionalGeneration": _DECODER for name in _MULTIMODAL},
+    "OPTForCausalLM": "offload_rt.models.learned_positions:OPTAdapter",
+    "GPT2LMHeadModel": "offload_rt.models.learned_positions:GPT2Adapter",
 }
 """Maps a transformers class to its adapter as "module:class", which is imported on first use."""
 
@@ -45,7 +46,7 @@ def register_architecture(architecture: str, adapter: str) -> None:
         ConfigError: The architecture already has a different adapter.
     """
     if _adapters.setdefault(architecture, adapter) != adapter:
-        raise ConfigError(f"architecture {architecture!r} has an adapter already: {_adapters[architecture]}")
+        raise ConfigError(f"architecture {architecture!r} is already registered with {_adapters[architecture]}")
 
 
 def architectures() -> tuple[str, ...]:
@@ -56,35 +57,35 @@ def architectures() -> tuple[str, ...]:
 def adapter_for(model: Any) -> ModelAdapter:
     """Return the adapter of a loaded transformers model, chosen by its class.
 
-    A class that is not registered is recognised by its modules. Such a model must pass load-time verification (`proof`)
-    before it runs.
+    A class that is not registered gets the adapter of most decoders if its modules fit. It must pass load-time
+    verification before it runs.
 
     Raises:
         ModelError: The architecture, or one of its options, is not supported.
     """
     architecture = type(model).__name__
-    if architecture not in _adapters:
-        return _recognised(model)
-    module, _, name = _adapters[architecture].partition(":")
-    adapter: ModelAdapter = getattr(importlib.import_module(module), name)(model)
+    module, _, name = _adapters.get(architecture, _DECODER).partition(":")
+    kind = getattr(importlib.import_module(module), name)
+    if architecture in _adapters:
+        adapter: ModelAdapter = kind(model)
+        return adapter
+    try:
+        adapter = kind(model)
+    except ModelError as error:
+        raise unsupported(architecture, str(error), error.reason) from error
+    except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError) as error:
+        raise unsupported(architecture, reason="modules") from error
     return adapter
 
 
-def _recognised(model: Any) -> ModelAdapter:
-    """Return a `DecoderAdapter` for a model of an unregistered class. Raise ModelError if its modules do not fit."""
-    from .decoder import DecoderAdapter
-
-    name = type(model).__name__
-    try:
-        return DecoderAdapter(model)
-    except ModelError as error:
-        raise ModelError(unsupported(name, architectures(), str(error)), reason=error.reason) from error
-    except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError) as error:
-        raise ModelError(unsupported(name, architectures()), reason="modules") from error
-
-
-def refuse_unproved(architecture: str, verify: Verify) -> None:
+def refuse_unverified(architecture: str, verify: Verify) -> None:
     """Raise ModelError if `architecture` is not registered and verification is off."""
     if verify == "off" and architecture not in _adapters:
-        why = "nobody declared it, and with verify='off' it would not be proved"
-        raise ModelError(unsupported(architecture, architectures(), why), reason="proof")
+        why = "it is not a tested architecture, so it needs load-time verification (verify='auto')"
+        raise unsupported(architecture, why, "verification")
+
+
+def unsupported(architecture: str, why: str = "", reason: str = "architecture") -> ModelError:
+    """Return the error for an unsupported architecture."""
+    message = f"{architecture} is not supported{why and f': {why}'}; supported are {', '.join(_adapters)}"
+    return ModelError(message, reason=reason)

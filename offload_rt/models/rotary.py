@@ -1,8 +1,11 @@
 """Rotary position embedding with cos and sin from the model's own rotary module.
 
-Models pair the dimensions of a head in one of two orders, and rotate all dimensions or only the first ones. The order
+Models pair the dimensions of a head in one of two layouts, and rotate all dimensions or only the first ones. The layout
 is detected: `apply_rotary_pos_emb` of the model's source file is applied to random queries, and the result is compared
-with both orders. Models that match neither are rejected.
+with both layouts. Models that match neither are rejected.
+
+RoPE scaling whose frequencies depend on the text length is fixed to the frequencies for the longest supported text, as
+in vLLM: keys are rotated before they are cached, so they become invalid if the frequencies change later.
 """
 
 from __future__ import annotations
@@ -15,14 +18,21 @@ import torch
 
 from ..errors import ModelError
 from ..kernels.dispatch import rotate_halves
-from .reach import FOLLOWS
+from .multimodal import text_config, text_decoder
+
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""RoPE types with frequencies that depend on the text length.
+
+"longrope" (Phi) has two sets: one for texts up to the original training length and one for longer texts. "dynamic" has
+one set up to the training length and different frequencies for each longer length.
+"""
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""cos and signed sin, each `[1, T, w]`, for the first w dimensions of a head. See `Halves.signed`."""
+"""cos and signed sin, each `[1, T, w]`, for the first w dimensions of a head. See `HalfSplit.signed`."""
 
 
-class Halves:
-    """Pair dimension i with dimension i + w/2: Llama and most other models."""
+class HalfSplit:
+    """Pair dimension i with dimension i + w/2 (NeoX): Llama and most other models."""
 
     @staticmethod
     def spread(waves: torch.Tensor) -> torch.Tensor:
@@ -41,31 +51,28 @@ class Halves:
         return x.roll(x.shape[-1] // 2, dims=-1)
 
 
-class Neighbours:
-    """Pair dimension 2i with dimension 2i + 1: Cohere, GLM."""
+class Interleaved:
+    """Pair dimension 2i with dimension 2i + 1 (GPT-J): Cohere, GLM."""
 
     @staticmethod
     def spread(waves: torch.Tensor) -> torch.Tensor:
-        """See `Halves.spread`."""
         return waves.repeat_interleave(2, dim=-1)
 
     @staticmethod
     def signed(sin: torch.Tensor) -> torch.Tensor:
-        """See `Halves.signed`."""
         first, second = sin.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((-first, second), dim=-1).flatten(-2)
 
     @staticmethod
     def partners(x: torch.Tensor) -> torch.Tensor:
-        """See `Halves.partners`."""
         swapped: torch.Tensor = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         return swapped
 
 
-Order = type[Halves] | type[Neighbours]
+Layout = type[HalfSplit] | type[Interleaved]
 
 
-def rotate(x: torch.Tensor, rotation: Rotation, order: Order) -> torch.Tensor:
+def rotate(x: torch.Tensor, rotation: Rotation, layout: Layout) -> torch.Tensor:
     """Rotate the first w dimensions of `x` `[heads, T, d]`. The other dimensions are unchanged.
 
     The result is bitwise equal to `x cos + rotate_half(x) sin`, but takes fewer kernels. If the tables have a wider
@@ -73,11 +80,11 @@ def rotate(x: torch.Tensor, rotation: Rotation, order: Order) -> torch.Tensor:
     """
     cos, sin = rotation
     width = cos.shape[-1]
-    if order is Halves and width == x.shape[-1]:
+    if layout is HalfSplit and width == x.shape[-1]:
         return rotate_halves(x, cos, sin)
     turned, rest = (x, None) if width == x.shape[-1] else (x[..., :width], x[..., width:])
     wide = turned.to(torch.promote_types(x.dtype, cos.dtype))
-    out = (wide * cos).add_(order.partners(wide).mul_(sin)).to(x.dtype)
+    out = (wide * cos).add_(layout.partners(wide).mul_(sin)).to(x.dtype)
     return out if rest is None else torch.cat((out, rest), dim=-1)
 
 
@@ -90,7 +97,7 @@ class Rotary:
     """
 
     def __init__(self, module: Any, kinds: Sequence[str | None], attention: Any) -> None:
-        """Detect the order in which the model rotates.
+        """Detect the layout of the model's rotation.
 
         Args:
             module: The decoder's rotary module.
@@ -101,22 +108,22 @@ class Rotary:
         self._module, self._kinds = module, tuple(kinds)
         self._positions: torch.Tensor | None = None
         self._rotations: dict[str, Rotation] = {}
-        self._order: Order = Halves
+        self._layout: Layout = HalfSplit
         self._ready = True
-        """Whether the module's tables are already in this order."""
+        """Whether the module's tables are already in this layout."""
         used = sorted({kind for kind in kinds if kind is not None})
         if used and not self._inverse(used[0]).is_meta:
-            self._look_at(used[0], attention)
+            self._detect(used[0], attention)
 
-    def _look_at(self, kind: str, attention: Any) -> None:
-        """Detect the order of the rotation and the order of the module's tables."""
+    def _detect(self, kind: str, attention: Any) -> None:
+        """Detect the layout of the rotation and that of the module's tables."""
         inverse = self._inverse(kind)
         cos, sin = self._tables(kind, inverse.float(), torch.arange(5, device=inverse.device))
         pairs = len(inverse)
-        by_halves = torch.equal(cos[..., :pairs], cos[..., -pairs:])
-        picked = slice(None, pairs) if by_halves else slice(None, None, 2)
-        self._order = _order_of(attention, (cos[..., picked], sin[..., picked]))
-        self._ready = cos.shape[-1] == 2 * pairs and by_halves == (self._order is Halves)
+        half_split = torch.equal(cos[..., :pairs], cos[..., -pairs:])
+        picked = slice(None, pairs) if half_split else slice(None, None, 2)
+        self._layout = _layout_of(attention, (cos[..., picked], sin[..., picked]))
+        self._ready = cos.shape[-1] == 2 * pairs and half_split == (self._layout is HalfSplit)
 
     def rotate(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate `x` `[heads, T, d]` to positions `[T]`. Return `x` for a layer without rotary positions."""
@@ -130,9 +137,9 @@ class Rotary:
             cos, sin = self._tables(kind, x, positions)
             if not self._ready:
                 pairs = len(self._inverse(kind))
-                cos, sin = (self._order.spread(table[..., :pairs]) for table in (cos, sin))
-            self._rotations[kind] = cos, self._order.signed(sin)
-        return rotate(x, self._rotations[kind], self._order)
+                cos, sin = (self._layout.spread(table[..., :pairs]) for table in (cos, sin))
+            self._rotations[kind] = cos, self._layout.signed(sin)
+        return rotate(x, self._rotations[kind], self._layout)
 
     def rotate_by(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
         """Rotate keys `[Hkv, n, d]`, which are already rotated, by `offset` more positions.
@@ -144,8 +151,8 @@ class Rotary:
             return k
         angles = self._inverse(kind).to(torch.float64) * offset
         compute = torch.promote_types(k.dtype, torch.float32)
-        cos, sin = (self._order.spread(wave.to(compute).to(k.device)) for wave in (angles.cos(), angles.sin()))
-        return rotate(k.to(compute), (cos, self._order.signed(sin)), self._order).to(k.dtype)
+        cos, sin = (self._layout.spread(wave.to(compute).to(k.device)) for wave in (angles.cos(), angles.sin()))
+        return rotate(k.to(compute), (cos, self._layout.signed(sin)), self._layout).to(k.dtype)
 
     def _inverse(self, kind: str) -> torch.Tensor:
         """Return the inverse frequencies `[w/2]` of a kind."""
@@ -164,16 +171,16 @@ class Rotary:
         return rotation
 
 
-def _order_of(attention: Any, waves: Rotation) -> Order:
-    """Detect the order of the rotation in the source file of `attention`, with cos and sin `waves` `[1, T, w/2]`.
+def _layout_of(attention: Any, waves: Rotation) -> Layout:
+    """Detect the layout of the rotation in the source file of `attention`, with cos and sin `waves` `[1, T, w/2]`.
 
-    Without `apply_rotary_pos_emb` in the file, the order is `Neighbours` if there is an `apply_rotary_emb` (Llama 4),
-    else `Halves`. The check at load detects a wrong guess.
+    Without `apply_rotary_pos_emb` in the file, the layout is `Interleaved` if there is an `apply_rotary_emb` (Llama 4),
+    else `HalfSplit`. Load-time verification detects a wrong guess.
     """
     file = sys.modules[type(attention).__module__]
     apply = getattr(file, "apply_rotary_pos_emb", None)
     if apply is None:
-        return Neighbours if hasattr(file, "apply_rotary_emb") else Halves
+        return Interleaved if hasattr(file, "apply_rotary_emb") else HalfSplit
     cos, sin = (wave.float() for wave in waves)
     width = 2 * cos.shape[-1]
     x = torch.randn(1, 1, cos.shape[1], width, generator=torch.Generator().manual_seed(0)).to(cos.device)
@@ -182,23 +189,56 @@ def _order_of(attention: Any, waves: Rotation) -> Order:
             expected = apply(x, x, table(cos), table(sin))[0][0]
         except (RuntimeError, TypeError):
             continue
-        for order in (Halves, Neighbours):
-            found = rotate(x[0], (order.spread(cos), order.signed(order.spread(sin))), order)
+        for layout in (HalfSplit, Interleaved):
+            found = rotate(x[0], (layout.spread(cos), layout.signed(layout.spread(sin))), layout)
             if torch.allclose(found, expected, atol=1e-5):
-                return order
+                return layout
     raise ModelError(
-        f"{type(attention).__name__} rotates queries and keys in another way than by halves or by neighbours",
+        f"the rotary embedding of {type(attention).__name__} is neither half-split (NeoX) nor interleaved (GPT-J)",
         reason="rotary",
     )
 
 
+def fix_rope_scaling(model: Any, max_model_len: int | None) -> None:
+    """Fix length-dependent rotary frequencies of `model` in place to those for texts of `max_model_len` tokens.
+
+    If `max_model_len` is at most the training length, `max_position_embeddings` is set to the training length. Models
+    with other RoPE types, or with several, are left unchanged.
+
+    Args:
+        model: A loaded transformers model.
+        max_model_len: Length of the longest text in tokens. None stands for `max_position_embeddings`.
+
+    Raises:
+        ModelError: No single set of frequencies is valid up to `max_model_len`.
+    """
+    rotary, config = getattr(text_decoder(model), "rotary_emb", None), text_config(model.config)
+    kind = getattr(rotary, "rope_type", None)
+    if rotary is None or kind not in _LENGTH_DEPENDENT:
+        return
+    stated: int = config.max_position_embeddings
+    trained = int(config.rope_parameters["original_max_position_embeddings"]) if kind == "longrope" else stated
+    if (max_model_len or stated) <= trained:
+        config.max_position_embeddings = trained
+    elif kind == "dynamic":
+        raise ModelError(
+            f"RoPE type 'dynamic' changes its frequencies with every token beyond {trained}, so cached keys would "
+            f"become invalid; max_model_len={max_model_len} must be at most {trained}",
+            reason="rope_length",
+        )
+    elif not rotary.inv_freq.is_meta:  # a pass beyond `trained` switches to the long set
+        device = rotary.inv_freq.device
+        rotary(torch.zeros(1, device=device), torch.full((1, 1), trained, device=device))
+    rotary.rope_type = "default"
+
+
 def refuse_length_dependent(rope_types: Sequence[str]) -> None:
-    """Raise ModelError if frequencies depend on the text length and `reach.hold_frequencies` has not fixed them."""
+    """Raise ModelError if frequencies depend on the text length and `fix_rope_scaling` has not fixed them."""
     for rope_type in rope_types:
-        if rope_type in FOLLOWS:
+        if rope_type in _LENGTH_DEPENDENT:
             raise ModelError(
-                f"RoPE type {rope_type!r} changes its frequencies with the length of the text, so cached keys would go "
-                "stale: give the model's folder or hub id instead of a loaded model, and they are held at those of "
-                "max_model_len",
+                f"RoPE type {rope_type!r} changes its frequencies with the text length, so cached keys would become "
+                "invalid: pass the model's folder or hub id instead of a loaded model, so that the frequencies for "
+                "max_model_len are used throughout",
                 reason="rope_length",
             )

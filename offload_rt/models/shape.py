@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ..core import ModelGeometry
+from ..errors import ModelError
 from .checkpoint import build_skeleton, one_error, read_config, resolve_device, resolve_dtype
-from .given import check_is_model, check_loaded
-from .location import OPEN, Hub, locate
-from .packed import moves_packed, packing, packing_of, stays_packed, stored_bytes
-from .placement import ON_DEVICE, Placement
-from .reach import hold_frequencies
-from .registry import adapter_for, architectures
-from .weights import WeightSizes, weight_bytes, weight_sizes
+from .linear import can_stream, packing, packing_of, stays_packed, use_backends
+from .loading import check_loaded
+from .multimodal import belongs_to, unused_modules
+from .registry import adapter_for
+from .rotary import fix_rope_scaling
+from .source import DEFAULT_HUB, Hub, ModelSource, find_source
+from .weights import ON_DEVICE, Placement, WeightSizes, aligned, weight_bytes, weight_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_HEADER_LIMIT = 100 << 20
+"""Longest header in bytes that the safetensors library accepts."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class ModelShape:
 
     def placed(self, placement: Placement) -> ModelShape:
         """Return the shape with experts and embedding placed according to `placement`."""
-        assert not self.placement and not placement.layers, "layers are a plan's to place"
+        assert not self.placement and not placement.layers, "layers are placed by a plan"
         sizes, on_host, slots = self.sizes.on_device(placement), self.sizes.on_host(placement), placement.experts
         weights = self.weight_bytes - on_host
         if slots is not None and self.sizes.experts is not None:
@@ -60,32 +70,93 @@ def load_shape(
     *,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
-    hub: Hub = OPEN,
-    reach: int | None = None,
+    hub: Hub = DEFAULT_HUB,
+    max_model_len: int | None = None,
 ) -> ModelShape:
     """Return the shape of a model from its configuration (config.json or GGUF header), or of a loaded model.
 
     Raises the errors of `load_model`.
     """
-    if isinstance(model, (str, os.PathLike)):
-        location = locate(model, hub)
-        config = read_config(location, architectures())
-        where = resolve_device(device)
-        chosen = resolve_dtype(dtype, location, config, where) or torch.float32
-        skeleton = build_skeleton(location, config, chosen)
-        with one_error(f"the checkpoint {location} says what no model can be"):
-            hold_frequencies(skeleton, reach)
-            geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)
-        if stays_packed(config, where):
-            fixed, layers = stored_bytes(location, skeleton, chosen)
-            sizes = replace(sizes, fixed=fixed, layers=layers, experts=None)
-            return ModelShape(
-                geometry, fixed + sum(layers), sizes, chosen, where, packing(config), streams=moves_packed(config)
-            )
-        packed = None
-    else:
-        check_is_model(model)
-        skeleton, where, chosen = model, model.device, model.dtype
-        check_loaded(skeleton, str(device), str(dtype).removeprefix("torch."))
-        geometry, sizes, packed = adapter_for(skeleton).geometry, weight_sizes(skeleton), packing_of(skeleton)
-    return ModelShape(geometry, weight_bytes(skeleton), sizes, chosen, where, packed, streams=packed is None)
+    if not isinstance(model, (str, os.PathLike)):
+        check_loaded(model, str(device), str(dtype).removeprefix("torch."))
+        geometry, sizes, packed = adapter_for(model).geometry, weight_sizes(model), packing_of(model)
+        return ModelShape(geometry, weight_bytes(model), sizes, model.dtype, model.device, packed, packed is None)
+    source = find_source(model, hub)
+    config = read_config(source)
+    where = resolve_device(device)
+    chosen = resolve_dtype(dtype, source, config, where) or torch.float32
+    skeleton = build_skeleton(source, config, chosen)
+    with one_error(f"the checkpoint {source} is not a valid model"):
+        fix_rope_scaling(skeleton, max_model_len)
+        use_backends(skeleton, where)
+        geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)
+    if not stays_packed(config, where):
+        return ModelShape(geometry, weight_bytes(skeleton), sizes, chosen, where)
+    fixed, layers = _packed_bytes(source, skeleton, chosen)
+    sizes = replace(sizes, fixed=fixed, layers=layers, experts=None)
+    return ModelShape(geometry, fixed + sum(layers), sizes, chosen, where, packing(config), can_stream(config))
+
+
+def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
+    """Return the bytes of a packed checkpoint's weights outside its layers, and of each layer.
+
+    Packed weights count as in the file, plain ones in `dtype`. Weights of layers are aligned.
+
+    Raises:
+        ModelError: The files cannot be read.
+    """
+    named = {_short(name): tuple(weight.shape) for name, weight in skeleton.named_parameters()}
+    depth = 1 + max(int(found[1]) for name in named if (found := _LAYER.search(name)))
+    layers, fixed = [0] * depth, sum(buffer.nbytes for buffer in skeleton.buffers())
+    unused = unused_modules(skeleton)
+    try:
+        stored = list(_stored(source))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"cannot read the sizes of the weights of {source}: {error}") from error
+    for name, shape, kind, size in stored:
+        if any(belongs_to(module, name) for module in unused):
+            continue
+        plain = kind in ("F64", "F32", "F16", "BF16") and named.get(_short(name)) == shape
+        size = torch.Size(shape).numel() * dtype.itemsize if plain else size
+        found = _LAYER.search(name)
+        if found is not None and int(found[1]) < depth:
+            layers[int(found[1])] += aligned(size)
+        else:
+            fixed += size
+    return fixed, tuple(layers)
+
+
+def _short(name: str) -> str:
+    """Return the name of a weight without its prefix."""
+    # The prefix differs between the files and the modules of multimodal models.
+    found = _LAYER.search(name)
+    return name[found.start() :].removeprefix(".") if found else ".".join(name.split(".")[-2:])
+
+
+def _stored(source: ModelSource) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
+    """Yield the name, shape, safetensors dtype and bytes of each tensor in the files of a checkpoint."""
+    if source.folder is None:
+        from huggingface_hub import get_safetensors_metadata
+
+        hub = source.hub
+        for file in get_safetensors_metadata(
+            source.place, revision=hub.revision, token=hub.token
+        ).files_metadata.values():
+            for name, info in file.tensors.items():
+                yield name, tuple(info.shape), info.dtype, info.data_offsets[1] - info.data_offsets[0]
+        return
+    for path in sorted(source.folder.glob("*.safetensors")):
+        for name, entry in _header(path).items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                yield name, tuple(entry["shape"]), entry["dtype"], last - first
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(_HEADER_LIMIT, path.stat().st_size):
+            raise ValueError(f"{path.name} is damaged: its header has a length of {length} bytes")
+        header: dict[str, Any] = json.loads(file.read(length))
+        return header

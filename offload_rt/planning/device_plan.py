@@ -1,4 +1,4 @@
-"""Plan what is kept on the device under a memory limit (`device_memory`), before anything is loaded.
+"""Plan the device memory under a limit (`device_memory`), before anything is loaded.
 
 If not everything fits, the plan moves data to host memory in this order:
 
@@ -18,16 +18,15 @@ import torch
 
 from ..config import EngineConfig
 from ..core import CHUNK
-from ..errors import DeviceFullError, MemoryLimitError
+from ..errors import ConfigError, DeviceFullError, MemoryLimitError
 from ..kv_cache.disk.disk_tier import disk_limit
 from ..kv_cache.machine import available_memory
-from ..models.placement import Placement
 from ..models.shape import ModelShape
+from ..models.weights import Placement
 from ..policies.registry import memory_demand
 from ..transfer.weights.streamed import BUFFERS
 from ..utils.units import format_size
 from .memory_model import DeviceCosts
-from .weight_placement import placements
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class DevicePlan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in host memory besides the KV cache: weights and scoring keys."""
+        """Bytes of weights and scoring keys in host memory."""
         weights = self.streamed_bytes + self.costs.shape.host_bytes
         if not self.keys_on_host:
             return weights
@@ -100,9 +99,10 @@ class DevicePlan:
 def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
     """Return the plan with the most weights on the device for one sequence of `context` tokens.
 
-    Raises MemoryLimitError if no plan fits into `limit` bytes. The message says what is missing and what would fit.
+    Raises MemoryLimitError if no plan fits into `limit` bytes. The message gives the missing bytes and the longest
+    context that fits.
     """
-    layers = costs.shape.geometry.layers
+    layers = len(costs.shape.sizes.layers)
     for keys_on_host in (False, True) if costs.demand.key_bytes else (False,):
         chosen = replace(costs, keys_on_host=keys_on_host)
         room = limit - chosen.total([_slots(context)])
@@ -148,7 +148,7 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     limit, context = config.device_memory, config.max_model_len or held
     *larger, least = prefill_slices(config, shape.device)
     costs = replace(costs_for(config, shape), slice=least)
-    several = [replace(costs, shape=shape.placed(placement)) for placement in placements(config, shape)]
+    several = [replace(costs, shape=shape.placed(placement)) for placement in _placements(config, shape)]
     whole = (found for found in _plans(limit, several, context) if not (found.streamed or found.keys_on_host))
     plan = next(whole, None) or plan_device(limit, several[-1], context)
     sliced = [replace(plan.costs, slice=size, keys_on_host=False) for size in larger]
@@ -160,6 +160,33 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
             "raise device_memory, or give a smaller max_model_len"
         )
     return plan
+
+
+def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
+    """Return the placement requested by `config`. Raise ConfigError if the model has no such weights."""
+    sizes, slots = shape.sizes, config.experts_on_device
+    if slots is not None and sizes.experts is None:
+        packed = f" that can be told apart: its weights are packed ({shape.packing})" if shape.packing else ""
+        raise ConfigError(f"experts_on_device={slots}, but this model has no mixture of experts{packed}; leave it out")
+    if config.embedding_on_host and not sizes.embedding:
+        raise ConfigError(
+            "embedding_on_host, but this model's head is its embedding (tied), and every token reads all of it on the "
+            "device: leave it out"
+        )
+    kept = None if slots is None or sizes.experts is None or slots >= sizes.experts.count else slots
+    return Placement(experts=kept, embedding=config.embedding_on_host)
+
+
+def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
+    """Yield the placements to try under a limit, starting with the most weights on the device.
+
+    Raises ConfigError as `requested_placement` does.
+    """
+    asked, experts = requested_placement(config, shape), shape.sizes.experts
+    yield asked
+    if config.experts_on_device is None and experts is not None:
+        for slots in range(experts.count - 1, 0, -1):
+            yield replace(asked, experts=slots)
 
 
 def _plans(limit: int, several: Sequence[DeviceCosts], context: int) -> Iterator[DevicePlan]:
@@ -187,7 +214,7 @@ def _weights(costs: DeviceCosts, streamed: Sequence[int]) -> int:
 
 def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
     """Return the error message if even `costs`, with the minimum on the device, exceeds the limit."""
-    layers = costs.shape.geometry.layers
+    layers = len(costs.shape.sizes.layers)
     least = min(_weights(costs, _spread(count, layers)) for count in {0, layers} if count == 0 or count > BUFFERS)
     rest = costs.total([_slots(context)])
     where = ", scoring keys on the host" if costs.keys_on_host else ""

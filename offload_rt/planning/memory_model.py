@@ -11,8 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..config import EngineConfig
 from ..core import CHUNK, bucket, padded_batch
 from ..kernels.causal import KEYS_AT_ONCE
+from ..kv_cache.disk.disk_tier import disk_limit, file_layout
+from ..kv_cache.disk.host_shares import HostShares
+from ..kv_cache.kv_format import make_kv_format
 from ..kv_cache.layer_groups import LayerGroups
 from ..kv_cache.machine import available_memory
 from ..models.shape import ModelShape
@@ -28,7 +32,7 @@ CUDA_WORKSPACE = 64 * 2**20  # bytes that torch allocates for cuBLAS with two st
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """Upper bounds of the device memory besides the weights, in bytes.
+    """Upper bounds of the device memory in bytes, without the weights.
 
     Attributes:
         shape: Shapes of the model.
@@ -91,7 +95,7 @@ class DeviceCosts:
             return context
         return max(1, int(self.demand.share * context), min(context, self.demand.whole))
 
-    def link_bytes(self, context: int) -> int:
+    def h2d_bytes(self, context: int) -> int:
         """Return the maximum bytes copied to the device per step of a sequence, in the model's dtype."""
         geometry = self.shape.geometry
         rows = sum(self.fetched(context, layer) for layer in range(geometry.layers))
@@ -258,7 +262,29 @@ def requirements(costs: DeviceCosts, weights: int, context: int, most_graphs: in
 
 
 @dataclass(frozen=True)
-class Machine:
+class DiskPlan:
+    """`limit`: maximum bytes of KV on the disk. `shares`: division of the host memory."""
+
+    limit: int
+    shares: HostShares
+
+
+def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
+    """Return the plan for `config`, or None without `config.disk`.
+
+    Raises MemoryLimitError if a limit is too large or too small.
+    """
+    if config.disk is None:
+        return None
+    host = config.host_memory or available_memory() // 2
+    format = make_kv_format(config.kv_cache_dtype, shape.dtype, shape.geometry.head_dim)
+    limit = disk_limit(config.disk, config.disk_limit, host)
+    layout = file_layout(limit, replace(shape.geometry, head_dim=format.width), format)
+    return DiskPlan(limit, HostShares.of(host, layout))
+
+
+@dataclass(frozen=True)
+class SystemMemory:
     """Free memory of the system in bytes.
 
     Attributes:
@@ -276,7 +302,7 @@ class Machine:
     disk_limit: int | None = None
 
     @classmethod
-    def here(cls, host_memory: int | None, device: torch.device, disk_limit: int | None = None) -> Machine:
+    def here(cls, host_memory: int | None, device: torch.device, disk_limit: int | None = None) -> SystemMemory:
         """Query this system. `host_memory` None means half of the free memory, as in `LLM`."""
         free = available_memory()
         limit = free // 2 if host_memory is None else host_memory
@@ -286,7 +312,7 @@ class Machine:
         return cls(free, limit, name, torch.accelerator.get_memory_info(device)[0], disk_limit)
 
 
-def obstacles(needed: Requirements, machine: Machine, on_host: int = 0) -> list[str]:
+def obstacles(needed: Requirements, machine: SystemMemory, on_host: int = 0) -> list[str]:
     """Return one sentence per reason why the requirements do not fit. Empty if they fit.
 
     `on_host` is the number of bytes of weights and scoring keys in host memory.

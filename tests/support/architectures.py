@@ -196,7 +196,7 @@ RUNS: dict[str, Architecture] = {
     "gemma3_multimodal": Architecture(
         "Gemma3",
         _multimodal({"head_dim": 8, "sliding_window": WINDOW, "layer_types": _KINDS}, _SIGHT, **_IMAGE_TOKEN),
-        "text part: Gemma 3's, tied head",
+        "language model: Gemma 3's, tied head",
     ),
     "llava": Architecture(
         "Llava",
@@ -205,7 +205,7 @@ RUNS: dict[str, Architecture] = {
             {"model_type": "clip_vision_model", **_SIGHT, **_PICTURE},
             **_IMAGE_TOKEN,
         ),
-        "text part: Llama's",
+        "language model: Llama's",
     ),
     "mistral3": Architecture(
         "Mistral3",
@@ -214,12 +214,12 @@ RUNS: dict[str, Architecture] = {
             {"model_type": "pixtral", **_SIGHT, **_PICTURE},
             **_IMAGE_TOKEN,
         ),
-        "text part: Mistral's",
+        "language model: Mistral's",
     ),
     "qwen2_vl": Architecture(
         "Qwen2VL",
         _multimodal({"rope_parameters": _MROPE}, {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32}),
-        "text part: RoPE in three sections, which one position turns alike",
+        "language model: RoPE in three sections with equal positions",
     ),
     "qwen2_5_vl": Architecture(
         "Qwen2_5_VL",
@@ -227,7 +227,7 @@ RUNS: dict[str, Architecture] = {
             {"rope_parameters": _MROPE},
             {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16},
         ),
-        "text part: as Qwen2-VL's",
+        "language model: as Qwen2-VL's",
     ),
     "opt": Architecture("OPT", _OPT, "learned positions"),
     "gpt2": Architecture("GPT2", {"n_inner": 48}, "learned positions, fused q, k, v"),
@@ -283,8 +283,8 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
     "mamba": (Architecture("Mamba"), "modules", "no attention"),
     "mimo_v2_flash_scaled": (
         Architecture("MiMoV2Flash", _MIMO | {"layer_types": ["full_attention"] * 3, "attention_value_scale": 0.7}),
-        "proof",
-        "scales values: nothing here knows of it, the proof finds it",
+        "verification",
+        "scales values, which is found by load-time verification",
     ),
 }
 """Refused architectures by short name: model, `ModelError.reason`, and explanation."""

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from offload_rt.engine.callers import EngineLoad
 from offload_rt.errors import InputError
-from offload_rt.models.location import locate
+from offload_rt.models.source import find_source
 from offload_rt.outputs import CompletionOutput, Logprob, RequestOutput, RequestTrace
 from offload_rt.sampling_params import SamplingParams
 from offload_rt.server.app import make_app
@@ -37,7 +37,7 @@ TEMPLATE = (
 
 def reference_tokenizer() -> PreTrainedTokenizerBase:
     """Return the reference model's tokenizer with a chat template."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(locate("reference").place)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(find_source("reference").place)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 

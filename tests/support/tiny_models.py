@@ -26,7 +26,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from offload_rt.models.location import locate
+from offload_rt.models.source import find_source
 
 VOCAB = 199
 
@@ -88,7 +88,7 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
 def tiny_checkpoint(folder: Path, architecture: str, **config: Any) -> str:
     """Save a tiny random model of `architecture` with the reference model's tokenizer."""
     tiny_model(architecture, vocab_size=2048, **config).save_pretrained(folder)
-    for file in Path(locate("reference").place).glob("tokenizer*"):
+    for file in Path(find_source("reference").place).glob("tokenizer*"):
         shutil.copy(file, folder)
     return str(folder)
 

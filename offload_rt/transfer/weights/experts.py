@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from ...kv_cache.arena import page_lock, reserve
-from ...models.packed import aligned
-from ...models.placement import experts_of
+from ...models.weights import aligned, experts_of
 
 
 class ExpertCache(nn.Module):

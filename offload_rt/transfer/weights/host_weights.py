@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...models.host_embedding import HostEmbedding
+from ...models.weights import HostEmbedding
 from .experts import ExpertCache
 from .streamed import WeightStream
 
@@ -45,25 +45,22 @@ class HostWeights:
     @property
     def use(self) -> WeightUse:
         """The counters so far."""
-        crossed = sum(part.bytes for part in (*self._single, *self.experts))
-        return WeightUse(crossed, sum(e.chosen for e in self.experts), sum(e.found for e in self.experts))
+        copied = sum(part.bytes for part in self._parts)
+        return WeightUse(copied, sum(e.chosen for e in self.experts), sum(e.found for e in self.experts))
 
     @property
-    def numbers(self) -> int:
+    def host_bytes(self) -> int:
         """Bytes of weights in host memory, without alignment."""
-        layers = 0 if self.stream is None else self.stream.numbers
-        rows = 0 if self.embedding is None else self.embedding.host_bytes
-        return layers + rows + sum(experts.host_bytes for experts in self.experts)
+        return sum(part.host_bytes for part in self._parts)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of buffers and slots on the device."""
-        buffers = 0 if self.stream is None else self.stream.device_bytes
-        return buffers + sum(experts.device_bytes for experts in self.experts)
+        return sum(part.device_bytes for part in self._parts)
 
     @property
-    def _single(self) -> list[WeightStream | HostEmbedding]:
-        return [part for part in (self.stream, self.embedding) if part is not None]
+    def _parts(self) -> list[WeightStream | HostEmbedding | ExpertCache]:
+        return [part for part in (self.stream, self.embedding, *self.experts) if part is not None]
 
     def check_integrity(self) -> None:
         """Assert that the weights on the device are consistent."""

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from ...kv_cache.arena import page_lock, reserve
-from ...models.adapter import ModelAdapter
-from ...models.forwarding import ForwardingAdapter
-from ...models.packed import aligned, places_of
-from ...models.weights import layer_bytes
+from ...models.adapter import ForwardingAdapter, ModelAdapter
+from ...models.linear import places_of
+from ...models.weights import aligned, layer_bytes
 from ..streams import Event, Stream
 
 BUFFERS = 2
@@ -46,12 +45,12 @@ class WeightStream:
         """
         assert len(streamed) > BUFFERS, "so few layers fit the device as well as the buffers"
         self._order = sorted(streamed)
-        self._lane = stream
+        self._copies = stream
         size = max(layer_bytes(layers[layer]) for layer in self._order)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         self._blocks = {layer: _Block(layers[layer], self._buffers, device.type == "cuda") for layer in self._order}
         self._held: list[int | None] = [None] * BUFFERS
-        self._arriving: list[Event | None] = [None] * BUFFERS
+        self._pending: list[Event | None] = [None] * BUFFERS
         self._current = 0
         self.bytes = 0
         """Bytes copied to the device so far."""
@@ -67,20 +66,20 @@ class WeightStream:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     @property
-    def numbers(self) -> int:
+    def host_bytes(self) -> int:
         """Bytes of the streamed weights, without alignment."""
-        return sum(block.numbers for block in self._blocks.values())
+        return sum(block.weights for block in self._blocks.values())
 
     def use(self, layer: int) -> None:
-        """Make the parameters of `layer` available to later compute work. Do nothing if it is not streamed."""
+        """Make the parameters of `layer` available to later compute work, if it is streamed."""
         if layer not in self._blocks:
             return
         if layer not in self._held:
             self._load(layer, keep=(self._current,))
         slot = self._held.index(layer)
-        if (mark := self._arriving[slot]) is not None:
-            self._lane.hold_compute(mark)
-            self._arriving[slot] = None
+        if (event := self._pending[slot]) is not None:
+            self._copies.hold_compute(event)
+            self._pending[slot] = None
 
     def begin(self, layer: int) -> None:
         """Mark `layer` as current and prefetch the next `BUFFERS` streamed layers, wrapping around to the first."""
@@ -97,9 +96,9 @@ class WeightStream:
         if (before := self._held[slot]) is not None:
             self._blocks[before].look_at(None)
         block = self._blocks[layer]
-        with self._lane.behind_compute():
+        with self._copies.behind_compute():
             self._buffers[slot][: block.bytes].copy_(block.host, non_blocking=True)
-            self._arriving[slot] = self._lane.mark()
+            self._pending[slot] = self._copies.mark()
         block.look_at(slot)
         self._held[slot] = layer
         self.bytes += block.bytes
@@ -126,7 +125,7 @@ class _Block:
             page_lock(self.host, self)
         self._places = [place for weight in layer.parameters() for place in places_of(weight)]
         own = [place.tensor for place in self._places]
-        self.numbers = sum(tensor.nbytes for tensor in own)
+        self.weights = sum(tensor.nbytes for tensor in own)
         self._at_host = _views(own, self.host)
         self._in_buffers = [_views(own, buffer) for buffer in buffers]
         for tensor, view in zip(own, self._at_host, strict=True):
@@ -169,36 +168,30 @@ class StreamedAdapter(ForwardingAdapter):
         self._stream = stream
 
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the attention input `[T, D]`."""
         self._stream.use(layer)
         return super().attention_input(layer, hidden)
 
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Begin the layer and return q `[H, T, d]`, k and v `[Hkv, T, d]`."""
         self._begin(layer)
         return super().qkv(layer, attention_input, positions)
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return q `[H, T, d]`."""
         self._stream.use(layer)
         return super().query(layer, attention_input, positions)
 
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begin the layer and return k and v `[Hkv, T, d]`."""
         self._begin(layer)
         return super().key_value(layer, attention_input, positions)
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the residual after attention `[T, D]`."""
         self._stream.use(layer)
         return super().after_attention(layer, hidden, attended)
 
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-        """Return the output of the layer `[T, D]`."""
         self._stream.use(layer)
         return super().mlp(layer, residual)
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, BatchEncoding
 from offload_rt import LLM, ConfigError, InputError, OffloadError, SamplingParams
 from offload_rt.config import EngineConfig, StoreOptions
 from offload_rt.engine.prompts import each_prompt, one_prompt, shortened, token_ids
-from offload_rt.models.location import locate
+from offload_rt.models.source import find_source
 from offload_rt.policies.options import InfiniGenOptions
 from offload_rt.sessions.chat_render import encode_rendered
 from offload_rt.sessions.session import Session
@@ -165,7 +165,7 @@ def test_the_runtime_says_what_it_cannot_read() -> None:
         llm.score("abc", "def")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="2 prompts instead of one"):
         llm.stream([[1, 2], [3]])  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match="model=None is NoneType"):
+    with pytest.raises(ConfigError, match="model=None has type NoneType"):
         LLM(None)  # type: ignore[arg-type]
     params, prompt = SamplingParams(max_tokens=2, temperature=0), tiny_prompt(9)
     [expected] = completed(llm.generate(prompt, params))
@@ -242,7 +242,7 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Sessio
 def test_half_of_a_character_is_no_text() -> None:
     """Programs that cut texts leave lone surrogates. The tokenizer raised its own TypeError for them."""
     with pytest.raises(InputError, match=r"half of a character at 2 \('.ud83d'\)"):
-        encode_rendered(AutoTokenizer.from_pretrained(locate("reference").place), "hi\ud83d")
+        encode_rendered(AutoTokenizer.from_pretrained(find_source("reference").place), "hi\ud83d")
 
 
 @pytest.mark.parametrize("token", [-1, 97, 2**40, 2**70])

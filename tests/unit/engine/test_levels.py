@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.kernels import causal_cpu, decode_attention, row_products
-from offload_rt.models.row_linear import RowLinear
+from offload_rt.models.linear import BackendLinear
 
 PROMPT = tiny_prompt(300)
 
@@ -36,7 +36,9 @@ def generated(folder: str | Path, level: str, dtype: str, threads: int) -> list[
     torch.set_num_threads(threads)
     try:
         with LLM(folder, policy="full", dtype=dtype, max_model_len=400) as llm:
-            assert any(isinstance(module, RowLinear) for layer in llm.runner.model.layers for module in layer.modules())
+            assert any(
+                isinstance(module, BackendLinear) for layer in llm.runner.model.layers for module in layer.modules()
+            )
             [output] = llm.generate([PROMPT], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
     finally:
         torch.set_num_threads(before)

@@ -39,7 +39,7 @@ with warnings.catch_warnings():
         compare,
         run_tasks,
     )
-    from offload_rt.models.location import locate
+    from offload_rt.models.source import find_source
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the harness and its data sets warn about themselves
 
@@ -73,7 +73,7 @@ def ours() -> OffloadLM:
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    return HFLM(pretrained=locate("reference").place, dtype="float32", device="cpu", batch_size=4)
+    return HFLM(pretrained=find_source("reference").place, dtype="float32", device="cpu", batch_size=4)
 
 
 def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
@@ -279,7 +279,7 @@ def test_rulers_documents_are_the_same_in_every_process(monkeypatch: pytest.Monk
     monkeypatch.setattr(random_word, "_DEFAULT_CATEGORIES", few)
     ruler = Path(str(importlib.resources.files("lm_eval"))) / "tasks" / "ruler"
     about = {limit: _task_manager(length=1024, tokenizer="reference", limit=limit).metadata for limit in (3, 5)}
-    assert about[3]["tokenizer"] == locate("reference").place
+    assert about[3]["tokenizer"] == find_source("reference").place
 
     def documents(task: str, limit: int) -> list[Any]:
         manager = TaskManager(include_path=str(ruler), include_defaults=False, metadata=about[limit])

@@ -64,12 +64,12 @@ def test_llamas_norm_is_known_by_its_code() -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-    from offload_rt.models.norms import fused
+    from offload_rt.models.decoder_layer import fused_norm
 
     plain = GemmaRMSNorm(8), torch.nn.LayerNorm(8)
-    assert all(fused(module) is module for module in plain)
+    assert all(fused_norm(module) is module for module in plain)
     for module in (LlamaRMSNorm(8), Qwen3RMSNorm(8)):
-        assert fused(module) is not module
+        assert fused_norm(module) is not module
         x, module.weight.data = torch.randn(3, 8), torch.randn(8)
-        assert torch.equal(fused(module)(x), module(x))
+        assert torch.equal(fused_norm(module)(x), module(x))
         assert torch.equal(norm.rms_norm(x, module.weight, module.variance_epsilon), module(x))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny_models import tiny_checkpoint, tiny_model
+from support.tiny_models import edit_config, tiny_checkpoint, tiny_model
 
-from offload_rt.models import fingerprint_cache
+from offload_rt.models import fingerprint as fingerprint_module
+from offload_rt.models import loading
 from offload_rt.models.fingerprint import fingerprint
 from offload_rt.models.loading import LoadedModel, load_model
 
@@ -34,9 +35,9 @@ class Digests:
 @pytest.fixture
 def digests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Digests:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fingerprint_cache, "_SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(fingerprint_module, "_SETTLED_SECONDS", 0.0)
     counted = Digests()
-    monkeypatch.setattr(fingerprint_cache, "fingerprint", counted)
+    monkeypatch.setattr(fingerprint_module, "fingerprint", counted)
     return counted
 
 
@@ -70,16 +71,17 @@ def test_the_second_load_digests_nothing(folder: Path, digests: Digests, tmp_pat
     assert stat.S_IMODE(entry.stat().st_mode) == 0o600 and stat.S_IMODE(entry.parent.stat().st_mode) == 0o700
 
 
-def test_one_changed_element_is_seen(folder: Path, digests: Digests) -> None:
+def replace_weights(folder: Path) -> None:
+    other = Path(tiny_checkpoint(folder.parent / "other", "llama", seed=1))
+    os.replace(other / "model.safetensors", folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change", [edit_embedding, replace_weights, lambda folder: edit_config(folder, rms_norm_eps=0.01)]
+)
+def test_a_change_is_seen(change: Callable[[Path], None], folder: Path, digests: Digests) -> None:
     before = load(folder)
-    edit_embedding(folder)
-    after = load(folder)
-    assert digests.count == 2 and after.fingerprint != before.fingerprint
-
-
-def test_a_changed_configuration_is_seen(folder: Path, digests: Digests) -> None:
-    before, path = load(folder), folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.01}))
+    change(folder)
     assert load(folder).fingerprint != before.fingerprint and digests.count == 2
 
 
@@ -87,14 +89,6 @@ def test_the_dtype_counts(folder: Path, digests: Digests) -> None:
     """Rounding to bfloat16 changes the model."""
     assert load(folder).fingerprint != load(folder, dtype="bfloat16").fingerprint
     assert digests.count == 2
-
-
-def test_a_file_that_replaces_another_is_seen(folder: Path, digests: Digests, tmp_path: Path) -> None:
-    before = load(folder)
-    other = Path(tiny_checkpoint(tmp_path / "other", "llama", seed=1))
-    shutil.copyfile(other / "model.safetensors", folder / "new")
-    os.replace(folder / "new", folder / "model.safetensors")
-    assert load(folder).fingerprint != before.fingerprint and digests.count == 2
 
 
 def test_shards_elsewhere_count(folder: Path, digests: Digests) -> None:
@@ -115,15 +109,20 @@ def test_shards_elsewhere_count(folder: Path, digests: Digests) -> None:
     assert load(folder).fingerprint != before.fingerprint and digests.count == 2
 
 
+@pytest.mark.parametrize("step", [(fingerprint_module, "fingerprint"), (loading, "read_weights")])
 def test_files_that_change_during_a_load_are_not_cached(
-    folder: Path, digests: Digests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: tuple[Any, str], folder: Path, digests: Digests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def changing(model: Any) -> str:
-        edit_embedding(folder)
-        return fingerprint(model)
+    original = getattr(*step)
 
-    monkeypatch.setattr(fingerprint_cache, "fingerprint", changing)
-    before = load(folder)
+    def changing(*args: Any, **named: Any) -> Any:
+        result = original(*args, **named)
+        replace_weights(folder)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*step, changing)
+        before = load(folder)
     assert not (tmp_path / "cache" / "fingerprints").exists()
     assert load(folder).fingerprint != before.fingerprint
 
@@ -132,7 +131,7 @@ def test_files_that_have_just_been_written_are_not_cached(
     folder: Path, digests: Digests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later change within the clock's resolution could keep all timestamps."""
-    monkeypatch.setattr(fingerprint_cache, "_SETTLED_SECONDS", 60.0)
+    monkeypatch.setattr(fingerprint_module, "_SETTLED_SECONDS", 60.0)
     load(folder)
     assert not (tmp_path / "cache" / "fingerprints").exists()
     now = time.time_ns()

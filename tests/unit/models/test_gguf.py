@@ -21,8 +21,8 @@ from offload_rt.errors import MemoryLimitError, ModelError
 from offload_rt.models import checkpoint, loading, registry
 from offload_rt.models.fingerprint import fingerprint
 from offload_rt.models.loading import load_model
-from offload_rt.models.location import Location, locate
 from offload_rt.models.shape import load_shape
+from offload_rt.models.source import ModelSource, find_source
 
 pytest.importorskip("gguf")
 from support.tiny_gguf import CHAT_TEMPLATE, END, write_tiny_gguf
@@ -54,7 +54,7 @@ def test_a_file_gives_the_model_that_was_written(written: tuple[Path, Any], load
     )
 
 
-def test_blocks_that_transformers_was_to_keep(written: tuple[Path, Any], loaded: Any) -> None:
+def test_gguf_blocks_are_dequantised_with_a_warning(written: tuple[Path, Any], loaded: Any) -> None:
     """For this architecture transformers dequantises the blocks silently. The runtime warns, and treats the model as
     unquantised: the fingerprint and packing equal those of the file."""
     transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -63,15 +63,17 @@ def test_blocks_that_transformers_was_to_keep(written: tuple[Path, Any], loaded:
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, quantization_config=asked, dtype=torch.float32
     )
-    with pytest.warns(UserWarning, match=r"its weights are numbers; for weights that stay in 4 bits name a checkpoint"):
+    with pytest.warns(
+        UserWarning, match=r"are dequantised when it is loaded; for weights that stay in 4 bits, use a checkpoint"
+    ):
         given = load_model(model)
     assert given.fingerprint == loaded.fingerprint
     assert load_shape(model).packing is None
 
 
-def test_info_says_that_blocks_become_numbers(written: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_notes_dequantised_gguf(written: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", str(written[0]), "--context", "100"]) == 0
-    assert "Of a GGUF file: transformers keeps no GGUF blocks of this architecture" in capsys.readouterr().out
+    assert "Note: the weights of a GGUF file are dequantised" in capsys.readouterr().out
 
 
 def test_tokenizer_and_chat_template_come_from_the_file(loaded: Any) -> None:
@@ -87,31 +89,33 @@ def test_shape_from_the_header_alone(written: tuple[Path, Any], loaded: Any) -> 
 
 def test_a_folder_means_the_one_file_that_it_holds(written: tuple[Path, Any], tmp_path: Path) -> None:
     shutil.copy(written[0], tmp_path / "a.gguf")
-    assert locate(tmp_path) == Location(str(tmp_path), "a.gguf") == locate(tmp_path / "a.gguf")
+    assert find_source(tmp_path) == ModelSource(str(tmp_path), "a.gguf") == find_source(tmp_path / "a.gguf")
     shutil.copy(written[0], tmp_path / "b.GGUF")
     with pytest.raises(ModelError, match=r"holds 2 GGUF files \(a\.gguf, b\.GGUF"):
-        locate(tmp_path)
+        find_source(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    assert locate(tmp_path) == Location(str(tmp_path))
+    assert find_source(tmp_path) == ModelSource(str(tmp_path))
 
 
 def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert locate("owner/name/file-q4.gguf") == Location("owner/name", "file-q4.gguf")
-    assert locate("owner/name/sub/file.gguf") == Location("owner/name", "sub/file.gguf")
-    assert locate("owner/name") == Location("owner/name")
+    assert find_source("owner/name/file-q4.gguf") == ModelSource("owner/name", "file-q4.gguf")
+    assert find_source("owner/name/sub/file.gguf") == ModelSource("owner/name", "sub/file.gguf")
+    assert find_source("owner/name") == ModelSource("owner/name")
     for name in ("nowhere.gguf/x/y", "./a/b/c.gguf", "/a/b/c.gguf", "../b/c.gguf", "a/c.gguf/"):
         with pytest.raises(ModelError, match="does not exist"):
-            locate(name)
+            find_source(name)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner").mkdir()  # so the name is a path, not a hub id
     with pytest.raises(ModelError, match=r"model file 'owner/name/file\.gguf' does not exist"):
-        locate("owner/name/file.gguf")
+        find_source("owner/name/file.gguf")
 
 
 def test_a_missing_package_is_named_in_one_line(written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else find(name, *rest))
-    with pytest.raises(ModelError, match=r"tiny\.gguf' needs the package gguf .*offload-rt\[gguf\]") as caught:
+    with pytest.raises(
+        ModelError, match=r"tiny\.gguf' needs the package gguf: pip install 'offload-rt\[gguf\]"
+    ) as caught:
         load_model(written[0], device="cpu")
     assert "\n" not in str(caught.value)
 
@@ -120,7 +124,7 @@ def test_an_architecture_that_cannot_run_is_said_from_the_header(
     written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_adapters", {"LlamaForCausalLM": "none"})
-    monkeypatch.setattr(loading, "read_weights", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(loading, "read_weights", lambda *_, **__: pytest.fail("read"))
     with pytest.raises(ModelError, match=r"^Qwen2ForCausalLM is not supported: .* supported are LlamaForCausalLM$"):
         load_model(written[0], device="cpu", verify="off")
 
@@ -130,7 +134,7 @@ def test_a_device_without_room_is_a_memory_limit(written: tuple[Path, Any], monk
         raise torch.OutOfMemoryError("Tried to allocate\n2 GiB")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
-    with pytest.raises(MemoryLimitError, match=r"the device has no room for it \(Tried to allocate 2 GiB\)"):
+    with pytest.raises(MemoryLimitError, match=r"the device does not have enough memory \(Tried to allocate 2 GiB\)"):
         load_model(written[0], device="cpu")
 
 

@@ -10,8 +10,8 @@ from support.tiny_models import edit_config, tiny_checkpoint, tiny_prompt
 
 from offload_rt import LLM, ConfigError, EngineConfig, ModelError, SamplingParams
 from offload_rt.models.loading import load_model
-from offload_rt.models.location import hub_of, locate
 from offload_rt.models.shape import load_shape
+from offload_rt.models.source import find_source, hub_of
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
@@ -55,7 +55,7 @@ def test_a_folder_below_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_a_token_is_never_shown() -> None:
     config = EngineConfig(hf_token="hf_secret")
     assert hub_of(config).options["token"] == "hf_secret"
-    assert "secret" not in repr(config) + repr(hub_of(config)) + repr(locate("somebody/tiny", hub_of(config)))
+    assert "secret" not in repr(config) + repr(hub_of(config)) + repr(find_source("somebody/tiny", hub_of(config)))
     with pytest.raises(ConfigError, match="trust_remote_code"):
         EngineConfig(trust_remote_code="yes")  # type: ignore[arg-type]
 
@@ -86,7 +86,7 @@ def with_code(folder: Path, factor: float) -> Path:
     return folder
 
 
-def test_code_runs_only_where_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_code_runs_only_if_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The load-time verification also refuses custom code whose forward pass computes more than its modules."""
     for module in ("transformers.dynamic_module_utils", "transformers.utils.hub", "transformers.utils"):
         monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"), raising=False)
@@ -104,4 +104,4 @@ def test_code_runs_only_where_that_was_asked_for(tmp_path: Path, monkeypatch: py
     assert [e.token_id for e in ours.stream(prompt, GREEDY)] == [e.token_id for e in theirs.stream(prompt, GREEDY)]
     with pytest.raises(ModelError, match="the head differs") as refused:
         load_model(with_code(tmp_path / "other", 0.5), hub=hub_of(EngineConfig(trust_remote_code=True)))
-    assert refused.value.reason == "proof"
+    assert refused.value.reason == "verification"

@@ -94,17 +94,10 @@ def test_a_replaced_module_is_refused() -> None:
 
 def test_prefix_cache_is_reset() -> None:
     llm = LLM(tiny_model("llama"), policy="full", host_memory="8MiB")
-    llm.generate(PROMPT, GREEDY)
-    assert llm.reset_prefix_cache()
-    [found] = llm.generate(PROMPT, GREEDY)
-    assert found.num_cached_tokens == 0
-    llm.runner.check_integrity()
 
-
-def test_prefix_cache_of_an_async_engine_is_reset() -> None:
     async def cached_tokens() -> list[int]:
         found = []
-        async with AsyncLLM(LLM(tiny_model("llama"), policy="full", host_memory="8MiB")) as engine:
+        async with AsyncLLM(llm) as engine:
             for _ in range(3):
                 outputs = [output async for output in engine.generate(PROMPT, GREEDY)]
                 found.append(outputs[-1].num_cached_tokens)
@@ -114,3 +107,4 @@ def test_prefix_cache_of_an_async_engine_is_reset() -> None:
 
     first, second, third = asyncio.run(cached_tokens())
     assert (first, third) == (0, 0) and second > 0
+    llm.runner.check_integrity()

@@ -11,12 +11,12 @@ from support.tiny_models import tiny_model, tiny_prompt
 from transformers import GenerationConfig
 
 from offload_rt import LLM, AsyncLLM, SamplingParams
-from offload_rt.models.sampling_defaults import sampling_defaults
+from offload_rt.models.loading import sampling_defaults
 
 SAID = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1.2, "max_new_tokens": 7}
 
 
-def test_a_folder_says_how_its_tokens_are_chosen(tmp_path: Path) -> None:
+def test_generation_config_sets_the_defaults(tmp_path: Path) -> None:
     """Defaults apply in every API if no sampling parameters are given. Explicit parameters are used unchanged."""
     model = tiny_model("llama", num_hidden_layers=2)
     model.save_pretrained(tmp_path)
@@ -41,9 +41,9 @@ def test_a_folder_says_how_its_tokens_are_chosen(tmp_path: Path) -> None:
     assert asyncio.run(last()) == 7
 
 
-def test_nothing_said_is_the_defaults_and_nonsense_is_left_out() -> None:
+def test_missing_and_invalid_values() -> None:
     assert sampling_defaults(None) == sampling_defaults(GenerationConfig()) == SamplingParams()
     odd = GenerationConfig()
     odd.top_p, odd.temperature = 0.0, 0.3
-    with pytest.warns(UserWarning, match="not followed in top_p"):
+    with pytest.warns(UserWarning, match="top_p of the model's generation_config is ignored"):
         assert sampling_defaults(odd) == SamplingParams(temperature=0.3)

@@ -309,5 +309,5 @@ def test_an_architecture_from_outside_runs_like_transformers(scaled: ScaledForCa
 
 def test_an_architecture_has_one_adapter(scaled: ScaledForCausalLM) -> None:
     register_architecture("ScaledForCausalLM", f"{__name__}:ScaledAdapter")
-    with pytest.raises(ConfigError, match="has an adapter already"):
+    with pytest.raises(ConfigError, match="is already registered"):
         register_architecture("LlamaForCausalLM", f"{__name__}:ScaledAdapter")

@@ -22,8 +22,8 @@ from transformers.models.auto import AutoModelForCausalLM
 from offload_rt import LLM
 from offload_rt.errors import ArtifactError, ConfigError, InputError, ModelError
 from offload_rt.models.loading import LoadedModel, load_model
-from offload_rt.models.location import locate
 from offload_rt.models.registry import adapter_for
+from offload_rt.models.source import find_source
 from offload_rt.skewing import artifact as artifact_module
 from offload_rt.skewing import calibrate as calibrate_module
 from offload_rt.skewing.artifact import SkewArtifact
@@ -386,7 +386,7 @@ def test_fold_refuses_an_artifact_of_other_shapes() -> None:
 
 
 def test_skew_model_with_tokenizer(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(locate("reference").place)
+    tokenizer = AutoTokenizer.from_pretrained(find_source("reference").place)
     tiny_model("gpt2", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     report = skew_model(
@@ -531,24 +531,26 @@ def test_inconsistent_artifact(change: dict[str, torch.Tensor | None], message: 
 
 def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibrate_module, "TOKENS", 100)
     loaded = load_model(tiny_model("llama"))
-    path = cache_path(loaded, "svd", 100)
+    path = cache_path(loaded, "svd")
     assert path.parent == tmp_path / "skew"
-    first = cached_artifact(loaded, "svd", 100)
+    first = cached_artifact(loaded, "svd")
     written = path.read_bytes()
 
-    cached_artifact(loaded, "balanced", 100)  # must not affect the svd entry
+    cached_artifact(loaded, "balanced")  # must not affect the svd entry
     assert len(list(path.parent.iterdir())) == 2
     path.write_bytes(written[:-7])
-    again = cached_artifact(loaded, "svd", 100)
+    again = cached_artifact(loaded, "svd")
     assert path.read_bytes() == written, "a damaged file is made again, to the bit"
     assert torch.equal(again.query, first.query)
 
     with monkeypatch.context() as patch:
         patch.delattr(calibrate_module, "measure")
-        assert torch.equal(cached_artifact(loaded, "svd", 100).query, first.query)
+        assert torch.equal(cached_artifact(loaded, "svd").query, first.query)
+        patch.setattr(calibrate_module, "TOKENS", 99)
         with pytest.raises(NameError):
-            cached_artifact(loaded, "svd", 99)
+            cached_artifact(loaded, "svd")
 
 
 def test_cache_that_cannot_be_written(
@@ -556,7 +558,7 @@ def test_cache_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "file"))
-    assert cached_artifact(load_model(tiny_model("opt")), "svd", 50).method == "svd"
+    assert cached_artifact(load_model(tiny_model("opt")), "svd").method == "svd"
     assert "not cached" in caplog.text
 
 

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from offload_rt import LLM, OffloadError, SamplingParams
 from offload_rt.config import DraftOptions, EngineConfig, EvictionOptions, StoreOptions
-from offload_rt.models.location import locate
+from offload_rt.models.source import find_source
 from offload_rt.policies.options import BudgetOptions, InfiniGenOptions, QuestOptions
 from offload_rt.sampling_params import StructuredOutputs
 from offload_rt.sessions.session import Session
@@ -75,7 +75,7 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.llm, self.folder = make_llm(), folder
-        tokenizer = AutoTokenizer.from_pretrained(locate("reference").place)
+        tokenizer = AutoTokenizer.from_pretrained(find_source("reference").place)
         tokenizer.chat_template = TEMPLATE
         model = tiny_model("llama", vocab_size=2048, num_hidden_layers=1)
         self.talker = LLM(model, policy="full", host_memory="4MiB", tokenizer=tokenizer)

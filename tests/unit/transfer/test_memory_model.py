@@ -17,7 +17,7 @@ from offload_rt.cli.tables import requirements_table, stats_table
 from offload_rt.core import CHUNK
 from offload_rt.models.shape import load_shape
 from offload_rt.outputs import Stats
-from offload_rt.planning.memory_model import DeviceCosts, Machine, Requirements, obstacles, requirements
+from offload_rt.planning.memory_model import DeviceCosts, Requirements, SystemMemory, obstacles, requirements
 from offload_rt.policies.options import FullOptions, InfiniGenOptions
 from offload_rt.policies.registry import memory_demand
 
@@ -148,7 +148,7 @@ def test_requirements_by_hand() -> None:
     assert keys <= sparse.scoring - costs_of("llama", torch.bfloat16, options).fixed() <= keys * 5 / 4 * 1.35
     first = costs_of("llama", torch.bfloat16, InfiniGenOptions.preset("rows"))
     assert first.staging([1000]) == (2 * 1000 + 100 + 68) * staged
-    assert first.link_bytes(1000) == (1000 + 3 * 100) * token
+    assert first.h2d_bytes(1000) == (1000 + 3 * 100) * token
 
 
 NEEDED = Requirements(
@@ -168,15 +168,15 @@ NEEDED = Requirements(
 @pytest.mark.parametrize(
     ("machine", "words"),
     [
-        (Machine(8 * GIB, 4 * GIB), []),
-        (Machine(8 * GIB, 3 * GIB), ["host pool"]),
-        (Machine(6 * GIB, 4 * GIB), ["shares it"]),
-        (Machine(6 * GIB, 4 * GIB, "GPU", 3 * GIB), []),
-        (Machine(6 * GIB, 4 * GIB, "GPU", 2 * GIB), ["GPU"]),
-        (Machine(3 * GIB, 2 * GIB, "GPU", 2 * GIB), ["host pool", "Host memory", "GPU"]),
+        (SystemMemory(8 * GIB, 4 * GIB), []),
+        (SystemMemory(8 * GIB, 3 * GIB), ["host pool"]),
+        (SystemMemory(6 * GIB, 4 * GIB), ["shares it"]),
+        (SystemMemory(6 * GIB, 4 * GIB, "GPU", 3 * GIB), []),
+        (SystemMemory(6 * GIB, 4 * GIB, "GPU", 2 * GIB), ["GPU"]),
+        (SystemMemory(3 * GIB, 2 * GIB, "GPU", 2 * GIB), ["host pool", "Host memory", "GPU"]),
     ],
 )
-def test_obstacles(machine: Machine, words: list[str]) -> None:
+def test_obstacles(machine: SystemMemory, words: list[str]) -> None:
     found = obstacles(NEEDED, machine)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
@@ -186,7 +186,7 @@ def test_obstacles(machine: Machine, words: list[str]) -> None:
 
 
 def test_machine_here() -> None:
-    machine = Machine.here(None, torch.device("cpu"))
+    machine = SystemMemory.here(None, torch.device("cpu"))
     assert machine.device is None
     assert machine.pool_limit == machine.host_free // 2
-    assert Machine.here(5, torch.device("cpu")).pool_limit == 5
+    assert SystemMemory.here(5, torch.device("cpu")).pool_limit == 5

@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 
 from offload_rt import LLM, ConfigError, EngineConfig, MemoryLimitError, SamplingParams
 from offload_rt.cli import main
-from offload_rt.models.placement import Placement, experts_of
 from offload_rt.models.shape import load_shape
-from offload_rt.models.weights import decoder_layers
+from offload_rt.models.weights import Placement, decoder_layers, experts_of
 from offload_rt.planning.device_plan import plan_for
 from offload_rt.transfer.weights.experts import ExpertCache
 from offload_rt.transfer.weights.streamed import BUFFERS

@@ -43,8 +43,13 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder
 
 
-def ours(checkpoint: Path, prompt: list[int], reach: int | None) -> list[int]:
-    config: dict[str, Any] = {"max_model_len": reach, "host_memory": "4MiB", "dtype": "float64", "verify": "always"}
+def ours(checkpoint: Path, prompt: list[int], max_model_len: int | None) -> list[int]:
+    config: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "host_memory": "4MiB",
+        "dtype": "float64",
+        "verify": "always",
+    }
     with LLM(checkpoint, policy="full", **config) as llm:
         return llm.generate(prompt, SamplingParams(max_tokens=12, temperature=0))[0].outputs[0].token_ids
 
@@ -68,8 +73,8 @@ def test_short_texts(checkpoint: Path) -> None:
         assert ours(checkpoint, prompt, None) != expected, "the long frequencies are others"
 
 
-def test_a_class_that_nobody_declared(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An undeclared class is inspected before its weights are read. This must not change the loaded model."""
+def test_an_unregistered_class(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unregistered class is inspected before its weights are read. This must not change the loaded model."""
     for architecture in ("Phi3ForCausalLM", "LlamaForCausalLM"):
         monkeypatch.delitem(registry._adapters, architecture)
     prompt = prompt_of(SHORT)
@@ -79,24 +84,26 @@ def test_a_class_that_nobody_declared(checkpoint: Path, monkeypatch: pytest.Monk
 def test_long_texts(checkpoint: Path) -> None:
     if checkpoint.name == "dynamic":
         with pytest.raises(ModelError, match=f"max_model_len={2 * TRAINED} must be at most {TRAINED}") as refused:
-            load_model(checkpoint, reach=2 * TRAINED)
+            load_model(checkpoint, max_model_len=2 * TRAINED)
         assert refused.value.reason == "rope_length"
         return
     prompt = prompt_of(2 * TRAINED)
     assert ours(checkpoint, prompt, None) == theirs(checkpoint, prompt)
 
 
-def test_a_reach_has_positions_and_a_fingerprint_of_its_own(checkpoint: Path) -> None:
+def test_each_length_has_positions_and_a_fingerprint_of_its_own(checkpoint: Path) -> None:
     """KV stored with one set of frequencies must not be reused with the other."""
-    short, whole = (load_model(checkpoint, reach=reach) for reach in (TRAINED, None))
+    short, whole = (load_model(checkpoint, max_model_len=length) for length in (TRAINED, None))
     same = checkpoint.name == "dynamic"
     assert (
-        short.adapter.geometry.max_positions == TRAINED == load_shape(checkpoint, reach=TRAINED).geometry.max_positions
+        short.adapter.geometry.max_positions
+        == TRAINED
+        == load_shape(checkpoint, max_model_len=TRAINED).geometry.max_positions
     )
     assert (short.fingerprint == whole.fingerprint) is same
     assert load_shape(checkpoint).geometry == whole.adapter.geometry
 
 
 def test_a_loaded_model_is_left_alone(checkpoint: Path) -> None:
-    with pytest.raises(ModelError, match="give the model's folder or hub id"):
+    with pytest.raises(ModelError, match="pass the model's folder or hub id"):
         load_model(AutoModelForCausalLM.from_pretrained(checkpoint))

@@ -1,4 +1,4 @@
-"""Steps of one decoder layer with exact causal attention, shared by prefill, calibration and teacher forcing."""
+"""One layer with full causal attention to all tokens, for prefill, calibration, verification and teacher forcing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ..config import Source
 from ..core import KVPart
 from ..kernels.causal import attend_causal
 from .adapter import ModelAdapter
@@ -26,14 +25,9 @@ def keys_and_values(
 
 
 def attend_layer(adapter: ModelAdapter, layer: int, q: torch.Tensor, kv: KVPart, position: int) -> torch.Tensor:
-    """Compute exact attention `[H, m, d]` for the last m of n tokens.
+    """Return exact attention `[H, m, d]` of the last m of n tokens, given q `[H, m, d]` and kv `[Hkv, n, d]` each.
 
-    Args:
-        adapter: The model.
-        layer: Layer index.
-        q: Queries of the last m tokens, `[H, m, d]`.
-        kv: KV of all n tokens, each `[Hkv, n, d]`.
-        position: Position of the first query.
+    `position` is that of the first query.
     """
     geometry, window, sinks = adapter.geometry, adapter.geometry.windows[layer], adapter.sinks(layer)
     scale, cap = geometry.scales[layer], geometry.softcap
@@ -61,8 +55,7 @@ def residual_after_attention(
     """Return the residual stream `[m, D]` after a layer's attention, for the tokens [seen - m, seen).
 
     Args:
-        adapter: The model.
-        layer: Layer index.
+        adapter, layer: The layer of the model.
         hidden: The layer's input, `[m, D]`.
         q: Queries of the m tokens, `[H, m, d]`.
         kv: KV of n tokens, each `[Hkv, n, d]`. Only the first `seen` tokens are attended.
@@ -72,26 +65,3 @@ def residual_after_attention(
     part = KVPart(kv.k[:, :seen], kv.v[:, :seen])
     attended = attend_layer(adapter, layer, q, part, seen - q.shape[1] if position is None else position)
     return adapter.after_attention(layer, hidden, attended.transpose(0, 1).flatten(1))
-
-
-def guessed_input(
-    adapter: ModelAdapter,
-    layer: int,
-    source: Source,
-    hidden: torch.Tensor,
-    attention_input: torch.Tensor,
-    residual: torch.Tensor,
-) -> torch.Tensor:
-    """Predict the attention input `[T, D]` of `layer` from the layer before it (InfiniGen §4.3), without corrections.
-
-    Args:
-        adapter: The model.
-        layer: The predicted layer.
-        source: Selects one of the three tensors below.
-        hidden: Input of the layer before, `[T, D]`.
-        attention_input: Attention input of the layer before, `[T, D]`.
-        residual: Residual stream after the attention of the layer before, `[T, D]`.
-    """
-    if source == "attention_input":
-        return attention_input
-    return adapter.attention_input(layer, hidden if source == "normed_input" else residual)

@@ -49,13 +49,13 @@ def hub_of(config: EngineConfig) -> Hub:
     return Hub(config.revision, config.hf_token, config.download_dir, config.trust_remote_code)
 
 
-OPEN = Hub()
+DEFAULT_HUB = Hub()
 """Default options: newest revision, no explicit token, no remote code."""
 
 
 @dataclass(frozen=True)
-class Location:
-    """Location of a checkpoint.
+class ModelSource:
+    """Where the files of a checkpoint are.
 
     Attributes:
         place: Folder or hub id, in the form that transformers accepts.
@@ -67,7 +67,7 @@ class Location:
     place: str
     gguf: str | None = None
     shipped: bool = False
-    hub: Hub = OPEN
+    hub: Hub = DEFAULT_HUB
 
     @property
     def folder(self) -> Path | None:
@@ -77,10 +77,10 @@ class Location:
     def __str__(self) -> str:
         """Return the quoted place, for messages."""
         what = self.place if self.gguf is None else f"{self.place}/{self.gguf}"
-        return f"'{what}'" if self.folder else f"'{what}' (no such folder, so sought on the hub)"
+        return f"'{what}'" if self.folder else f"'{what}' (not a local folder, so looked up on the hub)"
 
 
-def locate(model: str | os.PathLike[str], hub: Hub = OPEN) -> Location:
+def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelSource:
     """Resolve `model` without network access.
 
     Args:
@@ -95,27 +95,27 @@ def locate(model: str | os.PathLike[str], hub: Hub = OPEN) -> Location:
     if name in SHIPPED:
         folder = Path(str(importlib.resources.files("offload_rt"))) / "reference" / SHIPPED[name]
         if not folder.is_dir():
-            raise ModelError(f"model {name!r} does not ship with this version; name a folder or a hub id")
-        return Location(str(folder), shipped=True)
+            raise ModelError(f"model {name!r} does not ship with this version; use a folder or a hub id")
+        return ModelSource(str(folder), shipped=True)
     path = Path(name).expanduser()
     try:
         is_folder, is_there = path.is_dir(), path.exists()
     except (OSError, ValueError) as error:
-        raise ModelError(f"model {name!r:.80} is no name of a folder or a file: {error!s:.80}") from None
+        raise ModelError(f"model {name!r:.80} is not a valid path: {error!s:.80}") from None
     if is_folder:
-        return Location(str(path), _only_gguf(path), hub=hub)
+        return ModelSource(str(path), _only_gguf(path), hub=hub)
     if is_there:
         if path.suffix.lower() != ".gguf":
             raise ModelError(
-                f"model {name!r} is a file; name the folder that holds config.json and *.safetensors, or a GGUF file"
+                f"model {name!r} is a file; expected a GGUF file, or the folder with config.json and *.safetensors"
             )
-        return Location(str(path.parent), path.name, hub=hub)
+        return ModelSource(str(path.parent), path.name, hub=hub)
     if (file := _HUB_FILE.fullmatch(name)) and not Path(name.partition("/")[0]).exists():
-        return Location(file[1], file[2], hub=hub)
+        return ModelSource(file[1], file[2], hub=hub)
     if not _HUB_ID.fullmatch(name):
         what = "file" if path.suffix.lower() == ".gguf" else "folder"
         raise ModelError(f"model {what} {name!r} does not exist")
-    return Location(name, hub=hub)
+    return ModelSource(name, hub=hub)
 
 
 def _only_gguf(folder: Path) -> str | None:
@@ -124,5 +124,7 @@ def _only_gguf(folder: Path) -> str | None:
     if not files or any(folder.glob("*.safetensors")):
         return None
     if len(files) > 1:
-        raise ModelError(f"'{folder}' holds {len(files)} GGUF files ({', '.join(files[:3])} ...); name one of them")
+        raise ModelError(
+            f"'{folder}' holds {len(files)} GGUF files ({', '.join(files[:3])} ...); give the path of one of them"
+        )
     return files[0]

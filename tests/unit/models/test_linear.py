@@ -11,14 +11,14 @@ from support.tiny_models import tiny_checkpoint, tiny_model
 from torch import nn
 
 from offload_rt.kernels import row_products, team
-from offload_rt.models import row_linear
+from offload_rt.models.linear import BackendLinear, dense, use_backends
 from offload_rt.models.loading import load_model
-from offload_rt.models.row_linear import RowLinear, use_row_linear
 
 pytestmark = pytest.mark.skipif(
     row_products.takes(torch.zeros(1, 32, dtype=torch.bfloat16)) is None, reason="there is no compiled code"
 )
 
+CPU = torch.device("cpu")
 ERRORS = {torch.bfloat16: {"rtol": 2**-8, "atol": 1e-4}, torch.float32: {"rtol": 1e-5, "atol": 1e-5}}
 """bfloat16 outputs are rounded once, to 8 bits."""
 
@@ -31,8 +31,8 @@ def test_products_are_those_of_float64(outs: int, ins: int, bias: bool, dtype: t
     layer = nn.Linear(ins, outs, bias=bias).to(dtype)
     x = torch.randn(row_products.MOST_ROWS, ins * 2, dtype=dtype)[..., ::2]
     expected = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
-    use_row_linear(layer)
-    assert type(layer) is RowLinear
+    use_backends(layer, CPU)
+    assert type(layer) is BackendLinear
     with torch.inference_mode():
         few = layer(x)
         fewer = [layer(x[:rows]) for rows in range(1, row_products.MOST_ROWS)]
@@ -44,12 +44,12 @@ def test_products_are_those_of_float64(outs: int, ins: int, bias: bool, dtype: t
 @pytest.mark.parametrize("bias", [False, True])
 def test_many_bfloat16_rows_are_multiplied_in_float32(bias: bool, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without bfloat16 instructions in torch, the weight is converted and multiplied tile by tile."""
-    monkeypatch.setattr(row_linear, "TILE_BYTES", 4 * 96 * 3)
+    monkeypatch.setattr(dense, "TILE_BYTES", 4 * 96 * 3)
     monkeypatch.setattr(row_products, "torch_multiplies_bfloat16", lambda: False)
     layer = nn.Linear(96, 7, bias=bias).bfloat16()
     x = torch.randn(2, row_products.MOST_ROWS, 96, dtype=torch.bfloat16)
     expected = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
-    use_row_linear(layer)
+    use_backends(layer, CPU)
     with torch.inference_mode():
         torch.testing.assert_close(layer(x).double(), expected, **ERRORS[torch.bfloat16])
 
@@ -73,7 +73,7 @@ def test_threads_share_the_weight(outs: int, dtype: torch.dtype, monkeypatch: py
 def test_nan_and_infinity(level: str) -> None:
     layer = nn.Linear(32, 2, bias=False).bfloat16()
     layer.weight.data.copy_(torch.tensor([[torch.inf], [1.0]]).expand(2, 32))
-    use_row_linear(layer)
+    use_backends(layer, CPU)
     with torch.inference_mode():
         out = layer(torch.tensor([1.0, -1.0] * 16).bfloat16())
     assert out[0].isnan() and out[1] == 0
@@ -81,7 +81,7 @@ def test_nan_and_infinity(level: str) -> None:
 
 def test_training_gives_gradients() -> None:
     layer = nn.Linear(32, 2).bfloat16()
-    use_row_linear(layer)
+    use_backends(layer, CPU)
     layer(torch.randn(1, 32).bfloat16()).sum().backward()
     assert layer.weight.grad is not None
 
@@ -91,6 +91,6 @@ def test_a_checkpoint_uses_it_and_a_loaded_model_is_not_changed(dtype: str, tmp_
     mine = tiny_model("qwen2", dtype=torch.bfloat16)
     folder = tiny_checkpoint(tmp_path / "tiny", "qwen2")
     loaded = load_model(str(folder), device="cpu", dtype=dtype)
-    assert any(isinstance(module, RowLinear) for layer in loaded.layers for module in layer.modules())
+    assert any(isinstance(module, BackendLinear) for layer in loaded.layers for module in layer.modules())
     load_model(mine)
-    assert not any(isinstance(module, RowLinear) for module in mine.modules())
+    assert not any(isinstance(module, BackendLinear) for module in mine.modules())

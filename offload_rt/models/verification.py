@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,20 +25,20 @@ import torch
 from ..core import KVPart
 from ..errors import ModelError
 from .adapter import ModelAdapter
-from .cache_folder import cache_folder
 from .checkpoint import one_error
-from .exact_layer import residual_after_attention
-from .text_part import text_config
-from .weights import decoder_layers
+from .fingerprint import cache_folder
+from .full_attention import residual_after_attention
+from .multimodal import text_config
+from .weights import attention_layers, decoder_layers
 
 _FORMAT = 1
-_OF_FILES = ("_name_or_path", "transformers_version", "architectures", "dtype")
+_NEUTRAL = ("_name_or_path", "transformers_version", "architectures", "dtype")
 """Configuration entries that do not affect results."""
-_DECODED = 8
+_DECODE_TOKENS = 8
 """Number of last tokens that run one by one."""
-_LONGEST = 512
+_LONGEST_WINDOW = 512
 """Sliding windows up to this length are tested with tokens. For longer ones only the argument is compared."""
-_SHARE = 0.75
+_EXPERTS_SHARE = 0.75
 """Share of tokens that must agree in a mixture of experts, because rounding may change the chosen expert."""
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -53,59 +52,50 @@ _HARMLESS = (
 )  # fmt: skip
 """Known attention arguments: compared here, covered by the results, or without effect."""
 
-_notes: ContextVar[list[dict[str, Any]] | None] = ContextVar("_notes", default=None)
+_recorded: ContextVar[list[dict[str, Any]] | None] = ContextVar("_recorded", default=None)
 _log = logging.getLogger(__name__)
 
 
-def prove_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
-    """Call `prove` unless the cache folder records an earlier success.
+def verify_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
+    """Call `verify_model` unless the cache folder records an earlier success.
 
     A record holds for one model, adapter, configuration, and versions of this package and of transformers.
 
     Raises:
-        ModelError: As `prove`.
+        ModelError: As `verify_model`.
     """
     # The whole configuration counts, because the fingerprint ignores some entries.
-    kind = type(adapter)
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _NEUTRAL}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    kind, dtype = type(adapter), str(adapter.dtype).removeprefix("torch.")
     versions = f"{version('offload-rt')}-{version('transformers')}-v{_FORMAT}"
-    dtype = str(adapter.dtype).removeprefix("torch.")
-    what = f"{dtype}-{kind.__module__}.{kind.__qualname__}-{_digest(model.config)}"
-    mark = cache_folder() / "proofs" / f"{fingerprint}-{what}-{versions}"
-    if mark.exists():
+    name = f"{fingerprint}-{dtype}-{kind.__module__}.{kind.__qualname__}-{digest}-{versions}"
+    record = cache_folder() / "verified" / name
+    if record.exists():
         return
-    prove(model, adapter)
-    _keep(mark)
-
-
-def _digest(config: Any) -> str:
-    """Return a digest (16 hex digits) of a configuration without the entries in `_OF_FILES`."""
-    said = {key: value for key, value in config.to_dict().items() if key not in _OF_FILES}
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _keep(mark: Path) -> None:
+    verify_model(model, adapter)
     try:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.touch()
     except OSError as error:
-        _log.warning("that the model is proved is not noted, the next start proves it again: %s", error)
+        _log.warning("the verification is not recorded, so the next start repeats it: %s", error)
 
 
 @torch.no_grad()
-def prove(model: Any, adapter: ModelAdapter) -> None:
+def verify_model(model: Any, adapter: ModelAdapter) -> None:
     """Verify `adapter` against transformers' own forward of `model`.
 
     Raises:
-        ModelError: Results differ (reason "proof"; the message names the first layer that does), or the model passes
-            an unsupported argument to its attention (reason "attention_argument").
+        ModelError: Results differ (reason "verification"; the message names the first layer that does), or the model
+            passes an unsupported argument to its attention (reason "attention_argument").
     """
     geometry = adapter.geometry
-    passed = [window for window in geometry.windows if window is not None and window <= _LONGEST]
-    length = min(max(passed, default=16) + 2 * _DECODED, geometry.max_positions)
-    _Proof(model, adapter, length, 0).run()
+    tested = [window for window in geometry.windows if window is not None and window <= _LONGEST_WINDOW]
+    length = min(max(tested, default=16) + 2 * _DECODE_TOKENS, geometry.max_positions)
+    _Verification(model, adapter, length, 0).run()
     # The last positions show effects of the position. Llama 4 (chunked) counts cached tokens instead.
     if length < geometry.max_positions and not geometry.chunked:
-        _Proof(model, adapter, _DECODED, geometry.max_positions - _DECODED).run()
+        _Verification(model, adapter, _DECODE_TOKENS, geometry.max_positions - _DECODE_TOKENS).run()
 
 
 @dataclass
@@ -118,7 +108,7 @@ class _Observed:
     arguments: list[dict[str, Any]] = field(default_factory=list)
 
 
-class _Proof:
+class _Verification:
     """One comparison over `length` tokens, starting at position `start`."""
 
     def __init__(self, model: Any, adapter: ModelAdapter, length: int, start: int) -> None:
@@ -127,17 +117,20 @@ class _Proof:
         tokens = torch.randint(adapter.geometry.vocab, (length,), generator=generator)
         self._tokens = tokens.to(adapter.device)
         self._positions = torch.arange(start, start + length, device=adapter.device)
-        self._one_by_one = range(max(1, length - _DECODED), length)
+        self._one_by_one = range(max(1, length - _DECODE_TOKENS), length)
 
     def run(self) -> None:
-        """Run the comparison. Raise ModelError as `prove`."""
+        """Run the comparison. Raise ModelError as `verify_model`."""
         seen = self._observe()
         self._compare_arguments(seen.arguments)
         embedded = self._adapter.embed(self._tokens, self._positions)
-        self._compare("the embedding", torch.zeros_like(embedded), embedded, seen.hidden[0])
-        for layer in range(self._adapter.geometry.layers):
-            given, expected = seen.hidden[layer : layer + 2]
-            self._compare(f"layer {layer}", given, self._layer(layer, given), expected)
+        # A layer of the adapter covers a decoder layer with attention and all later ones without attention.
+        starts = attention_layers(decoder_layers(self._model))
+        stops = [*starts[1:], len(seen.hidden) - 1]
+        self._compare("the embedding", torch.zeros_like(embedded), embedded, seen.hidden[starts[0]])
+        for layer, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            given = seen.hidden[start]
+            self._compare(f"layer {layer}", given, self._layer(layer, given), seen.hidden[stop])
         logits = self._adapter.logits(seen.hidden[-1][-len(seen.logits) :])
         self._compare("the head", torch.zeros_like(logits), logits, seen.logits.to(logits.dtype))
 
@@ -146,26 +139,20 @@ class _Proof:
         seen = _Observed()
         layers = decoder_layers(self._model)
         known = inspect.signature(self._model.forward).parameters
-        options: dict[str, Any] = {"position_ids": self._positions[None], "use_cache": False}
-        options |= {"logits_to_keep": _DECODED} if "logits_to_keep" in known else {}
+        options = {"position_ids": self._positions[None], "use_cache": False, "logits_to_keep": _DECODE_TOKENS}
+
+        def enter(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            seen.hidden.append(_tensor(args[0] if args else named["hidden_states"]))
+
         with ExitStack() as stack:
-            stack.enter_context(_noted(text_config(self._model.config), seen.arguments))
-            for number, layer in enumerate(layers):
-                entered = layer.register_forward_pre_hook(
-                    lambda _, args, named, first=number == 0: (
-                        seen.hidden.append(_input(args, named)) if first else None
-                    ),
-                    with_kwargs=True,
-                )
-                left = layer.register_forward_hook(lambda *call: seen.hidden.append(_tensor(call[-1])))
-                stack.callback(entered.remove)
-                stack.callback(left.remove)
-            options = {name: value for name, value in options.items() if name in known}
-            with one_error(
-                f"{type(self._model).__name__} does not run on text alone, which would show what it computes"
-            ):
-                out = self._model(self._tokens[None], **options)
-        seen.logits = out.logits[0, -_DECODED:]
+            stack.enter_context(_recording(text_config(self._model.config), seen.arguments))
+            stack.callback(layers[0].register_forward_pre_hook(enter, with_kwargs=True).remove)
+            for layer in layers:
+                hook = layer.register_forward_hook(lambda *call: seen.hidden.append(_tensor(call[-1])))
+                stack.callback(hook.remove)
+            with one_error(f"{self._name} cannot be verified, because its forward pass fails on text alone"):
+                out = self._model(self._tokens[None], **{n: value for n, value in options.items() if n in known})
+        seen.logits = out.logits[0, -_DECODE_TOKENS:]
         return seen
 
     def _layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -188,15 +175,15 @@ class _Proof:
         added, size = (x.norm(dim=-1) for x in (expected - given, expected))
         allowed = _TOLERANCES[dtype] * added + 4 * torch.finfo(dtype).eps * size
         off = (actual - expected).norm(dim=-1) / allowed.clamp_min(torch.finfo(wide).tiny)
-        share = _SHARE if self._adapter.geometry.experts else 1.0
+        share = _EXPERTS_SHARE if self._adapter.geometry.experts else 1.0
         split = len(off) - min(len(self._one_by_one), len(off))
         for part, where in ((off[:split], "prefill"), (off[split:], "decode")):
             if len(part) and not float(part.quantile(share)) <= 1:
                 difference = float((actual - expected).norm() / (expected - given).norm().clamp_min(1e-30))
                 raise ModelError(
-                    f"{self._name} does not compute what this version thinks it does: {what} differs from "
-                    f"transformers' own by {difference:.2g} of its size in {where}; it cannot run here",
-                    reason="proof",
+                    f"{self._name} failed load-time verification: {what} differs from transformers' result by "
+                    f"{difference:.2g} of its size in {where}; this version does not support the model",
+                    reason="verification",
                 )
 
     def _compare_arguments(self, arguments: list[dict[str, Any]]) -> None:
@@ -205,7 +192,7 @@ class _Proof:
         if len(arguments) != geometry.layers:  # the model does not call attention through transformers' interface
             return
         for layer, given in enumerate(arguments):
-            strange = sorted(name for name, value in given.items() if name not in _HARMLESS and _says_something(value))
+            strange = sorted(name for name, value in given.items() if name not in _HARMLESS and _has_effect(value))
             window, cap, sinks = given.get("sliding_window"), given.get("softcap"), given.get("s_aux")
             own = self._adapter.sinks(layer)
             if window is not None and window != geometry.windows[layer]:
@@ -216,8 +203,8 @@ class _Proof:
                 strange.append("s_aux")
             if strange:
                 raise ModelError(
-                    f"the attention of {self._name} is given {', '.join(strange)} in layer {layer}, which this version "
-                    "does not take into account; it cannot run here",
+                    f"{self._name} calls its attention with {', '.join(strange)} in layer {layer}, which this version "
+                    "does not support",
                     reason="attention_argument",
                 )
 
@@ -228,12 +215,8 @@ def _same(given: torch.Tensor | None, own: torch.Tensor | None) -> bool:
     return torch.equal(given.to(own), own)
 
 
-def _says_something(value: Any) -> bool:
+def _has_effect(value: Any) -> bool:
     return value is not None and value is not False and not (isinstance(value, (int, float)) and value == 0)
-
-
-def _input(args: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
-    return _tensor(args[0] if args else named["hidden_states"])
 
 
 def _tensor(out: Any) -> torch.Tensor:
@@ -243,32 +226,32 @@ def _tensor(out: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _noted(config: Any, arguments: list[dict[str, Any]]) -> Iterator[None]:
+def _recording(config: Any, arguments: list[dict[str, Any]]) -> Iterator[None]:
     """Run the model of `config` with eager attention, and append the arguments of each call to `arguments`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, eager_mask)
-    before, token = config._attn_implementation, _notes.set(arguments)
+    before, token = config._attn_implementation, _recorded.set(arguments)
     config._attn_implementation = _NAME
     try:
         yield
     finally:
         config._attn_implementation = before
-        _notes.reset(token)
+        _recorded.reset(token)
 
 
-_NAME = "offload_rt_noted"
+_NAME = "offload_rt_recording"
 
 
 def _attend(module: Any, *tensors: Any, **arguments: Any) -> Any:
     """Record the arguments, then run the eager attention of the model's module, or torch's if it has none."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    notes = _notes.get()
-    if notes is not None:
-        notes.append(arguments)
+    recorded = _recorded.get()
+    if recorded is not None:
+        recorded.append(arguments)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
     dtype = tensors[0].dtype
     # At least float32: with large keys (Qwen's biases), scores in half precision are too inaccurate.

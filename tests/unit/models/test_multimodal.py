@@ -18,15 +18,15 @@ from offload_rt import LLM, EngineConfig, ModelError, SamplingParams
 from offload_rt.models import checkpoint, loading
 from offload_rt.models.fingerprint import fingerprint
 from offload_rt.models.loading import load_model
+from offload_rt.models.multimodal import unused_modules
 from offload_rt.models.shape import load_shape
-from offload_rt.models.text_part import other_parts
 from offload_rt.models.weights import layer_bytes
 from offload_rt.planning.device_plan import plan_for
 
 WHOLES = [name for name, kind in RUNS.items() if "text_config" in kind.options]
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 PROMPT = torch.randint(1, VOCAB, (3 * WINDOW,), generator=torch.Generator().manual_seed(0)).tolist()
-NOTICE = r"ignore:.*pictures and sound are not read"
+NOTICE = r"ignore:.*images and audio are not supported"
 pytestmark = pytest.mark.filterwarnings(NOTICE)
 
 
@@ -45,16 +45,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 
 
 @pytest.mark.parametrize("name", WHOLES)
-def test_a_folder_gives_the_text_part(name: str, saved: Any) -> None:
+def test_a_folder_gives_the_language_model(name: str, saved: Any) -> None:
     """Tokens equal the whole model's, weights of other parts are not loaded, and the fingerprint equals the whole
     model's."""
     folder, whole = saved(name)
-    with pytest.warns(UserWarning, match=r"its text part runs; pictures and sound are not read") as told:
+    with pytest.warns(
+        UserWarning, match=r"only the language model is loaded; images and audio are not supported"
+    ) as told:
         llm = LLM(folder, policy="full", host_memory="4MiB", verify="always", dtype="float32", device="cpu")
     assert len(told) == 1, "nothing else: other parts' weights are no surprise"
     assert_greedy(whole, PROMPT, completed(llm.generate([PROMPT], GREEDY))[0].token_ids)
     loaded, shape = load_model(folder, dtype="float32", verify="off"), load_shape(folder, dtype="float32")
-    others = sum(w.nbytes for part in other_parts(whole) for w in whole.get_submodule(part).parameters())
+    others = sum(w.nbytes for part in unused_modules(whole) for w in whole.get_submodule(part).parameters())
     assert others > 0
     assert loaded.weight_bytes == shape.weight_bytes
     held = sum(w.nbytes for w in whole.parameters())
@@ -62,7 +64,7 @@ def test_a_folder_gives_the_text_part(name: str, saved: Any) -> None:
     assert loaded.weight_bytes == held - others + buffers
     assert shape.geometry == loaded.adapter.geometry == load_model(whole).adapter.geometry
     assert loaded.fingerprint == fingerprint(whole)
-    next(whole.get_submodule(other_parts(whole)[0]).parameters()).view(-1)[0] += 1
+    next(whole.get_submodule(unused_modules(whole)[0]).parameters()).view(-1)[0] += 1
     assert loaded.fingerprint == fingerprint(whole), "pictures change nothing of what is stored of texts"
 
 
@@ -100,7 +102,7 @@ def test_a_session_goes_on_with_the_whole_model(saved: Any, tmp_path: Path) -> N
     again.close()
 
 
-def test_packed_text_parts_run(tmp_path: Path) -> None:
+def test_packed_language_models_run(tmp_path: Path) -> None:
     """bitsandbytes does not pack the vision tower. Plans count the packed bytes of the language model, not the
     tower's layers."""
     pytest.importorskip("bitsandbytes")
@@ -124,29 +126,29 @@ def test_packed_text_parts_run(tmp_path: Path) -> None:
 class TestRefusals:
     """Checkpoints are refused before their weights are read."""
 
-    def test_a_text_part_that_cannot_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unsupported_language_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text = RUNS["llava"].options["text_config"] | {"model_type": "falcon", "alibi": True}
         build("Llava", **(RUNS["llava"].options | {"text_config": text})).save_pretrained(tmp_path)
-        monkeypatch.setattr(loading, "read_weights", lambda *_: pytest.fail("read"))
+        monkeypatch.setattr(loading, "read_weights", lambda *_, **__: pytest.fail("read"))
         for read in (load_model, load_shape):
             with pytest.raises(ModelError, match="ALiBi") as refused:
                 read(tmp_path)
             assert refused.value.reason == "alibi"
 
-    def test_a_class_that_asks_its_other_parts_for_text_too(self, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_forward_pass_that_needs_unused_modules(self, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def forward(self: Any, input_ids: torch.Tensor, **named: Any) -> None:
             raise AttributeError(self.model.vision_tower.device)
 
         folder, model = saved("llava")
         monkeypatch.setattr(type(model), "forward", forward)
-        with pytest.raises(ModelError, match=r"Llava.* does not run on text alone"):
+        with pytest.raises(ModelError, match=r"Llava.* cannot be verified"):
             load_model(folder, verify="always")
 
     def test_a_class_that_transformers_does_not_have(self, saved: Any, tmp_path: Path) -> None:
         saved("llava")[1].config.save_pretrained(tmp_path)
         edit_config(tmp_path, architectures=["StrangeForConditionalGeneration"])
         with pytest.raises(
-            ModelError, match="takes more than text, and this version of transformers has no"
+            ModelError, match="it is multimodal, and this version of transformers has no class"
         ) as refused:
             load_model(tmp_path)
         assert refused.value.reason == "multimodal"

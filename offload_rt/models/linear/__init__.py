@@ -1,0 +1,92 @@
+"""Weight formats of linear layers (`BACKENDS`), and functions that apply to weights of any format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ...errors import ModelError
+from .backend import BackendLinear, LinearBackend, Place, quantization_option
+from .dense import DenseCPU
+from .quantizers import MXFP4, BitsAndBytes, TorchAO
+
+BACKENDS: list[LinearBackend] = [BitsAndBytes(), TorchAO(), MXFP4(), DenseCPU()]
+"""All weight formats. The first one that takes a layer computes it."""
+
+GGUF_NOTE = (
+    "the weights of a GGUF file are dequantised when it is loaded; for weights that stay in 4 bits, use a checkpoint "
+    "packed by bitsandbytes (documentation: Architectures)"
+)
+
+
+def use_backends(model: nn.Module, device: torch.device) -> None:
+    """Give every plain linear layer that will run on `device` to the first backend that takes it, in place."""
+    for module in model.modules():
+        if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+            continue
+        backend = next((backend for backend in BACKENDS if backend.takes(module, device)), None)
+        if backend is not None:
+            backend.pack(module)
+            module.__class__ = BackendLinear
+            cast(BackendLinear, module).backend = backend
+
+
+def packing(config: Any) -> str | None:
+    """Return the quantisation method of a configuration, such as "bitsandbytes", or None."""
+    method = quantization_option(config, "quant_method")
+    return None if method is None else str(getattr(method, "value", method))
+
+
+def packing_of(model: Any) -> str | None:
+    """Return the quantisation method of a loaded model, or None."""
+    # The configuration still names GGUF if transformers dequantised all weights, as it does for most architectures.
+    method = packing(model.config)
+    return None if method == "gguf" and all(weight.is_floating_point() for weight in model.parameters()) else method
+
+
+def backend_of(config: Any) -> LinearBackend | None:
+    """Return the format of a packed checkpoint, or None if its weights are plain numbers."""
+    method = packing(config)
+    if method is None:
+        return None
+    return next((backend for backend in BACKENDS if backend.method == method), LinearBackend())
+
+
+def stays_packed(config: Any, device: torch.device) -> bool:
+    """Return whether the weights of a checkpoint stay packed after loading."""
+    backend = backend_of(config)
+    return backend is not None and backend.stays_packed(device)
+
+
+def can_stream(config: Any) -> bool:
+    """Return whether the layers of a checkpoint can be copied between memories one by one."""
+    backend = backend_of(config)
+    return backend is None or backend.can_stream(config)
+
+
+def refuse_packed(model: Any, why: str) -> None:
+    """Raise ModelError if the weights are packed."""
+    method = packing_of(model)
+    if method is not None:
+        raise ModelError(
+            f"the weights are packed ({method}), and {why}: use the checkpoint they were made from", reason="packed"
+        )
+
+
+def places_of(weight: torch.Tensor) -> Iterator[Place]:
+    """Return the locations of the plain tensors of a weight; for packed weights, including their scales."""
+    found = (places for backend in BACKENDS if (places := backend.places(weight)) is not None)
+    return next(found, iter((Place(weight, "data"),)))
+
+
+def tensors_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Return the plain tensors of a weight (see `places_of`)."""
+    return (place.tensor for place in places_of(weight))
+
+
+def held_bytes(weight: torch.Tensor) -> int:
+    """Return the bytes of a weight in memory."""
+    return sum(tensor.nbytes for tensor in tensors_of(weight))

@@ -1,0 +1,56 @@
+"""Dense float32 and bfloat16 weights on a CPU: fast products for few rows, and for bfloat16 without instructions."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...kernels import row_products, team
+from ...kernels.native import has_tiles
+from .backend import BackendLinear, LinearBackend
+
+TILE_BYTES = 1 << 22
+"""Maximum size of a weight tile in bytes of float32. bfloat16 weights are converted tile by tile."""
+
+
+class DenseCPU(LinearBackend):
+    """Computes up to `MOST_ROWS` input rows with `kernels.row_products`, and larger inputs with torch.
+
+    Few rows are summed separately, so a result does not depend on the number of rows. For larger inputs, tiles of the
+    weight are distributed over threads.
+    """
+
+    def takes(self, layer: nn.Linear, device: torch.device) -> bool:
+        return device.type == "cpu" and row_products.takes(layer.weight) is not None
+
+    def linear(self, layer: BackendLinear, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() or x.dtype != layer.weight.dtype or not x.numel():
+            return super().linear(layer, x)
+        if x.numel() > row_products.MOST_ROWS * layer.in_features:
+            return self._by_tiles(layer, x)
+        code = row_products.takes(layer.weight)
+        return super().linear(layer, x) if code is None else code.linear(x, layer.weight, layer.bias)
+
+    def _by_tiles(self, layer: BackendLinear, x: torch.Tensor) -> torch.Tensor:
+        # torch multiplies bfloat16 slowly without native instructions, so tiles of the weight are converted to float32.
+        widens = layer.weight.dtype == torch.bfloat16 and not row_products.torch_multiplies_bfloat16()
+        dtype = torch.float32 if widens else layer.weight.dtype
+        rows = x.reshape(-1, layer.in_features).to(dtype)
+        out = x.new_empty(len(rows), layer.out_features)
+        most = max(1, TILE_BYTES // (4 * layer.in_features))
+        parts = max(-(-layer.out_features // most), min(team.threads(), layer.out_features))
+        height = -(-layer.out_features // parts)
+
+        def compute(part: int) -> None:
+            tile = slice(part * height, (part + 1) * height)
+            bias = None if layer.bias is None else layer.bias[tile].to(dtype)
+            out[:, tile] = F.linear(rows, layer.weight[tile].to(dtype), bias)
+
+        team.share(compute, -(-layer.out_features // height))
+        return out.view(*x.shape[:-1], layer.out_features)
+
+
+def computes_bfloat16() -> bool:
+    """Return whether bfloat16 models are fast on this CPU: there is compiled code, or torch has instructions for it."""
+    return row_products.takes(torch.empty(32, 32, dtype=torch.bfloat16)) is not None or has_tiles()

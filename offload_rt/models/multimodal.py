@@ -1,0 +1,67 @@
+"""Find the language model in a multimodal checkpoint, and load it without the modules for images and audio.
+
+The transformers class of the checkpoint is instantiated without its vision and audio modules, so that their weights are
+never read. This does not change results for text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def is_multimodal(config: Any) -> bool:
+    """Return whether a configuration has a separate configuration for its language model."""
+    return config.get_text_config(decoder=True) is not config
+
+
+def text_config(config: Any) -> Any:
+    """Return the configuration of the language model: a part of `config`, or `config` itself."""
+    return config.get_text_config(decoder=True)
+
+
+def text_decoder(model: Any) -> Any:
+    """Return the module that contains the embedding, the decoder layers and the final norm."""
+    decoder = model.get_decoder() if is_multimodal(model.config) else model.base_model
+    return decoder.model if hasattr(decoder, "lm_head") else decoder  # Llama 4's decoder has a head
+
+
+def unused_modules(model: Any) -> tuple[str, ...]:
+    """Return the names of all modules that text does not use, including those that `without_unused` removed."""
+    return (*getattr(model, _REMOVED, ()), *(name for name, _, _ in _unused(model)))
+
+
+def belongs_to(module: str, weight: str) -> bool:
+    """Return whether a weight named `weight`, in a model or in a file, belongs to `module`.
+
+    Prefixes may differ: files use "vision_tower." for the module "model.vision_tower".
+    """
+    return module.rpartition(".")[2] in weight.split(".")
+
+
+def without_unused(kind: type[Any]) -> type[Any]:
+    """Return a subclass of a multimodal transformers class that removes all unused modules on construction."""
+
+    def build(self: Any, config: Any, *args: Any, **named: Any) -> None:
+        kind.__init__(self, config, *args, **named)
+        removed = list(_unused(self))
+        for _, holder, child in removed:
+            setattr(holder, child, None)
+        setattr(self, _REMOVED, tuple(name for name, _, _ in removed))
+
+    return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
+
+
+_REMOVED = "_offload_rt_removed"
+
+
+def _unused(model: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield (name in the model, parent module, name in the parent) of each module outside the decoder and head."""
+    if not is_multimodal(model.config):
+        return
+    decoder, head, base = text_decoder(model), model.get_output_embeddings(), model.base_model
+    holders = [("", model)] if base is model else [("", model), (f"{model.base_model_prefix}.", base)]
+    for prefix, holder in holders:
+        for name, child in holder.named_children():
+            if child is not base and child is not head and all(each is not decoder for each in child.modules()):
+                yield f"{prefix}{name}", holder, name
