@@ -166,7 +166,7 @@ class LLM:
         return configured(SamplingParams, self._runner.model.sampling, fields)
 
     @property
-    def most_tokens(self) -> int:
+    def max_model_len(self) -> int:
         """Maximum length of prompt and answer together, by the model's positions, host memory and device memory."""
         return most_tokens(self.geometry.max_positions, self._runner.check_fits)
 

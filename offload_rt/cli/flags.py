@@ -13,7 +13,7 @@ from ..config import DraftOptions, Duration, EngineConfig, EvictionOptions, Size
 from ..errors import ConfigError
 from ..policies.registry import PolicyOptions, options_class, parse_options, policy_names
 from ..sampling_params import SamplingParams
-from ..utils.config_fields import field_types, configured, from_mapping, option_of
+from ..utils.config_fields import configured, field_types, from_mapping, option_of
 
 POLICY_OPTION = "policy_option_"
 """Prefix of policy options in the parsed arguments, because the engine and a policy both have an option `skew`."""

@@ -24,7 +24,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from ..core import Selection, Visible
+from ..core import Selection, VisibleTokens
 from .infinigen.key_lists import Rule
 from .infinigen.scoring_keys import ScoringKeys
 
@@ -91,14 +91,14 @@ class PolicyState(Protocol):
         """
         ...
 
-    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+    def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Select the tokens of `visible.candidates` that the layer fetches, by the (speculated) query q `[H, d]`.
 
         All candidates must have been passed to `on_keys`.
         """
         ...
 
-    def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
+    def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
         """Return further candidates to fetch, disjoint from `selection`, by the true query q `[H, d]`; or None."""
         ...
 
@@ -106,7 +106,7 @@ class PolicyState(Protocol):
         self,
         layer: int,
         q: torch.Tensor,
-        visible: Visible,
+        visible: VisibleTokens,
         selection: Selection,
         out: torch.Tensor,
         lse: torch.Tensor,
@@ -209,7 +209,7 @@ class Policy(Protocol):
         ...
 
     @property
-    def lineage(self) -> str:
+    def provenance_key(self) -> str:
         """KV provenance key: a digest of name and options. KV is reused only under the same key; "exact" for full."""
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..core import Selection, Visible
+from ..core import Selection, VisibleTokens
 from .base import PolicyState
 from .infinigen.scoring_keys import ScoringKeys
 
@@ -40,7 +40,7 @@ class PassiveState:
     def on_moved(self, layer: int, source: int, target: int) -> None:
         """Do nothing: no data is stored by slot."""
 
-    def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
+    def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
         """Return None: no repair."""
         return None
 
@@ -48,7 +48,7 @@ class PassiveState:
         self,
         layer: int,
         q: torch.Tensor,
-        visible: Visible,
+        visible: VisibleTokens,
         selection: Selection,
         out: torch.Tensor,
         lse: torch.Tensor,

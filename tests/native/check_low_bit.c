@@ -93,8 +93,8 @@ static int check_group(int64_t group, float softcap) {
         .unmixing = random_floats(HEAD_DIM * HEAD_DIM, 0.2f),
         .outs = random_floats(queries * HEAD_DIM, 1), .lses_of_outs = random_floats(queries, 5),
     };
-    double *scores = room_for(sizeof(double) * (size_t)queries * BLOCKS * BLOCK), peaks[2 * MOST_QUERIES];
-    double lses[2 * MOST_QUERIES], *outs = room_for(sizeof(double) * (size_t)queries * HEAD_DIM);
+    double *scores = room_for(sizeof(double) * (size_t)queries * BLOCKS * BLOCK), peaks[2 * MAX_QUERIES];
+    double lses[2 * MAX_QUERIES], *outs = room_for(sizeof(double) * (size_t)queries * HEAD_DIM);
     score_all(&call, run_alone, 1);
     expected_scores(&call, scores, peaks, lses);
     int failed = differ("scores", call.scores, scores, queries * BLOCKS * BLOCK, 2e-5);

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from offload_rt.models.exact_layer import guessed_input, residual_after_attention
 
 from offload_rt.config import EngineConfig
-from offload_rt.core import KVPart, ModelGeometry, Selection, Visible
+from offload_rt.core import KVPart, ModelGeometry, Selection, VisibleTokens
 from offload_rt.kv_cache.kv_format import make_kv_format
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.model_runner.attention import attend, group_weights, join_tail
 from offload_rt.model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
-from offload_rt.models.exact_layer import guessed_input, residual_after_attention
 from offload_rt.models.loading import LoadedModel
 from offload_rt.policies.base import Policy, PolicyState
 from offload_rt.policies.registry import make_policy
@@ -84,10 +84,10 @@ class _Slots:
         return self._table.newest
 
     @property
-    def visible(self) -> Visible:
+    def visible(self) -> VisibleTokens:
         sinks, recent = self._resident
         window = self._geometry.window_at(self._layer, self._table.context - 1)
-        return Visible.of(self._table.context, sinks=sinks, recent=recent, window=window)
+        return VisibleTokens.of(self._table.context, sinks=sinks, recent=recent, window=window)
 
     def tokens(self, slots: torch.Tensor | range) -> torch.Tensor:
         return torch.tensor(self._tokens)[list(slots) if isinstance(slots, range) else slots]

@@ -15,7 +15,7 @@ TILE_BYTES = 1 << 22
 
 
 class DenseCPU(LinearBackend):
-    """Computes up to `MOST_ROWS` input rows with `kernels.row_products`, and larger inputs with torch.
+    """Computes up to `MAX_ROWS` input rows with `kernels.row_products`, and larger inputs with torch.
 
     Few rows are summed separately, so a result does not depend on the number of rows. For larger inputs, tiles of the
     weight are distributed over threads.
@@ -27,7 +27,7 @@ class DenseCPU(LinearBackend):
     def linear(self, layer: BackendLinear, x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() or x.dtype != layer.weight.dtype or not x.numel():
             return super().linear(layer, x)
-        if x.numel() > row_products.MOST_ROWS * layer.in_features:
+        if x.numel() > row_products.MAX_ROWS * layer.in_features:
             return self._by_tiles(layer, x)
         code = row_products.takes(layer.weight)
         return super().linear(layer, x) if code is None else code.linear(x, layer.weight, layer.bias)

@@ -98,7 +98,7 @@ class WeightStream:
         block = self._blocks[layer]
         with self._copies.behind_compute():
             self._buffers[slot][: block.bytes].copy_(block.host, non_blocking=True)
-            self._pending[slot] = self._copies.mark()
+            self._pending[slot] = self._copies.record_event()
         block.look_at(slot)
         self._held[slot] = layer
         self.bytes += block.bytes

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from offload_rt.cli import main
-from offload_rt.core import Visible
+from offload_rt.core import VisibleTokens
 from offload_rt.errors import ConfigError, InputError
 from offload_rt.eval.core.report import say_nothing
 from offload_rt.eval.speed import bench
@@ -57,7 +57,7 @@ def recorded_selections(ours: Ours, steps: int) -> list[tuple[int, torch.Tensor]
     state: Any = ours._batch[0].state
     select = state.select
 
-    def record(layer: int, q: torch.Tensor, visible: Visible) -> Any:
+    def record(layer: int, q: torch.Tensor, visible: VisibleTokens) -> Any:
         selection = select(layer, q, visible)
         found.append((layer, selection.tokens))
         return selection

@@ -205,17 +205,17 @@ def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, m
     store = open_store(tmp_path)
     save(store, 1)
     [path] = tmp_path.glob("*/*/*.kv")
-    for parent, lineage, tokens in (
+    for parent, provenance_key, tokens in (
         (b"x" * 16, "exact", tokens_of(1)),
         (store.root, "other", tokens_of(1)),
         (store.root, "exact", tokens_of(2)),
         (store.root, "exact", tokens_of(1, 63)),
     ):
-        disguise = store._path(chunk_key(parent, lineage, tokens))
+        disguise = store._path(chunk_key(parent, provenance_key, tokens))
         disguise.parent.mkdir(exist_ok=True)
         disguise.write_bytes(path.read_bytes())
         store._folder.enter(disguise, FILE_BYTES)
-        assert store.find(parent, lineage, tokens) is None and not disguise.exists()
+        assert store.find(parent, provenance_key, tokens) is None and not disguise.exists()
     store.close()
     other = DiskStore(tmp_path, "model b", LAYERS)
     assert load(other, 1) is None

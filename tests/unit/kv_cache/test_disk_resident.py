@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload_rt.core import ModelGeometry, Selection, Visible
+from offload_rt.core import ModelGeometry, Selection, VisibleTokens
 from offload_rt.kv_cache.disk.disk_tier import DiskTier
 from offload_rt.kv_cache.disk.speed import DiskSpeed
 from offload_rt.kv_cache.pool import HostPool
@@ -73,7 +73,7 @@ def over_limit(folder: Path, context: int, layers: int, steps: int, selects: boo
     for step in drawn:
         position = blocks.length
         pool.reserve(blocks, position + 1)
-        visible = Visible.of(position + 1, sinks=SINKS, recent=RECENT, window=None)
+        visible = VisibleTokens.of(position + 1, sinks=SINKS, recent=RECENT, window=None)
         chosen = [None if step is None else Selection(tokens) for tokens in step or [None] * layers]
         fetched = link.rows.fetch(blocks, 0, visible, chosen[0])
         for layer in range(layers):

@@ -137,10 +137,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.release(model.blocks)
         self.live.remove(model)
 
-    @rule(model=sequences, lineage=LINEAGES)
-    def publish(self, model: Model, lineage: str) -> None:
+    @rule(model=sequences, provenance_key=LINEAGES)
+    def publish(self, model: Model, provenance_key: str) -> None:
         before = list(model.blocks.chunks)
-        changed = self.pool.publish(model.blocks, model.tokens, lineage)
+        changed = self.pool.publish(model.blocks, model.tokens, provenance_key)
         assert changed == [i for i, chunk in enumerate(model.blocks.chunks) if chunk != before[i]]
         for i, chunk in enumerate(model.blocks.chunks):
             where = slice(i * CHUNK, (i + 1) * CHUNK)

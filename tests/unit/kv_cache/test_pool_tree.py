@@ -71,7 +71,7 @@ def test_keys_are_the_same_in_every_process() -> None:
 
 
 def test_equal_digests_of_other_tokens_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_tree, "chunk_key", lambda parent, lineage, tokens: parent[:1] + tokens[:1])
+    monkeypatch.setattr(prefix_tree, "chunk_key", lambda parent, provenance_key, tokens: parent[:1] + tokens[:1])
     tree = PrefixTree()
     tree.insert(text(1, 5), [7, 8], "exact", alone)
     twin = text(257)  # same lowest byte, so the same patched digest

@@ -11,7 +11,7 @@ from support.outputs import completed
 from support.tiny_models import NAMES, assert_greedy, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
-from offload_rt.core import Selection, Visible
+from offload_rt.core import Selection, VisibleTokens
 from offload_rt.kernels.reference import merge_lse
 from offload_rt.policies.infinigen.low_bit_rows import LowBitRows
 from offload_rt.policies.infinigen.policy import InfiniGenState
@@ -46,7 +46,7 @@ def merge_exactly(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], scales: tu
         self: InfiniGenState,
         layer: int,
         q: torch.Tensor,
-        visible: Visible,
+        visible: VisibleTokens,
         selection: Selection,
         out: torch.Tensor,
         lse: torch.Tensor,
@@ -155,10 +155,10 @@ def test_a_lineage_is_what_it_was_before_there_were_tails_and_auto() -> None:
         "scorer='int8', columns='calibration', skew='balanced', sinks=4, recent=64, dense_layers=(0,), "
         "max_missed_mass=None, budget=None)"
     )
-    assert InfiniGenOptions.preset("rows").lineage_text() == before
-    assert InfiniGenOptions.preset("rows", scorer="int8").lineage_text() == before
+    assert InfiniGenOptions.preset("rows").provenance_text() == before
+    assert InfiniGenOptions.preset("rows", scorer="int8").provenance_text() == before
     tailed = before.replace("0.1", "0.02").replace("(0,)", "()").replace("budget=None", "budget=None, tail='int4'")
-    assert InfiniGenOptions().lineage_text() == tailed
+    assert InfiniGenOptions().provenance_text() == tailed
 
 
 def test_a_working_set_and_streamed_weights_change_no_token(tmp_path: Path) -> None:

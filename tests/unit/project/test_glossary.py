@@ -27,13 +27,13 @@ WORDS = {
 NAMES = {
     "truncation_id": "cache salt", "suit_cpu": "CPU weight layout", "max_batch": "max_num_seqs",
     "prefill_tokens": "max_num_batched_tokens", "prefill_slice": "prefill_chunk_size", "max_context": "max_model_len",
-    "prefix_sharing": "enable_prefix_caching", "kv_format": "kv_cache_dtype", "whole_pass": "verification pass",
+    "prefix_sharing": "enable_prefix_caching", "kv_format": "kv_cache_dtype", "verification_pass": "verification pass",
     "exact_layer": "full-attention layer", "join_tail": "merge_approximate", "text_part": "language model",
     "own_device": "device guard", "proof": "load-time verification", "growth": "attention temperature scaling",
     "reach": "RoPE scaling", "gate": "middleware", "figures": "metrics", "deltas": "chat stream",
-    "answers": "responses", "affinity": "prefix-aware router", "Room": "cache manager", "Ticket": "handle",
-    "Arriving": "pending fetch", "Returning": "pending write-back", "Strategy": "a telling name",
-    "StrategyCache": "a telling name", "Visible": "a telling name", "Span": "a telling name",
+    "answers": "responses", "affinity": "prefix-aware router", "Room": "cache manager", "PendingFetch": "handle",
+    "PendingBatchFetch": "pending fetch", "PendingWriteBacks": "pending write-back", "StepMode": "a telling name",
+    "StepModes": "a telling name", "Visible": "a telling name", "Span": "a telling name",
     "Holder": "a telling name", "Asked": "a telling name", "Neighbours": "interleaved rotary embedding",
     "Halves": "half-split rotary embedding", "Documents": "a telling name", "HostShares": "memory budget",
     "Piece": "a telling name", "Place": "a telling name", "Door": "proxy", "Behind": "upstream", "Where": "routing",
@@ -54,9 +54,9 @@ WORD_ALLOWED = {
 NAME_ALLOWED = {
     "answers", "deltas", "figures", "gate", "affinity", "Documents", "Holder",  # server
     "exact_layer", "growth", "proof", "reach", "text_part", "Place", "Halves", "Neighbours", "Asked",  # models
-    "Arriving", "Returning", "Ticket", "own_device", "whole_pass",  # engine and transfer
+    "PendingBatchFetch", "PendingWriteBacks", "PendingFetch", "own_device", "verification_pass",  # engine and transfer
     "HostShares", "Piece", "Room", "Span", "kv_format", "truncation_id",  # KV cache and sessions
-    "Strategy", "StrategyCache", "Visible", "join_tail",  # model_runner, policies, kernels
+    "StepMode", "StepModes", "Visible", "join_tail",  # model_runner, policies, kernels
 }  # fmt: skip
 """Names that remain until their folder is renamed. Remove an entry with the last use."""
 
@@ -104,7 +104,7 @@ def test_options_use_the_terms_of_the_glossary() -> None:
 
 PHRASES = re.compile(
     r"\b(?:token rows?|rows of (?:a|the|all) tokens?|(?:over|across|crosses|cross) the link|link bytes|link fraction"
-    r"|attended fraction|missed mass|lineage|low[- ]bit rows?|scoring rows|rooms?|mended"
+    r"|attended fraction|missed mass|provenance_key|low[- ]bit rows?|scoring rows|rooms?|mended"
     + "".join(f"|{name}" for name in NAMES if "_" in name)
     + r")\b",
     re.IGNORECASE,

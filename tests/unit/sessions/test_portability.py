@@ -30,7 +30,7 @@ with llm.session("book", sys.argv[1]) as session:
     new = [event.token_id for event in session.send(prompt, SamplingParams(max_tokens=8, temperature=0))]
     print(json.dumps({
         "level": native_status().level, "loaded": session.loaded_tokens, "before": before, "tokens": session.tokens,
-        "new": new, "lineage": llm.runner.policy.lineage,
+        "new": new, "lineage": llm.runner.policy.provenance_key,
     }))
 """
 
