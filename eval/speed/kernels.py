@@ -157,7 +157,7 @@ def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]
         with side.behind_compute():
             back.copy_(other, non_blocking=True)
         there.copy_(pinned, non_blocking=True)
-        side.hold_compute(side.mark())
+        side.hold_compute(side.record_event())
 
     return {
         "host_to_device": rate(lambda: there.copy_(pinned, non_blocking=True), size),

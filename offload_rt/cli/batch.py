@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         from ..utils.progress import Progress
 
-        with Progress(enabled=not args.quiet).counted("requests") as show:
+        with Progress(enabled=not args.quiet).bar("requests") as show:
             if args.ray is not None:
                 found = process_on_ray(args.model, config, left, sampling, args.at_once, args.ray)
                 failed = results.add_all(found, len(left), show)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..config import EngineConfig, SkewMethod
 from ..core import ModelGeometry
 from ..errors import ConfigError
+from ..kernels import dispatch
 from ..kv_cache.arena import read_in_place
 from ..kv_cache.disk.disk_tier import DiskTier
 from ..kv_cache.machine import memory_limit
@@ -38,7 +39,6 @@ from ..transfer.weights.experts import keep_experts
 from ..transfer.weights.host_weights import HostWeights
 from ..transfer.weights.streamed import StreamedAdapter, WeightStream
 from ..utils.progress import Progress
-from .checks import check_launches
 from .runner import Runner
 from .speculative.draft_model import check_same_tokens
 
@@ -59,22 +59,13 @@ def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase
     """
     device = model.device if isinstance(model, PreTrainedModel) else resolve_device(config.device)
     with on_device(device):  # loading verifies and calibrates the model, which launches kernels
-        check_launches(device)
+        _check_launches(device)
         return _build(model, config, tokenizer)
 
 
 def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None) -> Runner:
     plan, placement = _plan(model, config)
-    loaded = load_model(
-        model,
-        tokenizer=tokenizer,
-        device=config.device,
-        dtype=config.dtype,
-        placement=placement,
-        verify=config.verify,
-        hub=hub_of(config),
-        max_model_len=config.max_model_len,
-    )
+    loaded = _load(model, config, tokenizer, placement)
     options = default_options(config.skew, config.policy, config.policy_options, loaded.fingerprint)
     config = replace(config, policy_options=options)
     streamed, weights = _bring_weights(loaded, placement)
@@ -85,6 +76,18 @@ def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBas
     pool = _build_pool(loaded, config, 1 - share)
     link = build_link(pool, loaded.adapter.geometry, loaded.adapter.device, config.working_set)
     return Runner(streamed, policy, pool, link, config, plan, weights, draft)
+
+
+def _load(
+    model: Model,
+    config: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    placement: Placement = ON_DEVICE,
+) -> LoadedModel:
+    return load_model(
+        model, tokenizer=tokenizer, device=config.device, dtype=config.dtype, placement=placement,
+        verify=config.verify, hub=hub_of(config), max_model_len=config.max_model_len,
+    )  # fmt: skip
 
 
 def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> HostPool:
@@ -112,14 +115,7 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
         config, policy="full", policy_options={}, exact=None, skew=None, working_set=0, revision=None,
         device=str(device), dtype=str(dtype),
     )  # fmt: skip
-    small = load_model(
-        config.exact.model,
-        device=own.device,
-        dtype=own.dtype,
-        verify=own.verify,
-        hub=hub_of(own),
-        max_model_len=own.max_model_len,
-    )
+    small = _load(config.exact.model, own)
     check_same_tokens(loaded, small)
     share = 1 / (1 + loaded.adapter.geometry.kv_bytes(1, dtype) / small.adapter.geometry.kv_bytes(1, dtype))
     pool = _build_pool(small, own, share)
@@ -150,16 +146,9 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: o
     return Runner(model, policy, runner.pool, link, config, weights=runner.weights, draft=draft, order=runner.order)
 
 
-def plan_device_memory(model: Model, config: EngineConfig) -> DevicePlan | None:
-    """Return the plan for `config.device_memory` from the model's dimensions alone; None without a limit.
-
-    Raises ConfigError, ModelError, ArtifactError or MemoryLimitError.
-    """
-    return _plan(model, config)[0]
-
-
 def _plan(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placement]:
-    """Return the plan of `plan_device_memory`, and the weights that stay in host memory."""
+    """Return the plan for `config.device_memory` from the model's dimensions alone, and the weights that stay in host
+    memory. The plan is None without a limit. Raises ConfigError, ModelError, ArtifactError or MemoryLimitError."""
     if config.device_memory is None and config.experts_on_device is None and not config.embedding_on_host:
         return None, ON_DEVICE
     options = default_options(config.skew, config.policy, config.policy_options, fingerprint=None)
@@ -205,7 +194,7 @@ def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader
     def load(method: SkewMethod) -> SkewArtifact:
         if config.skew is not None:
             return load_artifact(config.skew, loaded.fingerprint, named_method(config.policy, config.policy_options))
-        with Progress(enabled=True).counted(f"calibrating {loaded.name} (once)") as progress:
+        with Progress(enabled=True).bar(f"calibrating {loaded.name} (once)") as progress:
             return cached_artifact(loaded, method, progress=progress)
 
     return load
@@ -257,3 +246,22 @@ def _bring_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedMod
         stream = WeightStream(loaded.layers, placement.layers, device, copies)
         adapter = StreamedAdapter(adapter, stream)
     return replace(loaded, adapter=adapter), HostWeights(stream, tuple(experts), loaded.embedding)
+
+
+def _check_launches(device: torch.device) -> None:
+    """Launch a small kernel on a GPU, so that a missing C compiler is reported before a model is loaded.
+
+    Raises ConfigError if Triton finds no C compiler, which it needs for launching kernels.
+    """
+    if device.type == "cpu":
+        return
+    one = torch.ones(1, 16, device=device)
+    try:
+        dispatch.rms_norm(one, one[0], 1e-6)
+    except RuntimeError as error:
+        if "C compiler" not in str(error):
+            raise
+        raise ConfigError(
+            "Triton finds no C compiler, which it needs for launching kernels: install gcc or clang, or set "
+            "the environment variable CC to one"
+        ) from error

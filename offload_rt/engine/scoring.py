@@ -14,9 +14,10 @@ from ..errors import PoolFullError
 from ..kv_cache.stored_rows import chunks_for
 from ..model_runner.sequence import Sequence
 from ..outputs import Stats
-from .constraints import check_logits
+from .logits_processors import check_logits
 from .runner import Runner
 from .speculative.verification import accept, verify
+from .stats import sequence_stats
 
 VERIFIED_AT_ONCE = 64  # tokens per pass with `exact`; their logits are in memory together
 
@@ -150,11 +151,11 @@ class _Batches:
         return sequence
 
     def _grown(self, origin: Sequence, task: _Task) -> Sequence:
-        self._runner.pool.reserve(origin.blocks, self._runner.room.slots_for(origin.position, task.computed))
+        self._runner.pool.reserve(origin.blocks, self._runner.cache_manager.slots_for(origin.position, task.computed))
         return origin
 
     def _fork(self, origin: Sequence, task: _Task) -> Sequence:
-        fork = self._runner.fork(origin, self._runner.room.slots_for(origin.position, task.computed))
+        fork = self._runner.fork(origin, self._runner.cache_manager.slots_for(origin.position, task.computed))
         fork.tokens = list(task.tokens)
         return fork
 
@@ -190,7 +191,7 @@ class _Batches:
             task.logprobs.append(float(value))
             task.is_greedy.append(bool(value == logprobs.max()))
         if target == task.computed:
-            task.score = Score(task.logprobs, task.is_greedy, self._runner.stats(sequence))
+            task.score = Score(task.logprobs, task.is_greedy, sequence_stats(self._runner, sequence))
             self._runner.free(sequence)
             self._on_done()
 

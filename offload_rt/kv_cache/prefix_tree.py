@@ -109,7 +109,7 @@ class PrefixTree:
         path: list[_Node] = []
         for data in pack_tokens(tokens, max(0, len(tokens) - 1) // CHUNK * CHUNK):
             parent = path[-1] if path else None
-            found = (self._find(parent, provenance_key, data) for provenance_key in provenance_keys)
+            found = (self._find(parent, key, data) for key in provenance_keys)
             node = next((node for node in found if node is not None), None)
             if node is None:
                 break
@@ -128,17 +128,10 @@ class PrefixTree:
         """
         parent, known = None, 0
         for data in pack_tokens(tokens, len(tokens)):
-            node = next(
-                (
-                    n
-                    for provenance_key in provenance_keys
-                    if (n := self._find(parent, provenance_key, data)) is not None
-                ),
-                None,
-            )
+            node = next((n for key in provenance_keys if (n := self._find(parent, key, data)) is not None), None)
             if node is None:
                 children = self._tops if parent is None else parent.children
-                # Blocks of other provenance_keys may be another client's (cache salts): their tokens must not be visible.
+                # Blocks of other keys may be another client's (cache salts): their tokens must not be visible.
                 mine = (child for child in children.values() if child.provenance_key in provenance_keys)
                 return known + max((_same_tokens(child.tokens, data) for child in mine), default=0)
             parent, known = node, known + CHUNK

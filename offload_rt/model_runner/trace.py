@@ -218,18 +218,18 @@ class Trace:
         self.fetched[step][layer] += fetched / context
         self.attended[step][layer] = resident / context + self.fetched[step][layer]
 
-    def enter_savings(self, layer: int, visible: VisibleTokens, rows: int, pending: PendingFetch) -> None:
+    def enter_savings(self, layer: int, visible: VisibleTokens, rows: int, fetch: PendingFetch) -> None:
         """Record the part of a fetch of `rows` tokens per KV head that was not transferred, without waiting."""
-        if pending.savings is None or not rows:
+        if fetch.savings is None or not rows:
             return
-        rows_of_all, hits = pending.savings.rows, pending.savings.hits
+        rows_of_all, hits = fetch.savings.rows, fetch.savings.hits
         if self.savings is None:
             self.savings = torch.zeros(4, self.layers, dtype=torch.float64, device=hits.device)
-        asked = pending.savings.asked
-        self.savings[0, layer] += rows_of_all * (pending.bytes // asked)
+        asked = fetch.savings.asked
+        self.savings[0, layer] += rows_of_all * (fetch.bytes // asked)
         self.savings[1, layer] += hits
         self.savings[2, layer] += hits.double() * (rows / asked / len(visible.all))
-        self.savings[3, layer] += pending.savings.selected
+        self.savings[3, layer] += fetch.savings.selected
 
     def enter_missed_mass(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
         """Record 1 - exp(lse of attended tokens - lse of all tokens), both `[H]`, averaged over heads."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from ..core import CHUNK
-from ..engine.room import EXACT
+from ..engine.cache_manager import EXACT
 from ..kv_cache.prefix_tree import chunk_key, pack_tokens
 from ..storage.chunk_store import NamedChunk
 
@@ -19,18 +19,18 @@ class SessionProvenance:
     Attributes:
         root: Parent key of first blocks (`ChunkStore.root`).
         policy: KV provenance of decoded tokens (`Runner.provenance_key`).
-        provenance: Cache salt and truncations of the session (`History.provenance`).
+        suffix: Cache salt and truncations of the session (`History.provenance`).
         owner: Session id if only the session and its forks may use the blocks. Empty if all sessions share them.
     """
 
     root: bytes
     policy: str
-    provenance: str = ""
+    suffix: str = ""
     owner: str = ""
 
 
 def name_chunks(
-    provenance_key: SessionProvenance, tokens: Seq[int], stop: int, decoded: Seq[tuple[int, int]]
+    provenance: SessionProvenance, tokens: Seq[int], stop: int, decoded: Seq[tuple[int, int]]
 ) -> list[NamedChunk]:
     """Return the blocks of `tokens` [0, stop) with their keys. The last block may be partly filled.
 
@@ -38,7 +38,7 @@ def name_chunks(
     block from the first decoded token on includes a mask of its decoded tokens. With exact attention it does not.
 
     Args:
-        provenance_key: KV provenance shared by all blocks of the session.
+        provenance: KV provenance shared by all blocks of the session.
         tokens: Tokens of the session.
         stop: Number of tokens to include.
         decoded: Ascending ranges (start, stop) of tokens computed by decode steps. Prefill computed all others.
@@ -46,16 +46,16 @@ def name_chunks(
     marks = bytearray(stop)
     for first, last in decoded:
         marks[first:last] = b"\1" * len(marks[first:last])
-    exact = decoded[0][0] if decoded and provenance_key.policy != EXACT else stop
-    found, parent = [], provenance_key.root
+    exact = decoded[0][0] if decoded and provenance.policy != EXACT else stop
+    found, parent = [], provenance.root
     for i, data in enumerate(pack_tokens(tokens, stop)):
         start, end = i * CHUNK, min(stop, (i + 1) * CHUNK)
-        name = EXACT + provenance_key.provenance
+        name = EXACT + provenance.suffix
         if end > exact:
             mask = hashlib.blake2b(bytes(marks[start:end]), digest_size=8).hexdigest()
-            name = f"{provenance_key.policy}{provenance_key.provenance}-{mask}"
-        if provenance_key.owner:
-            name += f"-{provenance_key.owner}"
+            name = f"{provenance.policy}{provenance.suffix}-{mask}"
+        if provenance.owner:
+            name += f"-{provenance.owner}"
         key = chunk_key(parent, name, data)
         found.append(NamedChunk(i, parent, name, data, key))
         parent = key

@@ -149,7 +149,7 @@ class SessionKV:
         history, runner, storage = self.history, self.runner, self.context.storage
         blocks = runner.match(history.tokens, history.provenance, history.floor)
         self._host_tokens = blocks.length
-        with runner.room.released_on_error(blocks):
+        with runner.cache_manager.released_on_error(blocks):
             found, known = self._find(blocks)
             if known < history.computed:
                 self._lose_from(known)
@@ -233,7 +233,7 @@ class SessionKV:
 
     def names(self, stop: int) -> list[NamedChunk]:
         """Return the names of the blocks of tokens [0, stop)."""
-        return name_chunks(self._provenance_key, self.history.tokens, stop, self.history.decoded)
+        return name_chunks(self._provenance, self.history.tokens, stop, self.history.decoded)
 
     def _shown(self, stop: int) -> list[NamedChunk]:
         """Return the sliding-layer blocks within the windows of token `stop`."""
@@ -253,7 +253,7 @@ class SessionKV:
         return [*self.stored(computed), *self._shown(computed)]
 
     @property
-    def _provenance_key(self) -> SessionProvenance:
+    def _provenance(self) -> SessionProvenance:
         context, history = self.context, self.history
         owner = history.id if context.private else ""
         return SessionProvenance(context.storage.root, self.runner.provenance_key, history.provenance, owner)
@@ -278,7 +278,7 @@ class SessionKV:
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
         """Enqueue the blocks of `tokens[:stop]`. Tokens from `start` on were decoded; the history may lack them."""
         if self.runner.pool.groups.full:
-            self.enqueue(name_chunks(self._provenance_key, tokens, stop, self.history.decoded_with(start, stop)))
+            self.enqueue(name_chunks(self._provenance, tokens, stop, self.history.decoded_with(start, stop)))
 
     def recheck(self) -> None:
         """Cancel writes of replaced blocks. Call after any operation that may replace a block of the sequence."""

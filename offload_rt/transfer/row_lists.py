@@ -66,13 +66,8 @@ class RowLists:
 
     def __init__(self, state: DeviceState, batch: int, tokens: int) -> None:
         layout, device = state.pool.layout, state.device
-        self._state, self._pool, self.heads, self._batch, self.device = (
-            state,
-            state.pool,
-            layout.kv_heads,
-            batch,
-            device,
-        )
+        self._state, self._pool, self._batch, self.device = state, state.pool, batch, device
+        self.heads = layout.kv_heads
         self.pair_bytes = 2 * layout.row_bytes
         self.token_bytes = layout.kv_heads * self.pair_bytes
         self._prefetch, self._write_back = state.prefetch, state.write_back
@@ -219,7 +214,7 @@ class RowLists:
         staging = self._state.staging
         held = staging.hold(staged, tokens, self._bases, self._planes, *(() if counts is None else (counts,)))
         with self._prefetch.behind_compute():
-            for mark in {id(one.written): one.written for one in self._open}.values():
+            for event in {id(one.written): one.written for one in self._open}.values():
                 if event is not None:
                     self._prefetch.wait_for(event)
             found: list[LookUp] = []

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from offload_rt.models.exact_layer import guessed_input, residual_after_attention
+from offload_rt.models.full_attention import guessed_input, residual_after_attention
 
 from offload_rt.config import EngineConfig
 from offload_rt.core import KVPart, ModelGeometry, Selection, VisibleTokens

@@ -200,7 +200,9 @@ def test_truncated_and_overlong_files_are_misses_and_make_way(tmp_path: Path, si
     assert save(store, 1) and load(store, 1) == blocks_of(1)
 
 
-def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file with the expected name but another key in its header is a miss, and is removed."""
     store = open_store(tmp_path)
     save(store, 1)

@@ -51,7 +51,7 @@ def test_at_most_all_but_the_last_token_matches() -> None:
     assert tree.match([*text(2), 5], "exact") == []
 
 
-def test_lineages_and_namespaces_never_match_each_other() -> None:
+def test_provenance_keys_and_namespaces_never_match_each_other() -> None:
     tree = PrefixTree("model a")
     tree.insert(text(1), [7], "exact", alone)
     tree.insert(text(1, 2), [7, 8], "infinigen", alone)  # decoded sparsely after an exact prefill
@@ -77,7 +77,7 @@ def test_equal_digests_of_other_tokens_are_a_miss(monkeypatch: pytest.MonkeyPatc
     twin = text(257)  # same lowest byte, so the same patched digest
     assert tree.match([*twin, 0], "exact") == []
     assert tree.insert(twin + text(6), [4, 5], "exact", alone) == ([], {})
-    assert tree.match([*text(1), 0], "other lineage") == []
+    assert tree.match([*text(1), 0], "other provenance") == []
     assert tree.match([*text(1, 5), 0], "exact") == [7, 8]
 
 

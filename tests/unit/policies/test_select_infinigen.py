@@ -358,7 +358,7 @@ def test_options_must_fit_the_model() -> None:
         InfiniGen(InfiniGenOptions(), geometry(), other, CPU, torch.float32)
 
 
-def test_lineage_names_what_decides_the_tokens() -> None:
+def test_provenance_key_names_what_decides_the_tokens() -> None:
     shape = geometry()
     provenance_keys = {
         policy(shape, **options).provenance_key

@@ -148,7 +148,7 @@ def test_the_default_estimates_what_it_does_not_select() -> None:
     assert found.stats.approximate_fraction > 0.85
 
 
-def test_a_lineage_is_what_it_was_before_there_were_tails_and_auto() -> None:
+def test_a_provenance_key_is_what_it_was_before_there_were_tails_and_auto() -> None:
     """Stored sessions are found by their KV provenance."""
     before = (
         "InfiniGenOptions(alpha=None, partial_ratio=0.3, max_fraction=0.1, source='residual', corrected=True, "

@@ -203,7 +203,7 @@ def test_every_field_says_what_it_is(kind: type) -> None:
         ("streaming", {}, "streaming-14c4124bb13ca6ef"),
     ],
 )
-def test_lineages_are_those_of_stores_that_exist(
+def test_provenance_keys_are_those_of_stores_that_exist(
     reference_policy: Callable[..., Any], policy: str, options: dict[str, Any], provenance_key: str
 ) -> None:
     assert reference_policy(policy, options).provenance_key == provenance_key

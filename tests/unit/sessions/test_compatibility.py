@@ -135,11 +135,11 @@ def some_tokens(count: int) -> list[int]:
 
 @pytest.mark.parametrize("case", EXPECTED["names"])
 def test_chunks_have_the_names_that_they_had(case: dict[str, Any]) -> None:
-    provenance_key = SessionProvenance(
+    provenance = SessionProvenance(
         bytes.fromhex(EXPECTED["root"]), case["policy"], case["truncation_id"], case["owner"]
     )
     decoded = [(start, stop) for start, stop in case["decoded"]]
-    names = name_chunks(provenance_key, some_tokens(case["tokens"]), case["stop"], decoded)
+    names = name_chunks(provenance, some_tokens(case["tokens"]), case["stop"], decoded)
     assert [name.provenance_key for name in names] == case["lineages"]
     assert [name.key.hex() for name in names] == case["keys"] and len(names[0].key) == 32
     assert [name.index for name in names] == list(range(len(names)))

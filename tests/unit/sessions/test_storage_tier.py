@@ -210,5 +210,7 @@ def test_reading_a_chunk_through_says_whether_it_is_there(kept: dict[str, Memory
     session.save()
     name = session.kv.names(64)[0]
     assert read_through(store.context.storage, name)
-    assert not read_through(store.context.storage, NamedChunk(0, name.parent, "another lineage", name.tokens, name.key))
+    assert not read_through(
+        store.context.storage, NamedChunk(0, name.parent, "another provenance", name.tokens, name.key)
+    )
     session.close()
