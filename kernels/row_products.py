@@ -11,7 +11,7 @@ import torch
 from ..utils.native_code import processor_level
 from . import native, team
 
-MOST_ROWS = 12
+MAX_ROWS = 12
 """Rows up to which this is faster than torch's product."""
 
 PART_BYTES = 1 << 18

@@ -88,7 +88,7 @@ class ModelGeometry:
 
 
 @dataclass(frozen=True)
-class Visible:
+class VisibleTokens:
     """Tokens that the newest token of a sequence can attend to in one layer, as three adjacent ranges of token indices.
 
     `sinks` and `recent` are resident on the device and always attended. A policy selects from the `candidates` between
@@ -100,7 +100,7 @@ class Visible:
     recent: range
 
     @classmethod
-    def of(cls, length: int, *, sinks: int, recent: int, window: int | None, floor: int = 0) -> Visible:
+    def of(cls, length: int, *, sinks: int, recent: int, window: int | None, floor: int = 0) -> VisibleTokens:
         """Return the ranges for a context of `length` tokens (N, including the newest).
 
         A sliding window of `window` tokens hides all tokens before it, including sinks, and all tokens before `floor`.
@@ -127,7 +127,7 @@ class Selection:
     """Tokens that one layer of one sequence attends to in one step, besides the resident ones.
 
     Attributes:
-        tokens: int64 `[Hkv, n]`, distinct token indices within `Visible.candidates`, in any order.
+        tokens: int64 `[Hkv, n]`, distinct token indices within `VisibleTokens.candidates`, in any order.
         counts: int32 `[Hkv]` on the device, all equal: only the first `counts[h]` entries of each row are valid. It
             avoids waiting for the device. None: all are valid.
     """

@@ -16,7 +16,7 @@ from .config import EngineConfig, StoreOptions
 from .core import ModelGeometry
 from .engine.arguments import folder_path, salt, sampling, sampling_of_each, texts_or_ids, whole_or_none
 from .engine.build import build, build_beside
-from .engine.checks import check_token_ids, most_tokens
+from .engine.checks import check_token_ids, max_length
 from .engine.engine import Engine
 from .engine.prompts import PromptLike, each_prompt, one_prompt
 from .engine.recording import RunInfo, RunWriter
@@ -166,9 +166,9 @@ class LLM:
         return configured(SamplingParams, self._runner.model.sampling, fields)
 
     @property
-    def most_tokens(self) -> int:
+    def max_model_len(self) -> int:
         """Maximum length of prompt and answer together, by the model's positions, host memory and device memory."""
-        return most_tokens(self.geometry.max_positions, self._runner.check_fits)
+        return max_length(self.geometry.max_positions, self._runner.check_fits)
 
     @property
     def weight_bytes(self) -> int:

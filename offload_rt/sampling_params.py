@@ -13,10 +13,10 @@ from .utils.config_fields import check, check_types
 EarlyStopping = bool | Literal["never"]
 
 # Values outside of these ranges would take logits or scores out of the range of float32.
-LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-5, 1e30
+MIN_TEMPERATURE, LARGEST_TEMPERATURE = 1e-5, 1e30
 
 REPETITION_PENALTIES = 1e-30, 1e30
-MOST_LENGTH_PENALTY = 1e25  # largest `max_tokens ** abs(length_penalty)`
+MAX_LENGTH_PENALTY = 1e25  # largest `max_tokens ** abs(length_penalty)`
 
 ALL = -1
 """`top_k`: no filter. `logprobs`: the whole vocabulary."""
@@ -156,9 +156,9 @@ class SamplingParams:
             f"temperature={self.temperature} must be from 0 to {LARGEST_TEMPERATURE}; 0 is greedy",
         )
         check(
-            self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE,
+            self.temperature == 0 or self.temperature >= MIN_TEMPERATURE,
             f"temperature={self.temperature} is too small to divide by: 0 is greedy, above that at least "
-            f"{LEAST_TEMPERATURE}",
+            f"{MIN_TEMPERATURE}",
         )
         check(self.top_k >= ALL, f"top_k={self.top_k} must be at least 1; -1 disables it")
         check(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]; 1 disables it")
@@ -183,7 +183,7 @@ class SamplingParams:
             f"early_stopping={self.early_stopping!r} must be True, False or 'never'",
         )
         if self.num_beams > 1:
-            most = math.log(MOST_LENGTH_PENALTY) / math.log(max(2, self.max_tokens))
+            most = math.log(MAX_LENGTH_PENALTY) / math.log(max(2, self.max_tokens))
             check(
                 abs(self.length_penalty) <= most,
                 f"length_penalty={self.length_penalty} must be from {-most:.1f} to {most:.1f} with max_tokens="

@@ -219,13 +219,13 @@ class ModelUnderTest:
     def key(self, variant: Variant) -> dict[str, Any]:
         """Return the row-store key of the variant for this model."""
         # The resolved options, not the given ones: equal variants are measured once, changed defaults again.
-        lineage = self.policy(variant).lineage
-        return {"policy": variant.policy, "engine": variant.key["engine"], "lineage": lineage}
+        provenance_key = self.policy(variant).provenance_key
+        return {"policy": variant.policy, "engine": variant.key["engine"], "lineage": provenance_key}
 
     def describe(self, variant: Variant) -> dict[str, Any]:
         """Return the model and variant columns of a result row.
 
-        `lineage` identifies the options, defaults and skew artifact of the policy.
+        `provenance_key` identifies the options, defaults and skew artifact of the policy.
         """
         policy = self.policy(variant)
         return {
@@ -236,7 +236,7 @@ class ModelUnderTest:
             "engine": dict(variant.engine),
             "budget": variant.options.get("budget"),
             "dense_layers": sorted(policy.dense_layers),
-            "lineage": policy.lineage,
+            "lineage": policy.provenance_key,
         }
 
     def _identity(self, method: SkewMethod) -> SkewArtifact:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...config import EvictionOptions, KVFormatName
-from ...core import ModelGeometry, Visible
+from ...core import ModelGeometry, VisibleTokens
 from ...kv_cache.pool import HostPool
 from ...model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
 from ...policies.base import Policy
@@ -83,11 +83,11 @@ class LayerSlots:
         return moved
 
     @property
-    def visible(self) -> Visible:
+    def visible(self) -> VisibleTokens:
         """Slots that the newest token may attend to."""
         sinks, recent = self._resident
         window = self._geometry.window_at(self._layer, self._slots.context - 1)
-        return Visible.of(self._slots.context, sinks=sinks, recent=recent, window=window)
+        return VisibleTokens.of(self._slots.context, sinks=sinks, recent=recent, window=window)
 
     def selected(self, slots: torch.Tensor) -> None:
         """Record that `slots` `[Hkv, n]` were selected in this step."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core import KVPart, Selection, Visible
+from ...core import KVPart, Selection, VisibleTokens
 from ...engine.stats import Fractions, layer_means
 from ...kernels.reference import capped
 from ...kv_cache.kv_format import make_kv_format
@@ -276,7 +276,7 @@ class _Pass:
             self.trace.attended[t][layer] = (visible.resident + count) / context
 
     def _select(
-        self, layer: int, q: torch.Tensor, guess: torch.Tensor, visible: Visible, slots: LayerSlots
+        self, layer: int, q: torch.Tensor, guess: torch.Tensor, visible: VisibleTokens, slots: LayerSlots
     ) -> torch.Tensor:
         """Select slots `[Hkv, n]` for one position with `guess` `[H, d]`; repair with the true query q `[H, d]`."""
         selection = self.state.select(layer, guess, visible).known()
@@ -291,7 +291,7 @@ class _Pass:
         rows: _Rows,
         resident: torch.Tensor,
         selected: torch.Tensor,
-        visible: Visible,
+        visible: VisibleTokens,
         slots: LayerSlots,
     ) -> None:
         """Report the attention weights of q `[H, d]` to the policy if `wants_weights` is set."""

@@ -13,7 +13,7 @@ from ...engine.runner import Runner
 from ...llm import LLM
 from ...model_runner.batch import DecodeBatch, LayerFetch
 from ...model_runner.decode import DecodeStep
-from ...model_runner.per_sequence import PerSequenceStrategy
+from ...model_runner.per_sequence import PerSequenceMode
 from ...models.shape import load_shape
 from ..core.report import Column, Report, Row
 from .poisson_load import Scale, greedy, make, token_lists
@@ -132,7 +132,7 @@ def step_seconds(runner: Runner, document: list[int], batch: int, step: type[Dec
             began = time.process_time()
             members = [sequences[i] for i in sharing.order]
             ordered = DecodeBatch(members, runner.adapter, runner.policy, runner.link, sharing)
-            step(ordered, PerSequenceStrategy(ordered)).run()
+            step(ordered, PerSequenceMode(ordered)).run()
             best = min(best, time.process_time() - began)
         for sequence in sequences:
             sequence.position += 1

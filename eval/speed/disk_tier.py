@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core import CHUNK, ModelGeometry, Selection, Visible
+from ...core import CHUNK, ModelGeometry, Selection, VisibleTokens
 from ...engine.recording import Recording
 from ...errors import InputError
 from ...kv_cache.disk.direct_file import BLOCK, DirectFile, aligned
@@ -173,7 +173,7 @@ class DiskContext:
         """Decode one token: each layer attends to its selection (None: to all tokens)."""
         position = self.blocks.length
         self.pool.reserve(self.blocks, position + 1)
-        visible = Visible.of(position + 1, sinks=SINKS, recent=RECENT, window=None)
+        visible = VisibleTokens.of(position + 1, sinks=SINKS, recent=RECENT, window=None)
         fetched = self._fetch(0, visible, selected)
         for layer in range(self.case.layers):
             self.link.storage.append(self.blocks, layer, position, self._row, self._row)
@@ -219,7 +219,7 @@ class DiskContext:
             done = own.stop
         return time.perf_counter() - began
 
-    def _fetch(self, layer: int, visible: Visible, selected: Step | None) -> Any:
+    def _fetch(self, layer: int, visible: VisibleTokens, selected: Step | None) -> Any:
         if layer == self.case.layers:
             return None
         chosen = None if selected is None else Selection(selected[layer])

@@ -78,7 +78,7 @@ def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]
         with side.behind_compute():
             back.copy_(other, non_blocking=True)
         there.copy_(pinned, non_blocking=True)
-        side.hold_compute(side.mark())
+        side.hold_compute(side.record_event())
 
     return {
         "host_to_device": rate(lambda: there.copy_(pinned, non_blocking=True), size),
@@ -100,7 +100,7 @@ def launches(device: torch.device, size: HardwareSize) -> dict[str, dict[str, fl
     def fork_and_join() -> None:
         with side.behind_compute():
             pass
-        side.hold_compute(side.mark())
+        side.hold_compute(side.record_event())
 
     found = {
         "torch": _each(lambda: x.add_(1), size.launches, device),
@@ -180,7 +180,7 @@ def _hidden(
 
     def crossed() -> None:
         moved()
-        side.hold_compute(side.mark())
+        side.hold_compute(side.record_event())
 
     link = milliseconds(crossed, device, repeats)[0]
     steps = max(1, round(link / max(milliseconds(step, device, repeats)[0], 1e-6)))
@@ -192,7 +192,7 @@ def _hidden(
     def at_once() -> None:
         moved()
         worked()
-        side.hold_compute(side.mark())
+        side.hold_compute(side.record_event())
 
     work = milliseconds(worked, device, repeats)[0]
     both = milliseconds(at_once, device, repeats)[0]
@@ -213,7 +213,7 @@ def capture(device: torch.device, size: HardwareSize) -> Facts:
     side, x = _stream(device), torch.zeros(1024, device=device)
     stop, waits = threading.Event(), [0]
     with side.behind_compute():
-        marks = [side.mark() for _ in range(4)]
+        marks = [side.record_event() for _ in range(4)]
 
     def wait() -> None:
         while not stop.is_set():
@@ -224,7 +224,7 @@ def capture(device: torch.device, size: HardwareSize) -> Facts:
         with side.behind_compute():
             y = x * 2
         z = x + 1
-        side.hold_compute(side.mark(), y)
+        side.hold_compute(side.record_event(), y)
         return (y + z,)
 
     thread = threading.Thread(target=wait, daemon=True)

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core import BlockTable, KVPart, ModelGeometry, Selection, Visible
+from ...core import BlockTable, KVPart, ModelGeometry, Selection, VisibleTokens
 from ...kv_cache.pool import HostPool
-from ...transfer.link import PrefilledLayer, Savings, Ticket
+from ...transfer.link import PendingFetch, PrefilledLayer, Savings
 
 
 @dataclass(frozen=True)
-class _Ticket:
+class _PendingFetch:
     """Pending fetch from KV `[2, Hkv, room, d]` of a layer: resident tokens and `selection`, or all of `all`."""
 
     rows: torch.Tensor
     all: range
-    visible: Visible | None = None
+    visible: VisibleTokens | None = None
     selection: Selection | None = None
     bytes: int = 0
     savings: Savings | None = None
@@ -120,28 +120,30 @@ class IdealRows:
     def __init__(self, rows: _Rows) -> None:
         self._rows = rows
 
-    def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
+    def fetch(
+        self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
+    ) -> PendingFetch:
         """Return a pending fetch of zero bytes."""
-        return _Ticket(self._rows.layer(blocks, layer), visible.all, visible, selection)
+        return _PendingFetch(self._rows.layer(blocks, layer), visible.all, visible, selection)
 
-    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
+    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
         """Return a pending fetch of zero bytes."""
-        return _Ticket(self._rows.layer(blocks, layer), tokens)
+        return _PendingFetch(self._rows.layer(blocks, layer), tokens)
 
     def fetch_together(
         self,
         block_tables: Sequence[BlockTable],
         layer: int,
-        visible: Sequence[Visible],
+        visible: Sequence[VisibleTokens],
         selections: Sequence[Selection],
-    ) -> list[Ticket]:
+    ) -> list[PendingFetch]:
         """Return a pending fetch of zero bytes for each sequence."""
         each = zip(block_tables, visible, selections, strict=True)
         return [self.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
 
-    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
+    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
         """Return a pending fetch of zero bytes."""
-        return _Ticket(self._rows.layer(blocks, layer), range(0), None, extra)
+        return _PendingFetch(self._rows.layer(blocks, layer), range(0), None, extra)
 
 
 class IdealLink:

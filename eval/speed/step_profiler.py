@@ -104,10 +104,10 @@ class StagedRows(Staged):
     def __init__(self, inner: Any, clock: StageClock) -> None:
         super().__init__(inner, clock, {})
         fetch = clock.timed(inner.fetch, LINK["fetch"])
-        self.fetch = lambda *args: StagedTicket(fetch(*args), clock)
+        self.fetch = lambda *args: TimedFetch(fetch(*args), clock)
 
 
-class StagedTicket:
+class TimedFetch:
     """Pending fetch whose `wait` is the stage `GATHER` and starts the stage `ATTENTION`."""
 
     def __init__(self, inner: Any, clock: StageClock) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core import KVPart, ModelGeometry, Selection, Visible
+from ...core import KVPart, ModelGeometry, Selection, VisibleTokens
 from ...models.adapter import ModelAdapter
 from ...models.forwarding import ForwardingAdapter
 from ...policies.base import KeyReader, Policy, PolicyState, QuerySource
@@ -163,7 +163,7 @@ class GivenState(PassiveState):
         if layer not in self._given:
             self._inner.on_keys(layer, k, start)
 
-    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+    def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Return the first selection of the layer."""
         if layer not in self._given:
             self._given[layer] = self._inner.select(layer, q, visible)
@@ -187,7 +187,7 @@ class Given:
     wants_queries = False
     rule = None
     evictable = False
-    lineage = "ideal"
+    provenance_key = "ideal"
 
     def __init__(self, inner: Policy) -> None:
         self._inner = inner

@@ -240,12 +240,12 @@ class Real:
         except (OSError, ValueError, KeyError):
             return []
         same = [row for row in rows if all(row[key] == value for key, value in self.tested.identity.items())]
-        return [row for row in same if self._lineage(row) == row["lineage"]]
+        return [row for row in same if self._provenance_key(row) == row["lineage"]]
 
-    def _lineage(self, row: Row) -> str | None:
-        """Return the current `lineage` of the variant of a row, or None if its options are no longer valid."""
+    def _provenance_key(self, row: Row) -> str | None:
+        """Return the current `provenance_key` of the variant of a row, or None if its options are no longer valid."""
         try:
-            return self.tested.policy(Variant(row["policy"], row["options"], row["engine"])).lineage
+            return self.tested.policy(Variant(row["policy"], row["options"], row["engine"])).provenance_key
         except ConfigError:
             return None
 

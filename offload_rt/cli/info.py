@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from ..model_runner.cuda_graphs import most_graphs
+    from ..model_runner.cuda_graphs import max_graphs
     from ..models.location import hub_of, locate
     from ..models.packed import UNPACKED
     from ..models.shape import load_shape
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     shape = shape.placed(asked_placement(config, shape)) if plan is None else plan.costs.shape
     costs, placement = (costs_for(config, shape), shape.placement) if plan is None else (plan.costs, plan.placement)
     # One sequence needs the graph of its length bucket and those of the smaller buckets, each half the size.
-    graphs = min(2, most_graphs(config, shape.device, streams=bool(placement)))
+    graphs = min(2, max_graphs(config, shape.device, streams=bool(placement)))
     needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, args.context, graphs)
     Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk, shape))
     found, notes = obstacles(needed, machine, shape.host_bytes if plan is None else plan.host_bytes), []

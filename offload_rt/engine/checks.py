@@ -34,7 +34,7 @@ def check_positions(tokens: int, model: LoadedModel) -> None:
     warnings.warn(f"{needed} was trained for {geometry.max_positions}: quality beyond them is unknown", stacklevel=2)
 
 
-def most_tokens(positions: int, check: Callable[[int], None]) -> int:
+def max_length(positions: int, check: Callable[[int], None]) -> int:
     """Return the largest number of tokens, up to `positions`, for which `check` does not raise PoolFullError."""
 
     def full(tokens: int) -> bool:

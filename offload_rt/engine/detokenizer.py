@@ -14,7 +14,7 @@ CONTEXT_TOKENS = 6
 _INCOMPLETE = 3
 """An incomplete UTF-8 character has at most so many bytes, and so many tokens."""
 
-_MOST_HELD = 8
+_MAX_HELD = 8
 """A run of so many tokens that ends in an invalid byte is more than one incomplete character."""
 
 _LONGEST_WINDOW = 32
@@ -152,7 +152,7 @@ class TextStream:
             return 0
         window = self._window
         held = len(window) - self._shown
-        if held < _MOST_HELD:
+        if held < _MAX_HELD:
             return held
         counts = range(_INCOMPLETE, 0, -1)
         apart = (n for n in counts if self._decode(window[:-n]) + self._decode(window[-n:]) == text)

@@ -16,7 +16,7 @@ from ..kernels.team import engine_threads
 from ..kv_cache.disk.disk_use import DiskUse
 from ..kv_cache.pool import HostPool
 from ..model_runner.batch import DecodeBatch
-from ..model_runner.batched import StrategyCache
+from ..model_runner.batched import StepModes
 from ..model_runner.cuda_graphs import steps_for
 from ..model_runner.prefill import Prefill
 from ..model_runner.rebalance import rebalance
@@ -84,8 +84,8 @@ class Runner:
         self._threads = ThreadChoice()
         self._ids = itertools.count()
         self._open: dict[int, Sequence] = {}
-        self.strategies = StrategyCache()
-        self.steps = steps_for(config, self.adapter.device, self.strategies, streams=weights is not None)
+        self.modes = StepModes()
+        self.steps = steps_for(config, self.adapter.device, self.modes, streams=weights is not None)
         self.reclaimables = self.order.reclaimables
         drafts = None if draft is None else (draft.model.weight_bytes, draft.pool)
         self._accounting = Accounting(model, policy, pool, link, config, weights, drafts)
@@ -102,12 +102,12 @@ class Runner:
     @property
     def approximates(self) -> bool:
         """Whether decoding computes other KV than prefill, because of the policy or the KV cache format."""
-        return self.lineage != EXACT or not self.pool.format.exact
+        return self.provenance_key != EXACT or not self.pool.format.exact
 
     @property
-    def lineage(self) -> str:
+    def provenance_key(self) -> str:
         """KV provenance of decoded tokens: the policy's, or exact if full attention verifies them."""
-        return self.policy.lineage if self.config.exact is None else EXACT
+        return self.policy.provenance_key if self.config.exact is None else EXACT
 
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
         """Return a sequence with room for `capacity` tokens.
@@ -195,7 +195,7 @@ class Runner:
         """
         if not self.room.shares:
             return BlockTable(floor=floor)
-        return self.pool.match(tokens, EXACT + provenance, self.lineage + provenance, floor=floor)
+        return self.pool.match(tokens, EXACT + provenance, self.provenance_key + provenance, floor=floor)
 
     def adopt(
         self,
@@ -292,7 +292,7 @@ class Runner:
             assert self.draft is not None
             self.draft.free(sequence.drafter)
             sequence.drafter = None
-        self.strategies.release()
+        self.modes.release()
         self.link.storage.close(sequence.blocks)
         try:
             self._publish(sequence)
@@ -306,8 +306,8 @@ class Runner:
         All KV that was appended must have reached the pool.
         """
         if self.room.shares:
-            lineage = EXACT if sequence.position == sequence.exact else self.lineage
-            self.pool.publish(sequence.blocks, sequence.tokens, lineage + sequence.provenance)
+            provenance_key = EXACT if sequence.position == sequence.exact else self.provenance_key
+            self.pool.publish(sequence.blocks, sequence.tokens, provenance_key + sequence.provenance)
 
     @on_own_device
     @torch.inference_mode()

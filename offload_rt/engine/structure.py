@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
-MOST_BYTES = 1 << 18  # larger grammars take seconds to compile
+MAX_BYTES = 1 << 18  # larger grammars take seconds to compile
 
 # llguidance follows references recursively, and a stack overflow would end the process. With a stack of 8 MiB this
 # happens at chains of 1,000 `$ref`s (5,000 levels of JSON) and of 3,000 rules.
-DEEPEST_SCHEMA, MOST_RULES = 2000, 400
+DEEPEST_SCHEMA, MAX_RULES = 2000, 400
 
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n]{0,24}"}  # bounded, or a model may write white space for ever
 
@@ -101,9 +101,9 @@ def _check_size(asked: StructuredOutputs) -> None:
     """Raise InputError for grammars that are too large or too deep to be compiled safely."""
     given = asked.json if asked.json is not None else asked.regex or asked.grammar or list(asked.choice or ())
     size = len(json.dumps(given))
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         raise InputError(
-            f"structured_outputs have {size:,} bytes, and at most {MOST_BYTES:,} are allowed: simplify them"
+            f"structured_outputs have {size:,} bytes, and at most {MAX_BYTES:,} are allowed: simplify them"
         )
     if asked.json is not None:
         depth, references = _nesting(asked.json)
@@ -112,9 +112,9 @@ def _check_size(asked: StructuredOutputs) -> None:
                 f"a schema that is nested {depth:,} levels deep and refers to {references:,} definitions could be "
                 f"{depth * (1 + references):,} levels deep, and at most {DEEPEST_SCHEMA:,} are allowed: simplify it"
             )
-    if asked.grammar is not None and (rules := asked.grammar.count(":")) > MOST_RULES:
+    if asked.grammar is not None and (rules := asked.grammar.count(":")) > MAX_RULES:
         raise InputError(
-            f"the grammar has {rules:,} rules (colons), and at most {MOST_RULES:,} are allowed: simplify it"
+            f"the grammar has {rules:,} rules (colons), and at most {MAX_RULES:,} are allowed: simplify it"
         )
 
 

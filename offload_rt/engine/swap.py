@@ -185,22 +185,22 @@ class Swap:
         own, parent = f"{FOLDER}-{next(self._ids)}", self._disk.root
         for i, tokens in enumerate(pack_tokens(sequence.tokens, sequence.position)):
             stop = min((i + 1) * CHUNK, sequence.position)
-            lineage = (EXACT if stop <= sequence.exact else own) + sequence.provenance
-            key = chunk_key(parent, lineage, tokens)
-            yield NamedChunk(i, parent, lineage, tokens, key)
+            provenance_key = (EXACT if stop <= sequence.exact else own) + sequence.provenance
+            key = chunk_key(parent, provenance_key, tokens)
+            yield NamedChunk(i, parent, provenance_key, tokens, key)
             parent = key
 
     def _known(self, swapped: SwappedSequence, tokens: Seq[int]) -> BlockTable:
         """Return cached blocks of the tokens that an exact prefill computed."""
         if not self._runner.config.enable_prefix_caching:
             return BlockTable(floor=swapped.floor)
-        lineage = EXACT + swapped.provenance
-        return self._runner.pool.match(tokens[: swapped.exact + 1], lineage, floor=swapped.floor)
+        provenance_key = EXACT + swapped.provenance
+        return self._runner.pool.match(tokens[: swapped.exact + 1], provenance_key, floor=swapped.floor)
 
     def _find(self, swapped: SwappedSequence, blocks: BlockTable) -> list[PlacedChunk] | None:
         names = [*swapped.names[blocks.length // CHUNK :]]
         names += [name for name in swapped.windows if name.index not in blocks.windows]
-        chunks = [self._disk.find(name.parent, name.lineage, name.tokens) for name in names]
+        chunks = [self._disk.find(name.parent, name.provenance_key, name.tokens) for name in names]
         each = zip(names, chunks, strict=True)
         found = [PlacedChunk(name.index, chunk, name.group) for name, chunk in each if chunk is not None]
         return found if len(found) == len(names) else None

@@ -293,27 +293,27 @@ class HostPool(StoredRows):
             self._held.incref(window)
         return BlockTable(list(shared), blocks.length, dict(blocks.windows), blocks.floor)
 
-    def match(self, tokens: Sequence[int], *lineages: str, floor: int = 0) -> BlockTable:
+    def match(self, tokens: Sequence[int], *provenance_keys: str, floor: int = 0) -> BlockTable:
         """Return a block table for the longest published prefix of `tokens`, in full blocks.
 
         At least one token is left to compute. `length` of the result is the number of cached tokens.
 
         Args:
             tokens: Token ids of the prompt.
-            *lineages: Accepted KV provenance keys. The first one that matches is used at each block.
+            *provenance_keys: Accepted KV provenance keys. The first one that matches is used at each block.
             floor: Sliding-window layers do not see tokens before it. The prefix only counts as cached if their windows
                 are complete from here on.
         """
         self._unkey_lost()
-        chunks = self._tree.match(tokens, *lineages, usable=lambda path: self._windows.usable(path, floor))
+        chunks = self._tree.match(tokens, *provenance_keys, usable=lambda path: self._windows.usable(path, floor))
         self._chunks.incref(chunks)
         return BlockTable(chunks, len(chunks) * CHUNK, self._windows.take(chunks, floor), floor)
 
-    def known_tokens(self, tokens: Sequence[int], *lineages: str) -> int:
+    def known_tokens(self, tokens: Sequence[int], *provenance_keys: str) -> int:
         """Return the length of the longest published prefix in tokens (`PrefixTree.known_tokens`)."""
-        return self._tree.known_tokens(tokens, *lineages)
+        return self._tree.known_tokens(tokens, *provenance_keys)
 
-    def publish(self, blocks: BlockTable, tokens: Sequence[int], lineage: str) -> list[int]:
+    def publish(self, blocks: BlockTable, tokens: Sequence[int], provenance_key: str) -> list[int]:
         """Insert the full blocks below `blocks.length` into the prefix tree.
 
         If another sequence has published the same tokens with the same provenance, the block table takes over the
@@ -322,7 +322,7 @@ class HostPool(StoredRows):
         Args:
             blocks: The block table of the sequence.
             tokens: All tokens of the sequence, from its start.
-            lineage: KV provenance key. Blocks that are already published keep theirs.
+            provenance_key: KV provenance key. Blocks that are already published keep theirs.
 
         Returns:
             Indices of the exchanged blocks. Their KV has moved to other slots.
@@ -331,7 +331,7 @@ class HostPool(StoredRows):
         if barred := self._claimed | lost if self.groups.full else self._claimed:
             full = next((i for i in range(full) if blocks.chunks[i] in barred), full)
         assert len(tokens) >= full * CHUNK, "publish needs the tokens of every full chunk"
-        fresh, instead = self._tree.insert(tokens, blocks.chunks[:full], lineage, self._alone)
+        fresh, instead = self._tree.insert(tokens, blocks.chunks[:full], provenance_key, self._alone)
         self._chunks.incref(fresh)
         self._chunks.incref(instead.values())
         for i, chunk in instead.items():

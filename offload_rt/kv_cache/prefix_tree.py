@@ -19,15 +19,15 @@ def root_key(namespace: str) -> bytes:
     return hashlib.blake2b(namespace.encode(), digest_size=16, person=b"offload-rt root").digest()
 
 
-def chunk_key(parent: bytes, lineage: str, tokens: bytes) -> bytes:
+def chunk_key(parent: bytes, provenance_key: str, tokens: bytes) -> bytes:
     """Return the key of a block: a digest of 32 bytes, the same in every process.
 
     Args:
         parent: Key of the previous block. It covers the namespace and all earlier tokens.
-        lineage: KV provenance key.
+        provenance_key: KV provenance key.
         tokens: Up to 64 tokens as little-endian int64.
     """
-    name = lineage.encode()
+    name = provenance_key.encode()
     digest = hashlib.blake2b(parent, digest_size=32, person=b"offload-rt chunk")
     digest.update(len(name).to_bytes(8, "little") + name + tokens)
     return digest.digest()
@@ -51,7 +51,7 @@ class _Node:
 
     key: bytes
     parent: _Node | None
-    lineage: str
+    provenance_key: str
     tokens: bytes
     chunk: int
     used: int  # clock of the last match, publication or release
@@ -93,21 +93,23 @@ class PrefixTree:
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._of
 
-    def match(self, tokens: Sequence[int], *lineages: str, usable: Callable[[Sequence[int]], int] = len) -> list[int]:
+    def match(
+        self, tokens: Sequence[int], *provenance_keys: str, usable: Callable[[Sequence[int]], int] = len
+    ) -> list[int]:
         """Return the blocks of the longest known prefix of `tokens`, leaving at least one token to compute.
 
         The caller must take a reference on each block.
 
         Args:
             tokens: Token ids of the prompt.
-            *lineages: Accepted KV provenance keys. The first one that matches is used at each block.
+            *provenance_keys: Accepted KV provenance keys. The first one that matches is used at each block.
             usable: Returns how many of the matched blocks can be used.
         """
         self._clock += 1
         path: list[_Node] = []
         for data in pack_tokens(tokens, max(0, len(tokens) - 1) // CHUNK * CHUNK):
             parent = path[-1] if path else None
-            found = (self._find(parent, lineage, data) for lineage in lineages)
+            found = (self._find(parent, key, data) for key in provenance_keys)
             node = next((node for node in found if node is not None), None)
             if node is None:
                 break
@@ -119,31 +121,31 @@ class PrefixTree:
             node.idle = False
         return [node.chunk for node in path]
 
-    def known_tokens(self, tokens: Sequence[int], *lineages: str) -> int:
+    def known_tokens(self, tokens: Sequence[int], *provenance_keys: str) -> int:
         """Return the length of the longest known prefix in tokens, including a part of the last block.
 
         `match` returns only its full blocks. No references are needed.
         """
         parent, known = None, 0
         for data in pack_tokens(tokens, len(tokens)):
-            node = next((n for lineage in lineages if (n := self._find(parent, lineage, data)) is not None), None)
+            node = next((n for key in provenance_keys if (n := self._find(parent, key, data)) is not None), None)
             if node is None:
                 children = self._tops if parent is None else parent.children
-                # Blocks of other lineages may be another client's (cache salts): their tokens must not be visible.
-                mine = (child for child in children.values() if child.lineage in lineages)
+                # Blocks of other keys may be another client's (cache salts): their tokens must not be visible.
+                mine = (child for child in children.values() if child.provenance_key in provenance_keys)
                 return known + max((_same_tokens(child.tokens, data) for child in mine), default=0)
             parent, known = node, known + CHUNK
         return known
 
     def insert(
-        self, tokens: Sequence[int], chunks: Sequence[int], lineage: str, alone: Callable[[int], bool]
+        self, tokens: Sequence[int], chunks: Sequence[int], provenance_key: str, alone: Callable[[int], bool]
     ) -> tuple[list[int], dict[int, int]]:
         """Insert the full blocks of a sequence, which hold `tokens`.
 
         Args:
             tokens: Tokens of the sequence, from its start.
             chunks: The block ids. Blocks that are already in the tree are not changed.
-            lineage: KV provenance key of the new blocks.
+            provenance_key: KV provenance key of the new blocks.
             alone: Returns whether only this sequence holds a block.
 
         Returns:
@@ -157,12 +159,12 @@ class PrefixTree:
         instead: dict[int, int] = {}
         pieces = pack_tokens(tokens[known * CHUNK :], (len(chunks) - known) * CHUNK)
         for i, data in enumerate(pieces, start=known):
-            key = chunk_key(parent.key if parent else self._root, lineage, data)
-            node = self._find(parent, lineage, data)
+            key = chunk_key(parent.key if parent else self._root, provenance_key, data)
+            node = self._find(parent, provenance_key, data)
             if node is None:
                 if key in self._nodes:
                     break  # digest collision: no further block can be shared
-                node = self._add(_Node(key, parent, lineage, data, chunks[i], self._clock))
+                node = self._add(_Node(key, parent, provenance_key, data, chunks[i], self._clock))
                 fresh.append(chunks[i])
             elif not alone(chunks[i]):
                 break  # a fork that keeps the old block would later hold a block of the tree without its ancestors
@@ -214,7 +216,7 @@ class PrefixTree:
             parent, node = stack.pop()
             seen += 1
             assert node.parent is parent
-            assert node.key == chunk_key(parent.key if parent else self._root, node.lineage, node.tokens)
+            assert node.key == chunk_key(parent.key if parent else self._root, node.provenance_key, node.tokens)
             assert node.idle == (refs(node.chunk) == 1) and refs(node.chunk) >= 1
             assert not (node.idle and any(not child.idle for child in node.children.values())), (
                 "block in use below an idle block"
@@ -223,10 +225,10 @@ class PrefixTree:
             stack += [(node, child) for child in node.children.values()]
         assert seen == len(self._nodes)
 
-    def _find(self, parent: _Node | None, lineage: str, data: bytes) -> _Node | None:
+    def _find(self, parent: _Node | None, provenance_key: str, data: bytes) -> _Node | None:
         """Return the child of `parent` with these tokens and provenance, or None."""
-        node = self._nodes.get(chunk_key(parent.key if parent else self._root, lineage, data))
-        if node is None or node.parent is not parent or node.lineage != lineage or node.tokens != data:
+        node = self._nodes.get(chunk_key(parent.key if parent else self._root, provenance_key, data))
+        if node is None or node.parent is not parent or node.provenance_key != provenance_key or node.tokens != data:
             return None
         return node
 

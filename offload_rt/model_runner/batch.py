@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ..core import Visible
+from ..core import VisibleTokens
 from ..models.adapter import ModelAdapter
 from ..policies.base import Policy
 from ..transfer.link import Link
@@ -28,7 +28,7 @@ class DecodeBatch:
     ) -> None:
         self.sequences, self.adapter, self.policy, self.link = sequences, adapter, policy, link
         self.sharing, self.geometry = sharing, adapter.geometry
-        self._visible: dict[int | None, list[Visible]] = {}
+        self._visible: dict[int | None, list[VisibleTokens]] = {}
         self._whole = all(self.sees_all(sequence) for sequence in sequences)
 
     @property
@@ -59,7 +59,7 @@ class DecodeBatch:
             return [s.position for s in self.sequences]
         return [s.slots.newest for s in self.sequences]
 
-    def visible(self, layer: int) -> list[Visible]:
+    def visible(self, layer: int) -> list[VisibleTokens]:
         """Return the tokens that each sequence's newest token can attend to. Cached per window size."""
         window = self.geometry.windows[layer]
         if window not in self._visible:
@@ -67,7 +67,7 @@ class DecodeBatch:
             contexts = [s.slots.context if window is None else s.position + 1 for s in self.sequences]
             shown = [self.geometry.window_at(layer, s.position + s.shift) for s in self.sequences]
             self._visible[window] = [
-                Visible.of(n, sinks=sinks, recent=recent, window=last, floor=s.blocks.floor)
+                VisibleTokens.of(n, sinks=sinks, recent=recent, window=last, floor=s.blocks.floor)
                 for n, last, s in zip(contexts, shown, self.sequences, strict=True)
             ]
         return self._visible[window]
@@ -81,7 +81,7 @@ class LayerFetch(Protocol):
         ...
 
 
-class Strategy(Protocol):
+class StepMode(Protocol):
     """How the layers of a step store new KV and select tokens."""
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,16 +16,16 @@ from itertools import chain
 
 import torch
 
-from ..core import ModelGeometry, Visible, bucket
+from ..core import ModelGeometry, VisibleTokens, bucket
 from ..kernels.dispatch import attend_kept
 from ..kernels.h2d_copy import copy_into
 from ..policies.base import Policy
 from ..policies.infinigen.key_lists import KeyLists, Rule, Spans
 from ..transfer.residency import place, places
-from ..transfer.row_lists import Arriving, RowLists
+from ..transfer.row_lists import PendingBatchFetch, RowLists
 from .attention import give_to_sinks, scores_lse
-from .batch import DecodeBatch, Strategy
-from .per_sequence import PerSequenceStrategy, append_each
+from .batch import DecodeBatch, StepMode
+from .per_sequence import PerSequenceMode, append_each
 from .trace import LinkUse
 
 
@@ -41,7 +41,7 @@ def selects_together(batch: DecodeBatch) -> bool:
 
 # Slot and visible tokens of padding rows.
 NOWHERE = -1
-NOTHING = Visible(range(0), range(0), range(0))
+NOTHING = VisibleTokens(range(0), range(0), range(0))
 
 
 class StepInputs:
@@ -104,7 +104,7 @@ class StepInputs:
         return self.rows.in_place and not self.rows.working
 
 
-class BatchedStrategy:
+class BatchedMode:
     """Select for the whole batch at once. The launches depend only on `inputs` and the model."""
 
     def __init__(self, batch: DecodeBatch, inputs: StepInputs, *, dense: bool = False) -> None:
@@ -135,9 +135,9 @@ class BatchedStrategy:
         """Select with q `[H, B, d]` and start one gather. The counts stay on the device."""
         batch, inputs = self._batch, self._inputs
         tokens, counts = inputs.keys.select(layer, q, inputs.candidates)
-        arriving = inputs.rows.fetch(layer, tokens, counts, overlapping=batch.sharing.overlapping)
-        self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], arriving.tally))
-        return BatchedFetch(batch, inputs, layer, counts, arriving, tokens)
+        pending = inputs.rows.fetch(layer, tokens, counts, overlapping=batch.sharing.overlapping)
+        self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], pending.tally))
+        return BatchedFetch(batch, inputs, layer, counts, pending, tokens)
 
     def fetch_all(self, layer: int) -> BatchedFetch | None:
         """Start one gather of all candidates, padded to the capacity. Return None without `dense`."""
@@ -148,8 +148,8 @@ class BatchedStrategy:
         slots = torch.arange(inputs.capacity, device=candidates.starts.device)
         tokens = (slots + candidates.starts.unsqueeze(1)).clamp_(max=inputs.capacity - 1)
         counts = candidates.stops - candidates.starts
-        arriving = inputs.rows.fetch(layer, tokens, counts, overlapping=False)
-        return BatchedFetch(batch, inputs, layer, counts, arriving)
+        pending = inputs.rows.fetch(layer, tokens, counts, overlapping=False)
+        return BatchedFetch(batch, inputs, layer, counts, pending)
 
     def finish(self) -> None:
         """Record the step in the traces. Wait for the device only if a recorder needs the selection."""
@@ -185,7 +185,7 @@ class BatchedStrategy:
 class LayerSelection:
     """Selected token indices of a layer, int64 `[P, n]`, padded. The first `counts[b]` entries of each list are valid.
 
-    `tally` is `Arriving.tally`: the number of transferred entries.
+    `tally` is `PendingBatchFetch.tally`: the number of transferred entries.
     """
 
     layer: int
@@ -205,13 +205,13 @@ class BatchedFetch:
     inputs: StepInputs
     layer: int
     counts: torch.Tensor
-    arriving: Arriving
+    pending: PendingBatchFetch
     selected: torch.Tensor | None = None
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         """Return the attention output `[B, H * d]` of q `[H, B, d]` over resident, fetched and approximate KV."""
         batch, layer, inputs = self.batch, self.layer, self.inputs
-        k, v = self.arriving.wait()
+        k, v = self.pending.wait()
         grouped = q.transpose(0, 1).reshape(len(k), -1, q.shape[2])
         scale = batch.geometry.scales[layer]
         out, lse = attend_kept(grouped, inputs.rows.resident(layer), *inputs.resident, k, v, self.counts, scale)
@@ -228,19 +228,19 @@ class BatchedFetch:
         return out.to(q.dtype).view(inputs.size, -1)
 
 
-MOST_CACHED = 8  # batch sizes and buckets whose inputs and graphs are kept
+MAX_CACHED = 8  # batch sizes and buckets whose inputs and graphs are kept
 
 
-class StrategyCache:
+class StepModes:
     """Choose the mode of each step, and cache the inputs of the latest batch sizes and buckets."""
 
     def __init__(self) -> None:
         self.inputs: dict[tuple[int, int], StepInputs] = {}
 
-    def strategy(self, batch: DecodeBatch) -> Strategy:
-        """Return a `BatchedStrategy` if policy and transfer support it, else a `PerSequenceStrategy`."""
+    def mode(self, batch: DecodeBatch) -> StepMode:
+        """Return a `BatchedMode` if policy and transfer support it, else a `PerSequenceMode`."""
         inputs = self.load(batch)
-        return PerSequenceStrategy(batch) if inputs is None else BatchedStrategy(batch, inputs)
+        return PerSequenceMode(batch) if inputs is None else BatchedMode(batch, inputs)
 
     def load(self, batch: DecodeBatch, size: int | None = None) -> StepInputs | None:
         """Return inputs for `size` sequences (None: the batch size) that hold the batch.
@@ -256,7 +256,7 @@ class StrategyCache:
             rows = link.row_lists(size, capacity)
             self.inputs[key] = StepInputs(batch.policy, rows, rule, batch.geometry, size, capacity)
         self.inputs[key] = self.inputs.pop(key)
-        while len(self.inputs) > MOST_CACHED:
+        while len(self.inputs) > MAX_CACHED:
             self.inputs.pop(next(iter(self.inputs)))
         self.inputs[key].load(batch)
         return self.inputs[key]

@@ -23,7 +23,7 @@ from ..config import EngineConfig
 from ..core import padded_batch
 from ..errors import ConfigError
 from .batch import DecodeBatch
-from .batched import MOST_CACHED, BatchedStrategy, LayerSelection, StepInputs, StrategyCache
+from .batched import MAX_CACHED, BatchedMode, LayerSelection, StepInputs, StepModes
 from .decode import DecodeStep
 
 Body = Callable[[], tuple[torch.Tensor, ...]]
@@ -71,14 +71,14 @@ class _Captured:
         inputs.rows.written(behind=False)
         self._logits, *self._counts = graph.capture(lambda: _body(batch, inputs))
 
-    def replay(self, strategy: BatchedStrategy, inputs: StepInputs) -> torch.Tensor:
-        """Replay the step in `inputs`. Return float32 logits `[size, V]`, and set `strategy.selected`."""
+    def replay(self, mode: BatchedMode, inputs: StepInputs) -> torch.Tensor:
+        """Replay the step in `inputs`. Return float32 logits `[size, V]`, and set `mode.selected`."""
         inputs.rows.join()
         self._graph.replay()
         inputs.rows.written(behind=True)
         # The next replay overwrites both; these copies are ordered before it.
         counts = torch.stack(self._counts).unbind()
-        strategy.selected = [
+        mode.selected = [
             LayerSelection(layer, own.new_empty(0), own, None) for layer, own in zip(self._layers, counts, strict=True)
         ]
         return self._logits.clone()
@@ -86,10 +86,10 @@ class _Captured:
 
 def _body(batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
     """Launch a step. All streams are joined at its end."""
-    strategy = BatchedStrategy(batch, inputs, dense=True)
-    logits = DecodeStep(batch, strategy).compute()
+    mode = BatchedMode(batch, inputs, dense=True)
+    logits = DecodeStep(batch, mode).compute()
     inputs.rows.join()
-    return logits, *(selection.counts for selection in strategy.selected)
+    return logits, *(selection.counts for selection in mode.selected)
 
 
 class Steps(Protocol):
@@ -103,37 +103,37 @@ class Steps(Protocol):
 class EagerSteps:
     """Decode steps launched by the host."""
 
-    def __init__(self, strategies: StrategyCache) -> None:
-        self._strategies = strategies
+    def __init__(self, modes: StepModes) -> None:
+        self._modes = modes
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
         """Run a decode step. Return float32 logits `[B, V]`."""
-        return DecodeStep(batch, self._strategies.strategy(batch)).run()
+        return DecodeStep(batch, self._modes.mode(batch)).run()
 
 
 class GraphSteps:
     """Decode steps that replay CUDA graphs if possible. At most `most` graphs are kept: each holds memory."""
 
-    def __init__(self, strategies: StrategyCache, make: Callable[[], Graph], most: int = MOST_CACHED) -> None:
-        self._strategies, self._make, self._most, self._refused = strategies, make, most, False
+    def __init__(self, modes: StepModes, make: Callable[[], Graph], most: int = MAX_CACHED) -> None:
+        self._modes, self._make, self._most, self._refused = modes, make, most, False
         self._captured: weakref.WeakKeyDictionary[StepInputs, _Captured | None] = weakref.WeakKeyDictionary()
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
         """Run a decode step, eagerly the first time for each size. Return float32 logits `[B, V]`."""
         sequences = len(batch.sequences)
         capturable = not self._refused and _capturable(batch)
-        inputs = self._strategies.load(batch, padded_batch(sequences)) if capturable else None
+        inputs = self._modes.load(batch, padded_batch(sequences)) if capturable else None
         if inputs is None or not inputs.static:
-            return DecodeStep(batch, self._strategies.strategy(batch)).run()
-        strategy = BatchedStrategy(batch, inputs, dense=True)
+            return DecodeStep(batch, self._modes.mode(batch)).run()
+        mode = BatchedMode(batch, inputs, dense=True)
         if inputs not in self._captured:
             self._captured[inputs] = None
-            return DecodeStep(batch, strategy).run()[:sequences]
-        step = DecodeStep(batch, strategy)
+            return DecodeStep(batch, mode).run()[:sequences]
+        step = DecodeStep(batch, mode)
         step.begin()
         captured = self._captured[inputs] or self._try_capture(batch, inputs)
-        logits = step.compute() if captured is None else captured.replay(strategy, inputs)
-        strategy.finish()
+        logits = step.compute() if captured is None else captured.replay(mode, inputs)
+        mode.finish()
         return logits[:sequences]
 
     def _try_capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured | None:
@@ -168,19 +168,19 @@ def _capturable(batch: DecodeBatch) -> bool:
     return alone and not watched
 
 
-def steps_for(config: EngineConfig, device: torch.device, strategies: StrategyCache, *, streams: bool) -> Steps:
+def steps_for(config: EngineConfig, device: torch.device, modes: StepModes, *, streams: bool) -> Steps:
     """Return the runner of decode steps for a configuration.
 
     `streams`: weights are copied by the host in every step, which rules out graphs. Raises ConfigError if graphs are
     requested on a device without them.
     """
-    most = most_graphs(config, device, streams=streams)
+    most = max_graphs(config, device, streams=streams)
     if not most:
-        return EagerSteps(strategies)
-    return GraphSteps(strategies, lambda: CudaGraph(torch.cuda.graph_pool_handle()), most)
+        return EagerSteps(modes)
+    return GraphSteps(modes, lambda: CudaGraph(torch.cuda.graph_pool_handle()), most)
 
 
-def most_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:
+def max_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:
     """Return the maximum number of graphs; 0 for eager steps. Raise ConfigError as `steps_for`.
 
     With `device_memory` there is one graph at a time, whose memory is part of the plan (`DeviceCosts.graphs`).
@@ -189,4 +189,4 @@ def most_graphs(config: EngineConfig, device: torch.device, *, streams: bool) ->
         raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this is {str(device)!r}: remove the option")
     if streams or not config.replays(device.type):
         return 0
-    return MOST_CACHED if config.device_memory is None else 1
+    return MAX_CACHED if config.device_memory is None else 1

@@ -13,9 +13,9 @@ import torch
 
 from ..kernels.dispatch import attend_runs
 from ..kernels.segments import Run
-from ..transfer.link import Ticket
+from ..transfer.link import PendingFetch
 from .attention import give_to_sinks
-from .batch import DecodeBatch, LayerFetch, Strategy
+from .batch import DecodeBatch, LayerFetch, StepMode
 from .per_sequence import PerSequenceFetch, SequenceFetch, enter_fetches
 from .sequence import Sequence
 from .shared_prefix import Segment
@@ -28,16 +28,16 @@ class DecodeStep:
     result that it would get alone. Shared KV is fetched once, and in dense layers read once.
     """
 
-    def __init__(self, batch: DecodeBatch, strategy: Strategy) -> None:
-        self.batch, self.strategy = batch, strategy
+    def __init__(self, batch: DecodeBatch, mode: StepMode) -> None:
+        self.batch, self.mode = batch, mode
         self.adapter, self.link = batch.adapter, batch.link
-        self.tokens, self.positions = strategy.inputs()
+        self.tokens, self.positions = mode.inputs()
 
     def run(self) -> torch.Tensor:
         """Run the step. Return float32 logits `[B, V]`."""
         self.begin()
         logits = self.compute()
-        self.strategy.finish()
+        self.mode.finish()
         return logits
 
     def begin(self) -> None:
@@ -48,14 +48,14 @@ class DecodeStep:
 
     def compute(self) -> torch.Tensor:
         """Run the layers and return float32 logits `[B, V]`."""
-        adapter, strategy = self.adapter, self.strategy
+        adapter, mode = self.adapter, self.mode
         x = adapter.embed(self.tokens, self.positions)
         fetched = self._fetch_dense(0)
         for layer in range(self.batch.geometry.layers):
             attention_input = adapter.attention_input(layer, x)
             q, k, v = adapter.qkv(layer, attention_input, self.positions)
-            strategy.append(layer, k, v)
-            fetched = fetched or strategy.fetch(layer, q)
+            mode.append(layer, k, v)
+            fetched = fetched or mode.fetch(layer, q)
 
             upcoming = self._fetch_dense(layer + 1)
             if self._speculates(layer + 1, "attention_input"):
@@ -85,14 +85,14 @@ class DecodeStep:
     def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> LayerFetch:
         """Select with the query projected from a predicted `attention_input` `[B, D]`."""
         guess = self.batch.policy.correct_guess(layer, attention_input)
-        return self.strategy.fetch(layer, self.adapter.query(layer, guess, self.positions))
+        return self.mode.fetch(layer, self.adapter.query(layer, guess, self.positions))
 
     def _fetch_dense(self, layer: int) -> LayerFetch | None:
         """Fetch all visible tokens if `layer` exists and is dense: shared segments first, then private parts."""
         batch = self.batch
         if layer >= batch.geometry.layers or batch.selects(layer):
             return None
-        if (everything := self.strategy.fetch_all(layer)) is not None:
+        if (everything := self.mode.fetch_all(layer)) is not None:
             return everything
         visible, segments = batch.visible(layer), batch.sharing.segments
         block_tables = [s.blocks for s in batch.sequences]
@@ -102,12 +102,12 @@ class DecodeStep:
             (segment, self.link.rows.fetch_range(block_tables[segment.first], layer, segment.tokens))
             for segment in segments
         ]
-        for segment, ticket in shared:
-            batch.sequences[segment.first].trace.bytes_requested += ticket.bytes
+        for segment, pending in shared:
+            batch.sequences[segment.first].trace.bytes_requested += pending.bytes
         own = [batch.sharing.own(b, seen) for b, seen in enumerate(visible)] if shared else visible
         each = zip(block_tables, own, strict=True)
-        tickets = [self.link.rows.fetch(blocks, layer, seen, None) for blocks, seen in each]
-        fetches = enter_fetches(batch, layer, tickets, [None] * len(tickets))
+        pending_fetches = [self.link.rows.fetch(blocks, layer, seen, None) for blocks, seen in each]
+        fetches = enter_fetches(batch, layer, pending_fetches, [None] * len(pending_fetches))
         if shared:
             return SharedPrefixFetch(batch.geometry.scales[layer], self.adapter.sinks(layer), shared, fetches)
         return PerSequenceFetch(batch, layer, fetches)
@@ -119,14 +119,14 @@ class SharedPrefixFetch:
 
     scale: float
     sinks: torch.Tensor | None
-    segments: list[tuple[Segment, Ticket]]
+    segments: list[tuple[Segment, PendingFetch]]
     own: list[SequenceFetch]
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         """Return the attention output `[B, H * d]` of q `[H, B, d]`. Shared KV is read once."""
-        tickets = [(segment.first, segment.stop, ticket) for segment, ticket in self.segments]
-        tickets += [(b, b + 1, fetch.ticket) for b, fetch in enumerate(self.own)]
-        runs = [Run(first, stop, part.k, part.v) for first, stop, ticket in tickets for part in ticket.wait()]
+        pending_fetches = [(segment.first, segment.stop, pending) for segment, pending in self.segments]
+        pending_fetches += [(b, b + 1, fetch.pending) for b, fetch in enumerate(self.own)]
+        runs = [Run(first, stop, part.k, part.v) for first, stop, pending in pending_fetches for part in pending.wait()]
         out, lse = attend_runs(q, runs, self.scale)
         out = give_to_sinks(out, lse, None if self.sinks is None else self.sinks[:, None])
         return out.to(q.dtype).transpose(0, 1).flatten(1)

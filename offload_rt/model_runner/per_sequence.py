@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core import KVPart, Selection, Visible
+from ..core import KVPart, Selection, VisibleTokens
 from ..kernels.h2d_copy import to_device
-from ..transfer.link import Ticket
+from ..transfer.link import PendingFetch
 from ..transfer.plan import attended_tokens
 from .attention import attend, give_to_sinks, group_weights, join_tail, scores_lse
 from .batch import DecodeBatch
@@ -20,24 +20,24 @@ from .sequence import Sequence
 class SequenceFetch:
     """A pending fetch of one sequence in one layer. Without a `selection` it covers all visible tokens."""
 
-    visible: Visible
+    visible: VisibleTokens
     selection: Selection | None
-    ticket: Ticket
+    pending: PendingFetch
 
 
 def enter_fetches(
-    batch: DecodeBatch, layer: int, tickets: Seq[Ticket], selections: Seq[Selection | None]
+    batch: DecodeBatch, layer: int, pending_fetches: Seq[PendingFetch], selections: Seq[Selection | None]
 ) -> list[SequenceFetch]:
     """Record attended tokens and transferred bytes of `layer` in each sequence's trace."""
     fetches = []
-    for sequence, visible, ticket, selection in zip(
-        batch.sequences, batch.visible(layer), tickets, selections, strict=True
+    for sequence, visible, pending, selection in zip(
+        batch.sequences, batch.visible(layer), pending_fetches, selections, strict=True
     ):
-        sequence.trace.bytes_requested += ticket.bytes
+        sequence.trace.bytes_requested += pending.bytes
         fetched = len(visible.candidates) if selection is None else selection.count
         counts = None if selection is None else selection.counts
         sequence.trace.enter_rows(layer, visible, fetched if counts is None else counts)
-        fetches.append(SequenceFetch(visible, selection, ticket))
+        fetches.append(SequenceFetch(visible, selection, pending))
     return fetches
 
 
@@ -51,7 +51,7 @@ def append_each(batch: DecodeBatch, layer: int, k: torch.Tensor, v: torch.Tensor
             sequence.state.on_values(layer, value, slot)
 
 
-class PerSequenceStrategy:
+class PerSequenceMode:
     """Select with each sequence's policy state in turn."""
 
     def __init__(self, batch: DecodeBatch) -> None:
@@ -75,11 +75,11 @@ class PerSequenceStrategy:
         selections = [self._select(layer, s, q[:, b], visible[b]) for b, s in enumerate(batch.sequences)]
         chosen = [selection for selection in selections if selection is not None]
         if batch.sharing.overlapping and len(chosen) == len(selections):
-            tickets = rows.fetch_together(block_tables, layer, visible, chosen)
+            pending_fetches = rows.fetch_together(block_tables, layer, visible, chosen)
         else:
             each = zip(block_tables, visible, selections, strict=True)
-            tickets = [rows.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
-        return PerSequenceFetch(batch, layer, enter_fetches(batch, layer, tickets, selections))
+            pending_fetches = [rows.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
+        return PerSequenceFetch(batch, layer, enter_fetches(batch, layer, pending_fetches, selections))
 
     def fetch_all(self, layer: int) -> None:
         """Return None: the decode step fetches dense layers, including shared prefixes."""
@@ -87,7 +87,7 @@ class PerSequenceStrategy:
     def finish(self) -> None:
         """Do nothing: everything was recorded when it was fetched."""
 
-    def _select(self, layer: int, sequence: Sequence, q: torch.Tensor, visible: Visible) -> Selection | None:
+    def _select(self, layer: int, sequence: Sequence, q: torch.Tensor, visible: VisibleTokens) -> Selection | None:
         """Return the selection for q `[H, d]`, or None for all tokens. Wait for counts only if someone needs them."""
         if self._batch.sees_all(sequence):
             return None
@@ -115,11 +115,11 @@ class PerSequenceFetch:
     def _attend(self, sequence: Sequence, q: torch.Tensor, fetch: SequenceFetch) -> torch.Tensor:
         """Return the attention output `[H, d]` of q `[H, d]`."""
         batch, layer = self.batch, self.layer
-        scale, parts = batch.geometry.scales[layer], fetch.ticket.wait()
+        scale, parts = batch.geometry.scales[layer], fetch.pending.wait()
         softcap, sinks = batch.geometry.softcap, batch.adapter.sinks(layer)
         if fetch.selection is None:
             return give_to_sinks(*attend(q, parts, scale, softcap), sinks)
-        sequence.trace.enter_savings(layer, fetch.visible, fetch.selection.count, fetch.ticket)
+        sequence.trace.enter_savings(layer, fetch.visible, fetch.selection.count, fetch.pending)
         selection = fetch.selection
         extra = sequence.state.repair(layer, q, fetch.visible, fetch.selection)
         if extra is not None:
@@ -139,10 +139,10 @@ class PerSequenceFetch:
             out, lse = join_tail(out, lse, *tail)
         return give_to_sinks(out, lse, sinks)
 
-    def _fetch_repair(self, sequence: Sequence, visible: Visible, extra: Selection) -> list[KVPart]:
-        ticket = self.batch.link.rows.fetch_more(sequence.blocks, self.layer, extra)
-        sequence.trace.bytes_requested += ticket.bytes
+    def _fetch_repair(self, sequence: Sequence, visible: VisibleTokens, extra: Selection) -> list[KVPart]:
+        pending = self.batch.link.rows.fetch_more(sequence.blocks, self.layer, extra)
+        sequence.trace.bytes_requested += pending.bytes
         sequence.trace.enter_rows(self.layer, visible, extra.count)
-        rows = ticket.wait()
-        sequence.trace.enter_savings(self.layer, visible, extra.count, ticket)
+        rows = pending.wait()
+        sequence.trace.enter_savings(self.layer, visible, extra.count, pending)
         return rows

@@ -12,7 +12,7 @@ from itertools import groupby
 
 import torch
 
-from ..core import CHUNK, BlockTable, Visible
+from ..core import CHUNK, BlockTable, VisibleTokens
 from ..kernels.h2d_copy import to_device
 
 PAYS_FROM_BYTES = 2 << 20
@@ -73,11 +73,11 @@ class Sharing:
             private[segment.first : segment.stop] = [segment.tokens.stop] * (segment.stop - segment.first)
         return cls(tuple(order), tuple(segments), tuple(private), bool(tops))
 
-    def own(self, b: int, visible: Visible) -> Visible:
+    def own(self, b: int, visible: VisibleTokens) -> VisibleTokens:
         """Return the private part of `visible`, which begins at slot 0, for sequence `b` in tree order."""
         start = self.private[b]
         recent = range(max(start, visible.recent.start), visible.recent.stop)
-        return Visible(range(start, start), range(start, recent.start), recent)
+        return VisibleTokens(range(start, start), range(start, recent.start), recent)
 
 
 def _branches(chunks: Seq[list[int]], first: int, stop: int, depth: int) -> list[tuple[int, int]]:

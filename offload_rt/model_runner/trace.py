@@ -9,12 +9,12 @@ from typing import Protocol
 
 import torch
 
-from ..core import Visible
+from ..core import VisibleTokens
 from ..kv_cache.disk.disk_use import DiskUse
-from ..transfer.link import Ticket
+from ..transfer.link import PendingFetch
 from ..transfer.weights.host_weights import NOTHING_USED, WeightUse
 
-MOST_PENDING = 4096  # counts left on the device before they are read: about a hundred steps of a large model
+MAX_PENDING = 4096  # counts left on the device before they are read: about a hundred steps of a large model
 
 
 class Recorder(Protocol):
@@ -186,19 +186,19 @@ class Trace:
 
     def begin_step(self) -> None:
         """Record the start of a decode step."""
-        if len(self.pending) >= MOST_PENDING:
+        if len(self.pending) >= MAX_PENDING:
             self.settle()
         self.attended.append([0.0] * self.layers)
         self.fetched.append([0.0] * self.layers)
         if self.measures_missed:
             self.missed.append((len(self.attended) - 1, [0.0] * self.layers))
 
-    def enter_whole_pass(self, windows: Sequence[int | None], fetched: float) -> None:
+    def enter_verification(self, windows: Sequence[int | None], fetched: float) -> None:
         """Record a verification pass that fetched the fraction `fetched`, except in sliding layers."""
         self.attended.append([1.0] * self.layers)
         self.fetched.append([fetched if window is None else 0.0 for window in windows])
 
-    def enter_rows(self, layer: int, visible: Visible, fetched: int | torch.Tensor) -> None:
+    def enter_rows(self, layer: int, visible: VisibleTokens, fetched: int | torch.Tensor) -> None:
         """Add `fetched` tokens per KV head to those attended in `layer`, besides the resident ones.
 
         A tensor holds the counts of a `Selection`, which are read later.
@@ -209,7 +209,7 @@ class Trace:
         else:
             self._enter(step, layer, resident, context, fetched)
 
-    def enter_selection(self, layer: int, visible: Visible, count: torch.Tensor, link_use: LinkUse) -> None:
+    def enter_selection(self, layer: int, visible: VisibleTokens, count: torch.Tensor, link_use: LinkUse) -> None:
         """Record a selection of `count` tokens per KV head and its transfer. `count` is read later."""
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
         self.pending.append(_PendingCount(step, layer, resident, context, count, link_use))
@@ -218,18 +218,18 @@ class Trace:
         self.fetched[step][layer] += fetched / context
         self.attended[step][layer] = resident / context + self.fetched[step][layer]
 
-    def enter_savings(self, layer: int, visible: Visible, rows: int, ticket: Ticket) -> None:
+    def enter_savings(self, layer: int, visible: VisibleTokens, rows: int, fetch: PendingFetch) -> None:
         """Record the part of a fetch of `rows` tokens per KV head that was not transferred, without waiting."""
-        if ticket.savings is None or not rows:
+        if fetch.savings is None or not rows:
             return
-        rows_of_all, hits = ticket.savings.rows, ticket.savings.hits
+        rows_of_all, hits = fetch.savings.rows, fetch.savings.hits
         if self.savings is None:
             self.savings = torch.zeros(4, self.layers, dtype=torch.float64, device=hits.device)
-        asked = ticket.savings.asked
-        self.savings[0, layer] += rows_of_all * (ticket.bytes // asked)
+        asked = fetch.savings.asked
+        self.savings[0, layer] += rows_of_all * (fetch.bytes // asked)
         self.savings[1, layer] += hits
         self.savings[2, layer] += hits.double() * (rows / asked / len(visible.all))
-        self.savings[3, layer] += ticket.savings.selected
+        self.savings[3, layer] += fetch.savings.selected
 
     def enter_missed_mass(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
         """Record 1 - exp(lse of attended tokens - lse of all tokens), both `[H]`, averaged over heads."""

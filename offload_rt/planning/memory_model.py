@@ -17,7 +17,7 @@ from ..kv_cache.layer_groups import LayerGroups
 from ..kv_cache.machine import available_memory
 from ..models.shape import ModelShape
 from ..policies.demand import MemoryDemand
-from ..policies.growing import most_slots
+from ..policies.growing import max_slots
 from ..policies.infinigen.scoring import LEARNED_AT_ONCE, TOKENS_PER_BYTE
 from ..skewing.calibrate import SLICE, TOKENS
 from ..transfer.working_set import working_set_bytes
@@ -67,7 +67,7 @@ class DeviceCosts:
             return 0
         if page := self.demand.key_page:
             return self.demand.scoring_bytes(self.shape.geometry.layers, -(-context // page) * page)
-        return self.demand.scoring_bytes(self.shape.geometry.layers + 1, most_slots(context, TOKENS_PER_BYTE))
+        return self.demand.scoring_bytes(self.shape.geometry.layers + 1, max_slots(context, TOKENS_PER_BYTE))
 
     @property
     def working_set_bytes(self) -> int:
@@ -230,14 +230,14 @@ class Requirements:
         return lasting + max(self.prefill, self.staging + self.decode)
 
 
-def requirements(costs: DeviceCosts, weights: int, context: int, most_graphs: int = 1) -> Requirements:
+def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int = 1) -> Requirements:
     """Return the memory requirements of one sequence.
 
     Args:
         costs: Upper bounds for the device memory.
         weights: Bytes of weights on the device.
         context: Tokens of the sequence.
-        most_graphs: Maximum number of captured CUDA graphs.
+        max_graphs: Maximum number of captured CUDA graphs.
     """
     assert context >= 1
     geometry, dtype = costs.shape.geometry, costs.shape.dtype
@@ -253,7 +253,7 @@ def requirements(costs: DeviceCosts, weights: int, context: int, most_graphs: in
         staging=staging,
         decode=decode,
         prefill=costs.prefill(context),
-        graphs=most_graphs * (staging + decode) if costs.graphs else 0,
+        graphs=max_graphs * (staging + decode) if costs.graphs else 0,
     )
 
 

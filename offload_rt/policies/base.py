@@ -23,7 +23,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from ..core import Selection, Visible
+from ..core import Selection, VisibleTokens
 from .infinigen.key_lists import Rule
 from .infinigen.scoring_keys import ScoringKeys
 
@@ -90,19 +90,19 @@ class PolicyState(Protocol):
         """
         ...
 
-    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+    def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Select the tokens of `visible.candidates` that the layer fetches, by the (speculated) query q `[H, d]`.
 
         All candidates must have been passed to `on_keys`.
         """
         ...
 
-    def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
+    def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
         """Return further candidates to fetch, disjoint from `selection`, by the true query q `[H, d]`; or None."""
         ...
 
     def tail(
-        self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection
+        self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Estimate the attention of the true query q `[H, d]` to the candidates that are not selected.
 
@@ -201,7 +201,7 @@ class Policy(Protocol):
         ...
 
     @property
-    def lineage(self) -> str:
+    def provenance_key(self) -> str:
         """KV provenance key: a digest of name and options. KV is reused only under the same key; "exact" for full."""
         ...
 

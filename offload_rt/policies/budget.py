@@ -12,7 +12,7 @@ from typing import Generic, Self, TypeVar
 
 import torch
 
-from ..core import ModelGeometry, Visible
+from ..core import ModelGeometry, VisibleTokens
 from ..errors import ConfigError
 from ..kernels.selection import floor_share
 from .demand import MemoryDemand
@@ -20,7 +20,7 @@ from .options import BudgetOptions
 from .registry import PolicyContext, PolicyOptions
 
 
-def budget_tokens(budget: float, visible: Visible) -> int:
+def budget_tokens(budget: float, visible: VisibleTokens) -> int:
     """Return the number of candidates to select.
 
     Resident and selected tokens together are at most `budget` of the visible tokens, rounded down. Resident tokens are
@@ -41,9 +41,9 @@ def dense_layers(named: Iterable[int], geometry: ModelGeometry) -> frozenset[int
     return frozenset(named) | frozenset(geometry.sliding)
 
 
-def lineage_digest(options: PolicyOptions) -> str:
-    """Return a digest of the options (`PolicyOptions.lineage_text`): 16 hexadecimal digits."""
-    return hashlib.sha256(options.lineage_text().encode()).hexdigest()[:16]
+def provenance_digest(options: PolicyOptions) -> str:
+    """Return a digest of the options (`PolicyOptions.provenance_text`): 16 hexadecimal digits."""
+    return hashlib.sha256(options.provenance_text().encode()).hexdigest()[:16]
 
 
 Chosen = TypeVar("Chosen", bound=BudgetOptions)
@@ -65,7 +65,7 @@ class BudgetPolicy(Generic[Chosen]):
         self.budget = options.budget
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)
-        self.lineage = f"{self.name}-{lineage_digest(options)}"
+        self.provenance_key = f"{self.name}-{provenance_digest(options)}"
 
     @classmethod
     def build(cls, options: Chosen, context: PolicyContext) -> Self:

@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from ..core import ModelGeometry, Selection, Visible
+from ..core import ModelGeometry, Selection, VisibleTokens
 from .base import KeyReader, QuerySource
 from .demand import MemoryDemand
 from .options import FullOptions
@@ -18,7 +18,7 @@ from .registry import PolicyContext
 class FullState(PassiveState):
     """State of policy "full": empty, because no layer selects."""
 
-    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+    def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Never called, because every layer is dense."""
         raise AssertionError(f"layer {layer} of policy 'full' is dense")
 
@@ -39,7 +39,7 @@ class Full:
     wants_weights: bool = False
     evictable: bool = True
     wants_queries: bool = False
-    lineage: str = "exact"
+    provenance_key: str = "exact"
     rule: None = None
     dense_until: int = 0
 

@@ -13,7 +13,7 @@ def _capacity(slots: int, multiple: int) -> int:
     return -(-(slots + slots // 16) // multiple) * multiple
 
 
-def most_slots(tokens: int, per_slot: int = 1) -> int:
+def max_slots(tokens: int, per_slot: int = 1) -> int:
     """Return an upper bound of the capacity, in tokens, of a `GrowingTensor` that holds `tokens` tokens.
 
     At most `per_slot` tokens share a slot.

@@ -12,7 +12,7 @@ from typing import Self
 
 import torch
 
-from ..core import ModelGeometry, Selection, Visible
+from ..core import ModelGeometry, Selection, VisibleTokens
 from ..kernels.reference import capped
 from ..kernels.selection import floor_share, top_tokens
 from .base import KeyReader, QuerySource
@@ -78,7 +78,7 @@ class H2OState(PassiveState):
         drawn[:, known:length] = 0
         return drawn[:, : max(known, length)]
 
-    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+    def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Select the newest tokens for half of the budget and heavy hitters for the rest. Drop other candidates."""
         candidates = visible.candidates
         half = floor_share(self._policy.budget / 2, len(visible.all))

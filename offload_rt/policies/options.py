@@ -172,11 +172,11 @@ class InfiniGenOptions(PolicyOptions):
         """Longest context, in tokens, up to which every layer is dense on any device."""
         return 0
 
-    def lineage_value(self, name: str) -> Any:
+    def provenance_value(self, name: str) -> Any:
         # Values that behave as they did before "auto" existed keep their KV provenance key.
         if name == "source" and self.source == "auto":
             return "residual"
-        return self.keys if name == "scorer" else super().lineage_value(name)
+        return self.keys if name == "scorer" else super().provenance_value(name)
 
 
 @register_policy("auto", "offload_rt.policies.auto:Auto")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..core import Selection, Visible
+from ..core import Selection, VisibleTokens
 from ..kernels.reference import capped
 from ..kernels.selection import dot_scores, group_lse, group_scores, top_tokens
 from .base import KeyReader, QuerySource
@@ -23,7 +23,7 @@ class OracleState(PassiveState):
     def __init__(self, policy: Oracle, keys: KeyReader) -> None:
         self._policy, self._keys = policy, keys
 
-    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+    def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Select the candidates of each KV head with the largest softmax weight in any of its query heads."""
         geometry, candidates = self._policy.geometry, visible.candidates
         n = budget_tokens(self._policy.budget, visible)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..core import Selection, Visible
+from ..core import Selection, VisibleTokens
 from .base import PolicyState
 from .infinigen.scoring_keys import ScoringKeys
 
@@ -40,12 +40,12 @@ class PassiveState:
     def on_moved(self, layer: int, source: int, target: int) -> None:
         """Do nothing: no data is stored by slot."""
 
-    def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
+    def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
         """Return None: no repair."""
         return None
 
     def tail(
-        self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection
+        self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return None: tokens that are not selected are ignored."""
         return None

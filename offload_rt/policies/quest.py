@@ -10,7 +10,7 @@ from typing import Self
 
 import torch
 
-from ..core import ModelGeometry, Selection, Visible
+from ..core import ModelGeometry, Selection, VisibleTokens
 from ..kernels.selection import group_lse, group_scores, top_tokens
 from .base import KeyReader, QuerySource
 from .budget import BudgetPolicy, budget_tokens
@@ -55,7 +55,7 @@ class QuestState(PassiveState):
             index = pages.view(1, -1, 1).expand_as(k)
             bound[:, first:last].scatter_reduce_(1, index, k.to(bound.dtype), reduce, include_self=True)
 
-    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+    def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Select the tokens of the highest-ranked pages within the budget, and the first tokens of the last such page.
 
         The bound of a page for a query head is the sum over channels of max(q * low, q * high). The rank of a page is

@@ -74,18 +74,18 @@ class PolicyOptions:
     def check_context(self, context: int) -> None:
         """Raise ConfigError if these options would select nothing in any context of at most `context` tokens."""
 
-    def lineage_text(self) -> str:
+    def provenance_text(self) -> str:
         """Return the text whose digest is the KV provenance key of these options.
 
         Session files contain the digest, so the text of existing options must never change. Options that are added
         later have a `neutral` value, for which they are omitted.
         """
-        named = [(each.name, self.lineage_value(each.name), option_of(each).neutral) for each in fields(self)]
+        named = [(each.name, self.provenance_value(each.name), option_of(each).neutral) for each in fields(self)]
         shown = [f"{name}={value!r}" for name, value, neutral in named if value != neutral]
         return f"{type(self).__name__}({', '.join(shown)})"
 
-    def lineage_value(self, name: str) -> Any:
-        """Return the value of option `name` for `lineage_text`."""
+    def provenance_value(self, name: str) -> Any:
+        """Return the value of option `name` for `provenance_text`."""
         return getattr(self, name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..core import Selection, Visible
+from ..core import Selection, VisibleTokens
 from .base import KeyReader, QuerySource
 from .budget import BudgetPolicy, budget_tokens
 from .options import BudgetOptions
@@ -17,7 +17,7 @@ class StreamingState(PassiveState):
     def __init__(self, policy: Streaming) -> None:
         self._policy = policy
 
-    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+    def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Select the newest candidates, which extend the recent window to the size that the budget allows."""
         stop = visible.candidates.stop
         newest = torch.arange(stop - budget_tokens(self._policy.budget, visible), stop, device=q.device)

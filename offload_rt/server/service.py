@@ -63,7 +63,7 @@ class Service:
         self._forgetting: set[asyncio.Task[None]] = set()
         self.name = options.served_model_name or _called(engine.llm.name)
         self.created = int(time.time())
-        self.room = room = Room(engine.llm.geometry.max_positions, engine.llm.most_tokens, options)
+        self.room = room = Room(engine.llm.geometry.max_positions, engine.llm.max_model_len, options)
         self.prompts = Prompts(engine.llm.tokenizer, room)
         self.figures = Figures(self.engines, self.name)
         self.tools = tool_parser(options.tool_parser, self.prompts.template)

@@ -13,30 +13,32 @@ from ..storage.chunk_store import NamedChunk
 
 
 @dataclass(frozen=True)
-class Lineage:
+class SessionProvenance:
     """KV provenance shared by all blocks of a session.
 
     Attributes:
         root: Parent key of first blocks (`ChunkStore.root`).
-        policy: KV provenance of decoded tokens (`Runner.lineage`).
-        provenance: Cache salt and truncations of the session (`History.provenance`).
+        policy: KV provenance of decoded tokens (`Runner.provenance_key`).
+        suffix: Cache salt and truncations of the session (`History.provenance`).
         owner: Session id if only the session and its forks may use the blocks. Empty if all sessions share them.
     """
 
     root: bytes
     policy: str
-    provenance: str = ""
+    suffix: str = ""
     owner: str = ""
 
 
-def name_chunks(lineage: Lineage, tokens: Seq[int], stop: int, decoded: Seq[tuple[int, int]]) -> list[NamedChunk]:
+def name_chunks(
+    provenance: SessionProvenance, tokens: Seq[int], stop: int, decoded: Seq[tuple[int, int]]
+) -> list[NamedChunk]:
     """Return the blocks of `tokens` [0, stop) with their keys. The last block may be partly filled.
 
     The KV of a decoded token, and all KV after it, depends on where decoding began. Therefore the provenance of every
     block from the first decoded token on includes a mask of its decoded tokens. With exact attention it does not.
 
     Args:
-        lineage: KV provenance shared by all blocks of the session.
+        provenance: KV provenance shared by all blocks of the session.
         tokens: Tokens of the session.
         stop: Number of tokens to include.
         decoded: Ascending ranges (start, stop) of tokens computed by decode steps. Prefill computed all others.
@@ -44,16 +46,16 @@ def name_chunks(lineage: Lineage, tokens: Seq[int], stop: int, decoded: Seq[tupl
     marks = bytearray(stop)
     for first, last in decoded:
         marks[first:last] = b"\1" * len(marks[first:last])
-    exact = decoded[0][0] if decoded and lineage.policy != EXACT else stop
-    found, parent = [], lineage.root
+    exact = decoded[0][0] if decoded and provenance.policy != EXACT else stop
+    found, parent = [], provenance.root
     for i, data in enumerate(pack_tokens(tokens, stop)):
         start, end = i * CHUNK, min(stop, (i + 1) * CHUNK)
-        name = EXACT + lineage.provenance
+        name = EXACT + provenance.suffix
         if end > exact:
             mask = hashlib.blake2b(bytes(marks[start:end]), digest_size=8).hexdigest()
-            name = f"{lineage.policy}{lineage.provenance}-{mask}"
-        if lineage.owner:
-            name += f"-{lineage.owner}"
+            name = f"{provenance.policy}{provenance.suffix}-{mask}"
+        if provenance.owner:
+            name += f"-{provenance.owner}"
         key = chunk_key(parent, name, data)
         found.append(NamedChunk(i, parent, name, data, key))
         parent = key

@@ -14,7 +14,7 @@ from ..storage.loader import ChunkLoader, DamagedChunkError, fits
 from ..storage.saver import layer_bytes
 from .context import SessionContext
 from .history import History
-from .naming import Lineage, name_chunks
+from .naming import SessionProvenance, name_chunks
 
 
 class SessionKV:
@@ -197,7 +197,7 @@ class SessionKV:
 
     def _find_one(self, name: NamedChunk) -> StoredChunk | None:
         """Return the stored block `name`, or None if it is missing, known to be damaged, or of another layout."""
-        chunk = self.context.storage.find(name.parent, name.lineage, name.tokens)
+        chunk = self.context.storage.find(name.parent, name.provenance_key, name.tokens)
         right = chunk is not None and fits(self.runner.pool, chunk, name.count)
         return chunk if right and name.key not in self._broken else None
 
@@ -233,7 +233,7 @@ class SessionKV:
 
     def names(self, stop: int) -> list[NamedChunk]:
         """Return the names of the blocks of tokens [0, stop)."""
-        return name_chunks(self._lineage, self.history.tokens, stop, self.history.decoded)
+        return name_chunks(self._provenance, self.history.tokens, stop, self.history.decoded)
 
     def _shown(self, stop: int) -> list[NamedChunk]:
         """Return the sliding-layer blocks within the windows of token `stop`."""
@@ -253,10 +253,10 @@ class SessionKV:
         return [*self.stored(computed), *self._shown(computed)]
 
     @property
-    def _lineage(self) -> Lineage:
+    def _provenance(self) -> SessionProvenance:
         context, history = self.context, self.history
         owner = history.id if context.private else ""
-        return Lineage(context.storage.root, self.runner.lineage, history.provenance, owner)
+        return SessionProvenance(context.storage.root, self.runner.provenance_key, history.provenance, owner)
 
     def fresh(self, names: Iterable[NamedChunk]) -> list[NamedChunk]:
         """Return the blocks that are neither on disk nor enqueued for writing."""
@@ -278,7 +278,7 @@ class SessionKV:
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
         """Enqueue the blocks of `tokens[:stop]`. Tokens from `start` on were decoded; the history may lack them."""
         if self.runner.pool.groups.full:
-            self.enqueue(name_chunks(self._lineage, tokens, stop, self.history.decoded_with(start, stop)))
+            self.enqueue(name_chunks(self._provenance, tokens, stop, self.history.decoded_with(start, stop)))
 
     def recheck(self) -> None:
         """Cancel writes of replaced blocks. Call after any operation that may replace a block of the sequence."""

@@ -20,15 +20,15 @@ class NamedChunk:
     Attributes:
         index: Index in the block table.
         parent: Key of the preceding block.
-        lineage: KV provenance, which describes how the KV was computed.
+        provenance_key: KV provenance, which describes how the KV was computed.
         tokens: Token ids as little-endian int64, 8 bytes each.
-        key: Digest of parent, lineage and tokens (`kv_cache.prefix_tree.chunk_key`).
+        key: Digest of parent, provenance_key and tokens (`kv_cache.prefix_tree.chunk_key`).
         group: Layer group whose KV the block holds (`kv_cache.layer_groups`).
     """
 
     index: int
     parent: bytes
-    lineage: str
+    provenance_key: str
     tokens: bytes
     key: bytes
     group: int = 0
@@ -40,9 +40,9 @@ class NamedChunk:
 
     def window(self, group: int) -> NamedChunk:
         """Return the block that holds the KV of the same tokens in a group of sliding-window layers."""
-        lineage = f"{self.lineage} window {group}"
-        key = chunk_key(self.key, lineage, self.tokens)
-        return NamedChunk(self.index, self.key, lineage, self.tokens, key, group)
+        provenance_key = f"{self.provenance_key} window {group}"
+        key = chunk_key(self.key, provenance_key, self.tokens)
+        return NamedChunk(self.index, self.key, provenance_key, self.tokens, key, group)
 
 
 class StoredChunk(Protocol):
@@ -129,7 +129,7 @@ class ChunkSink(Protocol):
         """Layers per stored block: L, or the layers of a group in sliding-window models (`kv_cache.layer_groups`)."""
         ...
 
-    def begin(self, parent: bytes, lineage: str, tokens: bytes, layer_bytes: int) -> ChunkWriter | None:
+    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> ChunkWriter | None:
         """Reserve space for a block of `layer_bytes` bytes per layer.
 
         Returns None if the block is already stored or cannot be stored.
@@ -162,7 +162,7 @@ class ChunkStore(ChunkSink, Protocol):
         """Return whether a block with this key is stored, without reading it."""
         ...
 
-    def find(self, parent: bytes, lineage: str, tokens: bytes) -> StoredChunk | None:
+    def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> StoredChunk | None:
         """Return the block with these tokens (little-endian int64) that follows `parent`, or None for a miss."""
         ...
 
@@ -266,7 +266,7 @@ class StorageTier(ChunkStore, DocumentStore, Protocol):
 
 def read_through(store: ChunkStore, name: NamedChunk) -> bool:
     """Read every layer of a block so that the store detects damage. Return whether the block is stored and intact."""
-    chunk = store.find(name.parent, name.lineage, name.tokens)
+    chunk = store.find(name.parent, name.provenance_key, name.tokens)
     if chunk is None:
         return False
     block = memoryview(bytearray(chunk.layer_bytes))

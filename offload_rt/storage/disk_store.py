@@ -109,9 +109,9 @@ class DiskStore:
 
     # ---------------------------------------------------------------------------------------------------------- blocks
 
-    def find(self, parent: bytes, lineage: str, tokens: bytes) -> DiskChunk | None:
+    def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> DiskChunk | None:
         """Return the block with these tokens (little-endian int64) that follows `parent`, or None for a miss."""
-        key = chunk_key(parent, lineage, tokens)
+        key = chunk_key(parent, provenance_key, tokens)
         path = self._path(key)
         if not self._folder.read_only and path not in self._folder:
             return None
@@ -147,14 +147,14 @@ class DiskStore:
         self._folder.discard(chunk.path)
         return False
 
-    def begin(self, parent: bytes, lineage: str, tokens: bytes, layer_bytes: int) -> FileChunkWriter | None:
+    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> FileChunkWriter | None:
         """Reserve space for a block and create its file.
 
         Returns None if the block is already stored, the limit leaves no space, or the file cannot be created
         (`last_error`).
         """
         assert not self._folder.read_only
-        key = chunk_key(parent, lineage, tokens)
+        key = chunk_key(parent, provenance_key, tokens)
         path = self._path(key)
         size = data_offset(self.layers) + self.layers * layer_bytes
         temporary = self._folder.reserve(path, size)

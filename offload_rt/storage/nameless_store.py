@@ -135,14 +135,14 @@ class NamelessStore:
     def __contains__(self, key: bytes) -> bool:
         return key in self._chunks
 
-    def find(self, parent: bytes, lineage: str, tokens: bytes) -> NamelessChunk | None:
+    def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> NamelessChunk | None:
         """Return the block with these tokens that follows `parent`, or None."""
-        return self._chunks.get(chunk_key(parent, lineage, tokens))
+        return self._chunks.get(chunk_key(parent, provenance_key, tokens))
 
-    def begin(self, parent: bytes, lineage: str, tokens: bytes, layer_bytes: int) -> NamelessWriter | None:
+    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> NamelessWriter | None:
         """Reserve a slot for a block. Return None if the block is already stored or the limit is reached."""
         assert self.layers * layer_bytes <= self._slot_bytes
-        key = chunk_key(parent, lineage, tokens)
+        key = chunk_key(parent, provenance_key, tokens)
         if key in self._chunks or (self._limit is not None and self.bytes_used + self._slot_bytes > self._limit):
             return None
         slot = self._free.pop() if self._free else self._taken

@@ -192,7 +192,7 @@ class Saver:
     def _begin_writer(self, saving: Saving, i: int, chunk: NamedChunk) -> ChunkWriter | None:
         """Open the writer of the i-th block. Return None if the store already has the block or does not accept it."""
         size = layer_bytes(self._pool, chunk.count)
-        writer = self._store.begin(chunk.parent, chunk.lineage, chunk.tokens, size)
+        writer = self._store.begin(chunk.parent, chunk.provenance_key, chunk.tokens, size)
         if writer is None:
             saving.refused.add(i)
         else:

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..core import BlockTable, KVPart, ModelGeometry, ScatteredRows, Selection, Visible
+from ..core import BlockTable, KVPart, ModelGeometry, ScatteredRows, Selection, VisibleTokens
 from ..kv_cache.pool import HostPool
-from .link import PrefilledLayer, Savings, Ticket, join
+from .link import PendingFetch, PrefilledLayer, Savings, join
 from .plan import attended_tokens, first_askers, key_rows
 
 
 @dataclass(frozen=True)
-class _DenseTicket:
+class _DenseFetch:
     """All KV of `tokens`, as views of the pool."""
 
     pool: HostPool
@@ -38,7 +38,7 @@ class _DenseTicket:
 
 
 @dataclass(frozen=True)
-class _SparseTicket:
+class _SparseFetch:
     """KV of `tokens` `[Hkv, n]`, gathered on use, because the newest token is appended after the fetch starts."""
 
     pages: _Pages
@@ -248,31 +248,38 @@ class CpuRows:
         """Bytes of the scratch buffers."""
         return self._fetched.nbytes + self._repaired.nbytes
 
-    def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
+    def fetch(
+        self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
+    ) -> PendingFetch:
         """Return a fetch of views of the pool, or of selected KV that is gathered on use."""
         if selection is None:
-            return _DenseTicket(self._pool, blocks, layer, visible.all, len(visible.candidates) * self._token_bytes)
+            return _DenseFetch(self._pool, blocks, layer, visible.all, len(visible.candidates) * self._token_bytes)
         return self._sparse(blocks, layer, visible, selection)
 
     def _sparse(
-        self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection, savings: Savings | None = None
-    ) -> _SparseTicket:
+        self,
+        blocks: BlockTable,
+        layer: int,
+        visible: VisibleTokens,
+        selection: Selection,
+        savings: Savings | None = None,
+    ) -> _SparseFetch:
         """Return a fetch of resident and selected KV."""
         assert selection.counts is None, "selections on the CPU have no counts"
         tokens, asked = attended_tokens(visible, selection.tokens), selection.tokens.numel() * self._pair_bytes
-        return _SparseTicket(self._pages, self._fetched, blocks, layer, tokens, asked, savings)
+        return _SparseFetch(self._pages, self._fetched, blocks, layer, tokens, asked, savings)
 
-    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
+    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
         """Return a fetch of views of the pool."""
-        return _DenseTicket(self._pool, blocks, layer, tokens, len(tokens) * self._token_bytes)
+        return _DenseFetch(self._pool, blocks, layer, tokens, len(tokens) * self._token_bytes)
 
     def fetch_together(
         self,
         block_tables: Sequence[BlockTable],
         layer: int,
-        visible: Sequence[Visible],
+        visible: Sequence[VisibleTokens],
         selections: Sequence[Selection],
-    ) -> list[Ticket]:
+    ) -> list[PendingFetch]:
         """Return a fetch for each sequence. Shared KV is only counted once; each sequence gathers its own."""
         rows = [
             self._pages.rows(blocks, layer, selection.tokens).flatten()
@@ -283,10 +290,10 @@ class CpuRows:
         each = zip(block_tables, visible, selections, savings, strict=True)
         return [self._sparse(blocks, layer, seen, selection, one) for blocks, seen, selection, one in each]
 
-    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
+    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
         """Return a fetch of the extra tokens, with a buffer of its own."""
         crossing = extra.tokens.numel() * self._pair_bytes
-        return _SparseTicket(self._pages, self._repaired, blocks, layer, extra.tokens, crossing)
+        return _SparseFetch(self._pages, self._repaired, blocks, layer, extra.tokens, crossing)
 
 
 class CpuLink:

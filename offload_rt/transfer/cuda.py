@@ -45,10 +45,10 @@ class CudaStorage:
 
     def close(self, blocks: BlockTable) -> None:
         """Close a sequence. No transfer of its blocks is pending afterwards."""
-        self._state.prefetch.mark().synchronize()
+        self._state.prefetch.record_event().synchronize()
         self._state.staging.clear()
-        self._state.write_back.mark().synchronize()
-        self._state.returning.clear()
+        self._state.write_back.record_event().synchronize()
+        self._state.pending_writes.clear()
         self._state.remove(blocks)
         self._batches.forget(blocks)
 
@@ -59,7 +59,7 @@ class CudaStorage:
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """Keep resident tokens of k, v `[Hkv, m, d]` and queue the write-back of all tokens with slots."""
         written = self._append(blocks, layer, start, k, v)
-        self._state.returning.release(HELD_BACK)
+        self._state.pending_writes.release(HELD_BACK)
         return written
 
     def _append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
@@ -81,8 +81,8 @@ class CudaStorage:
                 copy_heads(run.k, stored_k[:, piece])
                 copy_heads(run.v, stored_v[:, piece])
                 at = piece.stop
-            one.written = state.write_back.mark()
-        state.returning.hold(one.written, k, v)
+            one.written = state.write_back.record_event()
+        state.pending_writes.hold(one.written, k, v)
         return len(kept) * state.token_bytes
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
@@ -92,7 +92,7 @@ class CudaStorage:
         """
         state, one = self._state, self._state[blocks]
         state.settle(blocks)
-        state.prefetch.mark().synchronize()
+        state.prefetch.record_event().synchronize()
         state.pool.move(blocks, layer, source, target)
         self._moved(one, layer, source, target)
 
@@ -101,7 +101,7 @@ class CudaStorage:
         state, one = self._state, self._state[blocks]
         lists = self._batches.lists_of([blocks])
         k, v = one.residency.row(layer, source)
-        state.write_back.wait_for(state.prefetch.mark())
+        state.write_back.wait_for(state.prefetch.record_event())
         lists.write_back(layer, k, v, lists.row(target))
         self._moved(one, layer, source, target)
 
@@ -116,7 +116,7 @@ class CudaStorage:
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Append the slices and load the KV before `start`. Releases the slices of the previous layer."""
         state = self._state
-        state.returning.release()
+        state.pending_writes.release()
         first = state.pool.groups.first_seen(start, blocks.floor) if state.pool.groups.group[layer] else 0
         # Load before the slices, so that it only waits for earlier write-backs.
         loaded = self._rows.stage_range(blocks, layer, range(first, start)) if first < start else None
@@ -127,7 +127,7 @@ class CudaStorage:
             stop += part.k.shape[1]
         parts = fresh
         if loaded is not None:
-            state.staging.arrive(loaded.held, loaded.mark)
+            state.staging.arrive(loaded.held, loaded.event)
             before = state.format.decode(loaded.staged)
             parts = [KVPart(before[0], before[1]), *fresh]
         k, v = torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1)
@@ -190,7 +190,7 @@ class CudaLink:
 
     def check_integrity(self) -> None:
         """Assert that KV in working sets equals that of the pool. Waits for both streams."""
-        self._state.prefetch.mark().synchronize()
+        self._state.prefetch.record_event().synchronize()
         for one in self._state:
             self._state.settle(one.blocks)
             if one.working is not None:

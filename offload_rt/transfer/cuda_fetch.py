@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..core import BlockTable, KVPart, Selection, Visible
+from ..core import BlockTable, KVPart, Selection, VisibleTokens
 from ..kernels.h2d_copy import to_device
 from ..kv_cache.kv_format import KVFormat
-from .link import Savings, Ticket
+from .link import PendingFetch, Savings
 from .open_sequences import DeviceState
 from .residency import Residency
 from .row_lists import RowLists
@@ -20,8 +20,8 @@ from .streams import Event
 
 
 @dataclass(frozen=True)
-class _Ticket:
-    """A pending fetch of KV `staged` `[2, Hkv, n, width]` in the storage format, valid after `mark`.
+class _PendingFetch:
+    """A pending fetch of KV `staged` `[2, Hkv, n, width]` in the storage format, valid after `event`.
 
     `staging` holds it as number `held`. Resident KV comes before it and is read by `wait`, because the newest token is
     stored after the fetch starts.
@@ -30,17 +30,17 @@ class _Ticket:
     format: KVFormat
     staging: Staging
     held: int
-    mark: Event
+    event: Event
     staged: torch.Tensor
     bytes: int
     savings: Savings | None = None
     counts: torch.Tensor | None = None
     residency: Residency | None = None
     layer: int = 0
-    visible: Visible | None = None
+    visible: VisibleTokens | None = None
 
     def wait(self) -> list[KVPart]:
-        self.staging.arrive(self.held, self.mark, *(() if self.savings is None else self.savings.tensors))
+        self.staging.arrive(self.held, self.event, *(() if self.savings is None else self.savings.tensors))
         rows = self.format.decode(self.staged)
         parts = [KVPart(rows[0], rows[1], self.counts)] if rows.shape[2] else []
         if self.residency is None or self.visible is None:
@@ -53,11 +53,11 @@ class _Ticket:
 
 @dataclass(frozen=True)
 class _Fetched:
-    """Pending KV of one sequence, from which a `_Ticket` is made."""
+    """Pending KV of one sequence, from which a `_PendingFetch` is made."""
 
     held: int
     staged: torch.Tensor
-    mark: Event
+    event: Event
     savings: Savings | None = None
     counts: torch.Tensor | None = None
 
@@ -92,41 +92,43 @@ class CudaRows:
     def __init__(self, state: DeviceState, batches: CudaBatches) -> None:
         self._state, self._batches = state, batches
 
-    def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
+    def fetch(
+        self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
+    ) -> PendingFetch:
         """Start fetching the selected candidates, or all of them."""
         if selection is not None:
             return self.fetch_together([blocks], layer, [visible], [selection])[0]
-        return self._ticket(self.stage_range(blocks, layer, visible.candidates), blocks, layer, visible)
+        return self._pending(self.stage_range(blocks, layer, visible.candidates), blocks, layer, visible)
 
-    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
+    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
         """Start fetching all KV of `tokens`."""
-        return self._ticket(self.stage_range(blocks, layer, tokens))
+        return self._pending(self.stage_range(blocks, layer, tokens))
 
     def fetch_together(
         self,
         block_tables: Sequence[BlockTable],
         layer: int,
-        visible: Sequence[Visible],
+        visible: Sequence[VisibleTokens],
         selections: Sequence[Selection],
-    ) -> list[Ticket]:
+    ) -> list[PendingFetch]:
         """Start a fetch for each sequence. KV that several sequences select is transferred once."""
         each = zip(self._fetch_rows(block_tables, layer, selections), block_tables, visible, strict=True)
-        return [self._ticket(rows, blocks, layer, seen) for rows, blocks, seen in each]
+        return [self._pending(rows, blocks, layer, seen) for rows, blocks, seen in each]
 
-    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
+    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
         """Start fetching the extra tokens."""
         [fetched] = self._fetch_rows([blocks], layer, [extra])
-        return self._ticket(fetched)
+        return self._pending(fetched)
 
-    def _ticket(
-        self, fetched: _Fetched, blocks: BlockTable | None = None, layer: int = 0, visible: Visible | None = None
-    ) -> _Ticket:
-        """Create the ticket of fetched KV. With a block table, its resident KV comes first."""
+    def _pending(
+        self, fetched: _Fetched, blocks: BlockTable | None = None, layer: int = 0, visible: VisibleTokens | None = None
+    ) -> _PendingFetch:
+        """Return the pending fetch of `fetched`. With a block table, its resident KV comes first."""
         staged, residency = fetched.staged, None if blocks is None else self._state[blocks].residency
         size = staged.shape[1] * staged.shape[2] * self._state.pair_bytes
         state, savings = self._state, fetched.savings
-        return _Ticket(
-            state.format, state.staging, fetched.held, fetched.mark, staged, size, savings, fetched.counts, residency,
+        return _PendingFetch(
+            state.format, state.staging, fetched.held, fetched.event, staged, size, savings, fetched.counts, residency,
             layer, visible,
         )  # fmt: skip
 
@@ -144,21 +146,21 @@ class CudaRows:
                 copy_heads(staged[0, :, piece], run.k)
                 copy_heads(staged[1, :, piece], run.v)
                 at = piece.stop
-            return _Fetched(held, staged, self._state.prefetch.mark())
+            return _Fetched(held, staged, self._state.prefetch.record_event())
 
     def _fetch_rows(
         self, block_tables: Sequence[BlockTable], layer: int, selections: Sequence[Selection]
     ) -> list[_Fetched]:
         """Start fetching the selected KV of each block table in the storage format (`RowLists.fetch`)."""
         tokens, counts = self._listed(selections)
-        arriving = self._batches.lists_of(block_tables).fetch(layer, tokens, counts, overlapping=len(block_tables) > 1)
+        pending = self._batches.lists_of(block_tables).fetch(layer, tokens, counts, overlapping=len(block_tables) > 1)
         with self._state.prefetch.behind_compute():
-            savings = [self._savings(arriving.tally, b, one) for b, one in enumerate(selections)]
-            mark = self._state.prefetch.mark()
+            savings = [self._savings(pending.tally, b, one) for b, one in enumerate(selections)]
+            event = self._state.prefetch.record_event()
         heads, fetched = self._state.geometry.kv_heads, []
         for b, (selection, less) in enumerate(zip(selections, savings, strict=True)):
-            staged = arriving.staged[:, b * heads : (b + 1) * heads, : selection.count]
-            fetched.append(_Fetched(arriving.held, staged, mark, less, selection.counts))
+            staged = pending.staged[:, b * heads : (b + 1) * heads, : selection.count]
+            fetched.append(_Fetched(pending.held, staged, event, less, selection.counts))
         return fetched
 
     def _listed(self, selections: Sequence[Selection]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -16,11 +16,11 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, Selection, Visible
+from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, Selection, VisibleTokens
 from ..kv_cache.disk.file_arena import AT_ONCE, FileArena
 from ..kv_cache.pool import HostPool
 from ..utils.allocator import RecycledMemory
-from .link import PrefilledLayer, Savings, Ticket
+from .link import PendingFetch, PrefilledLayer, Savings
 from .read_ahead import BlockRun, ReadingThread
 from .residency import Residency
 
@@ -200,7 +200,7 @@ def whole_chunks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
 
 
 @dataclass(frozen=True)
-class _RunTicket:
+class _RangeFetch:
     """A pending read of all KV of a range, block by block, after the resident KV.
 
     Resident KV is read by `wait`, because the newest token is stored after the fetch starts.
@@ -210,7 +210,7 @@ class _RunTicket:
     bytes: int
     residency: Residency | None = None
     layer: int = 0
-    visible: Visible | None = None
+    visible: VisibleTokens | None = None
     savings: Savings | None = None
 
     def wait(self) -> list[KVPart]:
@@ -221,7 +221,7 @@ class _RunTicket:
 
 
 @dataclass(frozen=True)
-class _RowsTicket:
+class _SelectedFetch:
     """A pending read of selected KV into `staged` `[Hkv, m + n, 2, width]`, after space for m resident tokens."""
 
     state: DiskState
@@ -230,7 +230,7 @@ class _RowsTicket:
     bytes: int
     residency: Residency | None = None
     layer: int = 0
-    visible: Visible | None = None
+    visible: VisibleTokens | None = None
     savings: Savings | None = None
 
     def wait(self) -> list[KVPart]:
@@ -251,34 +251,38 @@ class DiskRows:
     def __init__(self, state: DiskState) -> None:
         self._state = state
 
-    def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
+    def fetch(
+        self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
+    ) -> PendingFetch:
         """Start reading the selected candidates, or all of them."""
         if selection is not None:
             return self._rows(blocks, layer, selection, visible)
         run = self._state.run(blocks, layer, visible.candidates)
         size = len(visible.candidates) * self._state.token_bytes
-        return _RunTicket(run, size, self._state[blocks].residency, layer, visible)
+        return _RangeFetch(run, size, self._state[blocks].residency, layer, visible)
 
-    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
+    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
         """Start reading all KV of `tokens`."""
-        return _RunTicket(self._state.run(blocks, layer, tokens), len(tokens) * self._state.token_bytes)
+        return _RangeFetch(self._state.run(blocks, layer, tokens), len(tokens) * self._state.token_bytes)
 
     def fetch_together(
         self,
         block_tables: Sequence[BlockTable],
         layer: int,
-        visible: Sequence[Visible],
+        visible: Sequence[VisibleTokens],
         selections: Sequence[Selection],
-    ) -> list[Ticket]:
+    ) -> list[PendingFetch]:
         """Start a read for each sequence."""
         each = zip(block_tables, visible, selections, strict=True)
         return [self._rows(blocks, layer, selection, seen) for blocks, seen, selection in each]
 
-    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
+    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
         """Start reading the extra tokens."""
         return self._rows(blocks, layer, extra)
 
-    def _rows(self, blocks: BlockTable, layer: int, selection: Selection, visible: Visible | None = None) -> Ticket:
+    def _rows(
+        self, blocks: BlockTable, layer: int, selection: Selection, visible: VisibleTokens | None = None
+    ) -> PendingFetch:
         """Start reading the selected KV. With `visible`, leave space for the resident KV before it."""
         state, one = self._state, self._state[blocks]
         tokens = selection.known().tokens.cpu()
@@ -288,7 +292,9 @@ class DiskRows:
         place = state.pool.groups.place[layer]
         reading = state.thread(layer).start(_gather, state.file, place, one.current(), tokens, room, staged)
         size = heads * count * state.pair_bytes
-        return _RowsTicket(state, reading, staged, size, one.residency if visible is not None else None, layer, visible)
+        return _SelectedFetch(
+            state, reading, staged, size, one.residency if visible is not None else None, layer, visible
+        )
 
 
 def _gather(

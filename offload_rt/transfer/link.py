@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from ..core import BlockTable, KVPart, Selection, Visible
+from ..core import BlockTable, KVPart, Selection, VisibleTokens
 from .row_lists import RowLists
 
 
@@ -76,7 +76,7 @@ class Savings:
         return self.selected, self.rows, self.hits
 
 
-class Ticket(Protocol):
+class PendingFetch(Protocol):
     """A pending fetch of KV."""
 
     @property
@@ -158,14 +158,16 @@ class KVStorage(Protocol):
 class RowFetch(Protocol):
     """Fetches KV of open sequences to the device, one pending fetch per sequence."""
 
-    def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
+    def fetch(
+        self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
+    ) -> PendingFetch:
         """Start fetching the selected candidates (None: all). Resident tokens are not transferred.
 
         The KV of a selection with counts is a separate part with the same counts.
         """
         ...
 
-    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
+    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
         """Start fetching all KV of `tokens`, resident or not, for all sequences that share these blocks."""
         ...
 
@@ -173,16 +175,16 @@ class RowFetch(Protocol):
         self,
         block_tables: Sequence[BlockTable],
         layer: int,
-        visible: Sequence[Visible],
+        visible: Sequence[VisibleTokens],
         selections: Sequence[Selection],
-    ) -> list[Ticket]:
+    ) -> list[PendingFetch]:
         """Start a fetch for each sequence, transferring KV that several sequences select from shared blocks once.
 
         In all but the first fetch, such KV is part of `savings`. Each fetch still returns the KV of its own sequence.
         """
         ...
 
-    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
+    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
         """Start fetching the tokens of a repair, in addition to those of an earlier fetch."""
         ...
 

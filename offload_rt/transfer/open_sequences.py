@@ -10,7 +10,7 @@ import torch
 from ..core import BlockTable, ModelGeometry
 from ..kv_cache.pool import HostPool
 from .residency import Residency
-from .staging import Returning, Staging
+from .staging import PendingWriteBacks, Staging
 from .streams import Event, Stream
 from .working_set import WorkingSet
 
@@ -45,7 +45,7 @@ class DeviceState:
     ) -> None:
         self.pool, self.geometry, self.device, self.format = pool, geometry, device, pool.format
         self.prefetch, self.write_back = prefetch, write_back
-        self.staging, self.returning = Staging(prefetch), Returning(write_back)
+        self.staging, self.pending_writes = Staging(prefetch), PendingWriteBacks(write_back)
         self.pair_bytes = 2 * pool.layout.row_bytes
         self.token_bytes = pool.layout.kv_heads * self.pair_bytes
         self._working_set, self.in_place = working_set, in_place

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from ..core import CHUNK, Visible
+from ..core import CHUNK, VisibleTokens
 from ..kernels.h2d_copy import to_device
 from ..kv_cache.layout import ArenaLayout
 
@@ -14,7 +14,7 @@ CHUNK_BITS = CHUNK.bit_length() - 1
 assert CHUNK == 1 << CHUNK_BITS
 
 
-def attended_tokens(visible: Visible, selected: torch.Tensor) -> torch.Tensor:
+def attended_tokens(visible: VisibleTokens, selected: torch.Tensor) -> torch.Tensor:
     """Return resident and selected token indices, int64 `[Hkv, resident + n]`, from selected `[Hkv, n]`."""
     resident = _resident_tokens(visible.sinks, visible.recent)
     return torch.cat((to_device(resident, selected.device).expand(selected.shape[0], -1), selected), dim=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..core import KVPart, ModelGeometry, Visible
+from ..core import KVPart, ModelGeometry, VisibleTokens
 
 
 class Residency:
@@ -69,12 +69,12 @@ class Residency:
         if target < sinks:
             rows[:, :, target] = rows[:, :, place(source, sinks, recent)]
 
-    def part(self, layer: int, visible: Visible) -> list[KVPart]:
+    def part(self, layer: int, visible: VisibleTokens) -> list[KVPart]:
         """Return the resident KV of `visible` in token order, as views."""
         pieces = [self._rows[layer][:, :, run.start : run.stop] for run in self._runs(layer, visible) if run]
         return [KVPart(piece[0], piece[1]) for piece in pieces]
 
-    def copy_to(self, layer: int, visible: Visible, rows: torch.Tensor) -> None:
+    def copy_to(self, layer: int, visible: VisibleTokens, rows: torch.Tensor) -> None:
         """Copy the resident KV of `visible` in token order to the start of `rows` `[2, Hkv, n, d]`."""
         own, at = self._rows[layer], 0
         for run in self._runs(layer, visible):
@@ -82,7 +82,7 @@ class Residency:
                 rows.narrow(2, at, size).copy_(own.narrow(2, run.start, size))
                 at += size
 
-    def _runs(self, layer: int, visible: Visible) -> list[range]:
+    def _runs(self, layer: int, visible: VisibleTokens) -> list[range]:
         """Return contiguous positions of the resident tokens of `visible`, in token order."""
         (sinks, size), recent = self._sizes[layer], visible.recent
         first = max(recent.start, sinks)
@@ -99,7 +99,7 @@ def place(token: int, sinks: int, recent: int) -> int:
     return token if token < sinks else sinks + (token - sinks) % recent
 
 
-def places(visible: Visible, sinks: int, recent: int) -> range:
+def places(visible: VisibleTokens, sinks: int, recent: int) -> range:
     """Return the positions of the resident tokens of `visible` in ascending order.
 
     If a sliding window hides more than the sinks, it must have `recent` tokens.

@@ -27,14 +27,14 @@ from .working_set import LookUp
 
 
 @dataclass(frozen=True)
-class Arriving:
+class PendingBatchFetch:
     """A pending fetch of a batch.
 
     Attributes:
         pool: The pool of the KV.
         staging: Holds the buffers of the fetch.
         held: The number of the fetch in `staging`.
-        mark: The event after which `staged` and `tally` are valid.
+        event: The event after which `staged` and `tally` are valid.
         staged: KV `[2, P, n, width]` in the storage format.
         counts: Valid entries of each list, int32 `[P]`; None if all are valid.
         tally: Per sequence, int64 `[B, 2]`, the number of KV entries (K and V of one KV head) that were transferred,
@@ -45,7 +45,7 @@ class Arriving:
     pool: HostPool
     staging: Staging
     held: int
-    mark: Event
+    event: Event
     staged: torch.Tensor
     counts: torch.Tensor | None
     tally: torch.Tensor | None
@@ -53,7 +53,7 @@ class Arriving:
     def wait(self) -> torch.Tensor:
         """Return K and V `[2, P, n, d]`. The compute stream waits for the copies, the host does not."""
         counted = () if self.tally is None else (self.tally,)
-        self.staging.arrive(self.held, self.mark, *counted)
+        self.staging.arrive(self.held, self.event, *counted)
         return self.pool.format.decode(self.staged)
 
 
@@ -131,24 +131,24 @@ class RowLists:
 
     def join(self) -> None:
         """Make the compute stream wait for all write-backs so far."""
-        self._write_back.hold_compute(self._write_back.mark())
-        self._state.returning.clear()
+        self._write_back.hold_compute(self._write_back.record_event())
+        self._state.pending_writes.clear()
 
     def written(self, behind: bool) -> None:
         """Set the write-back event of the sequences: none, or with `behind` one after the current compute work."""
-        mark = None
+        event = None
         if behind:
             with self._write_back.behind_compute():
-                mark = self._write_back.mark()
+                event = self._write_back.record_event()
         for one in self._open:
-            one.written = mark
+            one.written = event
 
     def forget(self) -> None:
         """Clean up after a failed graph capture: wait until the device is idle, drop events and held buffers."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self._state.staging.clear()
-        self._state.returning.clear()
+        self._state.pending_writes.clear()
         for one in self._open:
             one.written = None
 
@@ -199,13 +199,15 @@ class RowLists:
         with self._write_back.behind_compute():
             stored_k, stored_v = self._pool.format.encode(k), self._pool.format.encode(v)
             self._moves.write_rows(self._pool.rows, stored_k, stored_v, rows, self._planes[layer])
-            mark = self._write_back.mark()
-        self._state.returning.hold(mark, k, v, rows, self._planes)
-        self._state.returning.release(HELD_BACK)
+            event = self._write_back.record_event()
+        self._state.pending_writes.hold(event, k, v, rows, self._planes)
+        self._state.pending_writes.release(HELD_BACK)
         for one in self._open:
-            one.written = mark
+            one.written = event
 
-    def fetch(self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, *, overlapping: bool) -> Arriving:
+    def fetch(
+        self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, *, overlapping: bool
+    ) -> PendingBatchFetch:
         """Start fetching the first `counts[p]` (None: all) of tokens int64 `[P, n]`.
 
         KV in the working set of a sequence is copied from there. With `overlapping`, KV that several sequences select
@@ -217,9 +219,9 @@ class RowLists:
         staging = self._state.staging
         held = staging.hold(staged, tokens, self._bases, self._planes, *(() if counts is None else (counts,)))
         with self._prefetch.behind_compute():
-            for mark in {id(one.written): one.written for one in self._open}.values():
-                if mark is not None:
-                    self._prefetch.wait_for(mark)
+            for event in {id(one.written): one.written for one in self._open}.values():
+                if event is not None:
+                    self._prefetch.wait_for(event)
             found: list[LookUp] = []
             again = None
             if overlapping or self.working:
@@ -232,7 +234,7 @@ class RowLists:
                 working.read(layer, one, rows)
                 working.write(layer, one, rows)
             tally = self._tally(tokens, counts, found, again)
-            return Arriving(self._pool, staging, held, self._prefetch.mark(), staged, counts, tally)
+            return PendingBatchFetch(self._pool, staging, held, self._prefetch.record_event(), staged, counts, tally)
 
     def _own(self, b: int) -> slice:
         return slice(b * self.heads, (b + 1) * self.heads)
@@ -278,7 +280,7 @@ class RowLists:
     def _tally(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, found: list[LookUp], again: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return `Arriving.tally`, int64 `[B, 2]`."""
+        """Return `PendingBatchFetch.tally`, int64 `[B, 2]`."""
         if not found and again is None:
             return None
         if counts is None:

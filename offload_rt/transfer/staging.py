@@ -35,15 +35,15 @@ class Staging:
         self._held[number] = tensors
         return number
 
-    def arrive(self, number: int, mark: Event, *made: torch.Tensor) -> None:
+    def arrive(self, number: int, event: Event, *made: torch.Tensor) -> None:
         """Make the compute stream wait for a fetch and release its tensors.
 
         Args:
             number: The number returned by `hold`.
-            mark: An event after the fetch.
+            event: An event after the fetch.
             made: Tensors allocated in the prefetch stream that the compute stream uses.
         """
-        self._prefetch.hold_compute(mark, *made)
+        self._prefetch.hold_compute(event, *made)
         self._held.pop(number, None)
 
     def clear(self) -> None:
@@ -58,7 +58,7 @@ This is more than any step writes, so compute only waits for old write-backs.
 """
 
 
-class Returning:
+class PendingWriteBacks:
     """Holds buffers that the write-back stream reads, until the compute stream waits for the write-back.
 
     They are then free in the order of the compute stream, as in `Staging`, so the memory held does not depend on how
@@ -71,10 +71,10 @@ class Returning:
         self._held: deque[tuple[Event, int, tuple[torch.Tensor, ...]]] = deque()
         self._bytes = 0
 
-    def hold(self, mark: Event, *tensors: torch.Tensor) -> None:
-        """Hold tensors that are read before `mark`, the newest event of the write-back stream."""
+    def hold(self, event: Event, *tensors: torch.Tensor) -> None:
+        """Hold tensors that are read before `event`, the newest event of the write-back stream."""
         size = sum(tensor.nbytes for tensor in tensors)
-        self._held.append((mark, size, tensors))
+        self._held.append((event, size, tensors))
         self._bytes += size
 
     def release(self, most: int = 0) -> None:

@@ -25,16 +25,16 @@ class Stream(Protocol):
         """Queue the work of this context in this stream, after all work of the compute stream so far."""
         ...
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         """Return an event after all work queued in this stream so far."""
         ...
 
-    def wait_for(self, mark: Event) -> None:
-        """Make later work of this stream wait for `mark`."""
+    def wait_for(self, event: Event) -> None:
+        """Make later work of this stream wait for `event`."""
         ...
 
-    def hold_compute(self, mark: Event, *tensors: torch.Tensor) -> None:
-        """Make later compute work wait for `mark`. It uses `tensors`, which were allocated in this stream."""
+    def hold_compute(self, event: Event, *tensors: torch.Tensor) -> None:
+        """Make later compute work wait for `event`. It uses `tensors`, which were allocated in this stream."""
         ...
 
 
@@ -56,18 +56,18 @@ class DeviceStream:
         with self._stream:
             yield
 
-    def mark(self) -> torch.Event:
+    def record_event(self) -> torch.Event:
         """Record an event in the stream."""
         return self._stream.record_event()
 
-    def wait_for(self, mark: Any) -> None:
+    def wait_for(self, event: Any) -> None:
         """Make the stream wait for an event."""
-        self._stream.wait_event(mark)
+        self._stream.wait_event(event)
 
-    def hold_compute(self, mark: Any, *tensors: torch.Tensor) -> None:
+    def hold_compute(self, event: Any, *tensors: torch.Tensor) -> None:
         """Make the compute stream wait for an event, and tell the allocator that it uses `tensors`."""
         compute = torch.accelerator.current_stream(self._device)
-        compute.wait_event(mark)
+        compute.wait_event(event)
         for tensor in tensors:
             tensor.record_stream(compute)
 
@@ -94,12 +94,12 @@ class InlineStream:
         with nullcontext():
             yield
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         """Return an event that is reached already."""
         return _Reached()
 
-    def wait_for(self, mark: Event) -> None:
+    def wait_for(self, event: Event) -> None:
         """Do nothing, because every event is reached."""
 
-    def hold_compute(self, mark: Event, *tensors: torch.Tensor) -> None:
+    def hold_compute(self, event: Event, *tensors: torch.Tensor) -> None:
         """Do nothing, because every event is reached."""

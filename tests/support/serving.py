@@ -63,7 +63,7 @@ class ScriptedEngine:
             tokenizer=tokenizer,
             name="scripted",
             geometry=geometry,
-            most_tokens=4096,
+            max_model_len=4096,
             runner=SimpleNamespace(policy=policy),
             get_default_sampling_params=lambda **fields: SamplingParams(**({"top_k": 11} | fields)),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-LEAST_NGRAM = 2  # a single token predicts too little
+MIN_NGRAM = 2  # a single token predicts too little
 MEMORY = 0.9  # decay of observations
 HOPE = 0.6  # assumed acceptance rate before any observation
 
@@ -18,7 +18,7 @@ class Lookup:
 
     def __init__(self, longest: int) -> None:
         """`longest`: length of the longest n-gram."""
-        self._lengths = range(longest, LEAST_NGRAM - 1, -1)
+        self._lengths = range(longest, MIN_NGRAM - 1, -1)
         self._after: dict[tuple[int, ...], int] = {}
         self._known = 0
 

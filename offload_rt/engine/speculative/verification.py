@@ -8,7 +8,7 @@ import torch
 
 from ...kernels.team import engine_threads
 from ...model_runner.sequence import Sequence
-from ...model_runner.whole_pass import WholePass
+from ...model_runner.verification_pass import VerificationPass
 from ...transfer.streams import on_device
 from ..runner import Runner
 
@@ -28,9 +28,9 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
             runner.room.slide(sequence, storage, sequence.position + count)
             sequence.interrupted = True
             share = sequence.position / (sequence.position + count)
-            sequence.trace.enter_whole_pass(runner.adapter.geometry.windows, share)
+            sequence.trace.enter_verification(runner.adapter.geometry.windows, share)
         sequences, counts = zip(*batch, strict=True)
-        logits = WholePass(sequences, counts, runner.adapter, runner.policy, storage).run()
+        logits = VerificationPass(sequences, counts, runner.adapter, runner.policy, storage).run()
         for sequence in sequences:
             storage.settle(sequence.blocks)
             sequence.interrupted = False

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core import Visible
+from ...core import VisibleTokens
 from ...kernels import dispatch
 from ...kernels.lists import selection_limit
 from ...kernels.pages import PAGE_TOKENS, Pages, PageTable, table_of
@@ -52,7 +52,7 @@ class Spans:
     cap: int
 
     @staticmethod
-    def numbers(visible: Sequence[Visible], kv_heads: int, rule: Rule) -> list[list[int]]:
+    def numbers(visible: Sequence[VisibleTokens], kv_heads: int, rule: Rule) -> list[list[int]]:
         """Return starts and stops `[P]` and limits `[B]` of sequences that see `visible`."""
         candidates = [seen.candidates for seen in visible]
         each = [c for c in candidates for _ in range(kv_heads)]

@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 
-from ...core import ModelGeometry, Selection, Visible
+from ...core import ModelGeometry, Selection, VisibleTokens
 from ...errors import ArtifactError
 from ...kernels.h2d_copy import copy_into, to_device
 from ...kernels.low_bit import LowBitQuery
@@ -84,7 +84,7 @@ class InfiniGenState(PassiveState):
         """Move the scoring key of a token with its KV."""
         self._keys.move(layer, source, target)
 
-    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+    def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Select the tokens whose score is within alpha of the largest of their head, by the query q `[H, d]`.
 
         With a `budget`, select this number of tokens with the largest scores instead.
@@ -103,7 +103,7 @@ class InfiniGenState(PassiveState):
             tokens = asked.top(budget_tokens(options.budget, visible))
         return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
 
-    def _counted(self, rule: Rule, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+    def _counted(self, rule: Rule, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Select with `KeyLists`, as for a batch of one sequence."""
         kv_heads, slots = self._policy.geometry.kv_heads, self._keys.length(layer)
         lists = KeyLists(rule, [layer], 1, slots, q.device)
@@ -124,7 +124,7 @@ class InfiniGenState(PassiveState):
             self._asked = asked
         return asked
 
-    def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
+    def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
         """Select further candidates until the missed attention mass is at most `max_missed_mass`.
 
         The missed attention mass (mean over query heads) is estimated from the true query q `[H, d]` and the scoring
@@ -149,7 +149,7 @@ class InfiniGenState(PassiveState):
         return Selection((extra + first).to(q.device)) if extra.shape[1] else None
 
     def tail(
-        self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection
+        self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Estimate the attention to tokens not selected from approximate KV. None without option `tail`."""
         if self._tail is None or not visible.candidates:
@@ -234,7 +234,7 @@ class InfiniGen:
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)
         self.wants_queries = options.keys == "partial" and options.columns == "prompt"
-        self.lineage = self._lineage(artifact)
+        self.provenance_key = self._provenance_key(artifact)
         self._correction = self._corrections(artifact, device, dtype)
         own = artifact.to(self.keys_device)
         self._new_tail = None if options.tail == "off" else self._tail_factory(own, dtype)
@@ -297,11 +297,11 @@ class InfiniGen:
         tail = self._new_tail()
         return InfiniGenState(self, tail, tail)
 
-    def _lineage(self, artifact: SkewArtifact) -> str:
+    def _provenance_key(self, artifact: SkewArtifact) -> str:
         """Return the KV provenance key: a digest of the options and of the source of the artifact."""
         # They determine the tokens that sparse layers see, hence the KV of deeper layers. The values of the artifact
         # are not hashed: processors round them differently, and a session may continue on another machine.
-        text = f"{self.options.lineage_text()}\n{artifact.identity}"
+        text = f"{self.options.provenance_text()}\n{artifact.identity}"
         return f"infinigen-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def _tail_factory(self, artifact: SkewArtifact, dtype: torch.dtype) -> Callable[[], LowBitRows]:

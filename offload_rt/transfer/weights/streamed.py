@@ -78,8 +78,8 @@ class WeightStream:
         if layer not in self._held:
             self._load(layer, keep=(self._current,))
         slot = self._held.index(layer)
-        if (mark := self._arriving[slot]) is not None:
-            self._lane.hold_compute(mark)
+        if (event := self._arriving[slot]) is not None:
+            self._lane.hold_compute(event)
             self._arriving[slot] = None
 
     def begin(self, layer: int) -> None:
@@ -99,7 +99,7 @@ class WeightStream:
         block = self._blocks[layer]
         with self._lane.behind_compute():
             self._buffers[slot][: block.bytes].copy_(block.host, non_blocking=True)
-            self._arriving[slot] = self._lane.mark()
+            self._arriving[slot] = self._lane.record_event()
         block.look_at(slot)
         self._held[slot] = layer
         self.bytes += block.bytes

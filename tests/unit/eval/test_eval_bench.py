@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from offload_rt.cli import main
-from offload_rt.core import Visible
+from offload_rt.core import VisibleTokens
 from offload_rt.errors import ConfigError, InputError
 from offload_rt.eval.speed import bench
 from offload_rt.eval.speed.baselines import MAKERS, TOKEN, Field, OffloadedPeer, Ours, Peer, Shape
@@ -28,7 +28,7 @@ from offload_rt.eval.speed.step_profiler import (
     REST,
     StageClock,
     Staged,
-    StagedTicket,
+    TimedFetch,
     breakdown,
 )
 from offload_rt.eval.speed.synthetic_kv import RESIDENT
@@ -70,7 +70,7 @@ def recorded_selections(ours: Ours, steps: int) -> list[tuple[int, torch.Tensor]
     state: Any = ours._batch[0].state
     select = state.select
 
-    def record(layer: int, q: torch.Tensor, visible: Visible) -> Any:
+    def record(layer: int, q: torch.Tensor, visible: VisibleTokens) -> Any:
         selection = select(layer, q, visible)
         found.append((layer, selection.tokens))
         return selection
@@ -282,7 +282,7 @@ def test_stages_add_up_and_attention_is_what_follows_the_wait() -> None:
     model: Any = Staged(thing, clock, {"model": "model"}, after=REST)
     state: Any = Staged(thing, clock, {"repair": "selection"})
     clock.reset()
-    assert StagedTicket(thing, clock).wait() == [1]
+    assert TimedFetch(thing, clock).wait() == [1]
     state.repair()
     assert model.model() == 2 and model.bytes == 5
     clock.enter("end")

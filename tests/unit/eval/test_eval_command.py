@@ -80,7 +80,7 @@ def test_a_skew_artifact_is_used_and_its_model_named(tmp_path: Path, capsys: pyt
         assert artifact.method == method
         assert full["fingerprint"] == ours["fingerprint"] == artifact.fingerprint
         runtime = LLM(model, policy="infinigen", policy_options=ours["options"], skew=folder)
-        assert ours["lineage"] == runtime.runner.policy.lineage
+        assert ours["lineage"] == runtime.runner.policy.provenance_key
         other = "svd" if method == "balanced" else "balanced"
         both = rf"made with the method '{method}', .* name '{other}'"
         with pytest.raises(ConfigError, match=both):

@@ -13,7 +13,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 import offload_rt
 from offload_rt import LLM
 from offload_rt.cli import main
-from offload_rt.core import Selection, Visible
+from offload_rt.core import Selection, VisibleTokens
 from offload_rt.errors import ArtifactError, ConfigError, InputError
 from offload_rt.eval.core.model_under_test import ModelUnderTest, Text
 from offload_rt.eval.quality import tune
@@ -53,9 +53,9 @@ def test_the_choice_keeps_the_limit_and_is_loaded(
     assert [row["bytes"] for row in table["rows"] if row["chosen"]] == [min(row["bytes"] for row in kept)]
 
     tuned, plain = LLM("reference", skew=out), LLM("reference")
-    assert tuned.runner.policy.lineage != plain.runner.policy.lineage
+    assert tuned.runner.policy.provenance_key != plain.runner.policy.provenance_key
     explicit = LLM("reference", policy_options=record["options"], skew=out / "skew.safetensors")
-    assert tuned.runner.policy.lineage == explicit.runner.policy.lineage
+    assert tuned.runner.policy.provenance_key == explicit.runner.policy.provenance_key
     other = LLM("reference", policy_options={"recent": 33}, skew=out)
     assert other.runner.policy.recent == 33
     again = ("generate", "reference", "--prompt-file", BOOK, "--prompt-tokens", "100", "--max-new-tokens", "3")
@@ -110,7 +110,9 @@ def test_a_damaged_choice_or_one_for_another_model_is_refused(tmp_path: Path) ->
 # ---------------------------------------------------------------------------------- the runtime's own contract: repair
 
 
-def estimated(state: InfiniGenState, layer: int, q: torch.Tensor, visible: Visible, tokens: torch.Tensor) -> float:
+def estimated(
+    state: InfiniGenState, layer: int, q: torch.Tensor, visible: VisibleTokens, tokens: torch.Tensor
+) -> float:
     """Missed mass by the scoring keys, mean over query heads, if `tokens` `[Hkv, n]` and the residents are attended."""
     scores = state._keys.scores(layer, q, visible.all).double()  # [Hkv, G, N]
     mask = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool)
@@ -127,7 +129,7 @@ def test_repair_keeps_the_estimated_contract(scorer: str, slack: float, monkeypa
     limit, after, before = 0.02, [], []
     repair = InfiniGenState.repair
 
-    def spy(self: InfiniGenState, layer: int, q: torch.Tensor, visible: Visible, chosen: Selection) -> Any:
+    def spy(self: InfiniGenState, layer: int, q: torch.Tensor, visible: VisibleTokens, chosen: Selection) -> Any:
         extra = repair(self, layer, q, visible, chosen)
         tokens = chosen.tokens if extra is None else torch.cat((chosen.tokens, extra.tokens), 1)
         before.append(estimated(self, layer, q, visible, chosen.tokens))

@@ -200,22 +200,24 @@ def test_truncated_and_overlong_files_are_misses_and_make_way(tmp_path: Path, si
     assert save(store, 1) and load(store, 1) == blocks_of(1)
 
 
-def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file with the expected name but another key in its header is a miss, and is removed."""
     store = open_store(tmp_path)
     save(store, 1)
     [path] = tmp_path.glob("*/*/*.kv")
-    for parent, lineage, tokens in (
+    for parent, provenance_key, tokens in (
         (b"x" * 16, "exact", tokens_of(1)),
         (store.root, "other", tokens_of(1)),
         (store.root, "exact", tokens_of(2)),
         (store.root, "exact", tokens_of(1, 63)),
     ):
-        disguise = store._path(chunk_key(parent, lineage, tokens))
+        disguise = store._path(chunk_key(parent, provenance_key, tokens))
         disguise.parent.mkdir(exist_ok=True)
         disguise.write_bytes(path.read_bytes())
         store._folder.enter(disguise, FILE_BYTES)
-        assert store.find(parent, lineage, tokens) is None and not disguise.exists()
+        assert store.find(parent, provenance_key, tokens) is None and not disguise.exists()
     store.close()
     other = DiskStore(tmp_path, "model b", LAYERS)
     assert load(other, 1) is None

@@ -31,7 +31,7 @@ GEOMETRY = ModelGeometry(
 LIMIT = 17 * GEOMETRY.kv_bytes(CHUNK, torch.float32)
 COUNTS = st.sampled_from([1, 7, 57, 63, 64, 65, 130, 200])
 LETTERS = st.integers(0, 1)
-LINEAGES = st.sampled_from(["exact", "sparse"])
+PROVENANCE_KEYS = st.sampled_from(["exact", "sparse"])
 
 
 @dataclass(eq=False)
@@ -136,10 +136,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.release(model.blocks)
         self.live.remove(model)
 
-    @rule(model=sequences, lineage=LINEAGES)
-    def publish(self, model: Model, lineage: str) -> None:
+    @rule(model=sequences, provenance_key=PROVENANCE_KEYS)
+    def publish(self, model: Model, provenance_key: str) -> None:
         before = list(model.blocks.chunks)
-        changed = self.pool.publish(model.blocks, model.tokens, lineage)
+        changed = self.pool.publish(model.blocks, model.tokens, provenance_key)
         assert changed == [i for i, chunk in enumerate(model.blocks.chunks) if chunk != before[i]]
         for i, chunk in enumerate(model.blocks.chunks):
             where = slice(i * CHUNK, (i + 1) * CHUNK)

@@ -51,7 +51,7 @@ def test_at_most_all_but_the_last_token_matches() -> None:
     assert tree.match([*text(2), 5], "exact") == []
 
 
-def test_lineages_and_namespaces_never_match_each_other() -> None:
+def test_provenance_keys_and_namespaces_never_match_each_other() -> None:
     tree = PrefixTree("model a")
     tree.insert(text(1), [7], "exact", alone)
     tree.insert(text(1, 2), [7, 8], "infinigen", alone)  # decoded sparsely after an exact prefill
@@ -71,13 +71,13 @@ def test_keys_are_the_same_in_every_process() -> None:
 
 
 def test_equal_digests_of_other_tokens_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_tree, "chunk_key", lambda parent, lineage, tokens: parent[:1] + tokens[:1])
+    monkeypatch.setattr(prefix_tree, "chunk_key", lambda parent, provenance_key, tokens: parent[:1] + tokens[:1])
     tree = PrefixTree()
     tree.insert(text(1, 5), [7, 8], "exact", alone)
     twin = text(257)  # same lowest byte, so the same patched digest
     assert tree.match([*twin, 0], "exact") == []
     assert tree.insert(twin + text(6), [4, 5], "exact", alone) == ([], {})
-    assert tree.match([*text(1), 0], "other lineage") == []
+    assert tree.match([*text(1), 0], "other provenance") == []
     assert tree.match([*text(1, 5), 0], "exact") == [7, 8]
 
 

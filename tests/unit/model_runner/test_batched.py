@@ -19,11 +19,11 @@ from support.tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_rt import LLM
-from offload_rt.core import BlockTable, KVPart, Visible, bucket
+from offload_rt.core import BlockTable, KVPart, VisibleTokens, bucket
 from offload_rt.engine.runner import Runner
 from offload_rt.kernels import low_bit_cpu
 from offload_rt.model_runner.batch import DecodeBatch
-from offload_rt.model_runner.batched import BatchedStrategy
+from offload_rt.model_runner.batched import BatchedMode
 from offload_rt.model_runner.decode import DecodeStep
 from offload_rt.model_runner.sequence import Sequence
 from offload_rt.models.shape import load_shape
@@ -137,11 +137,11 @@ def step_recorded(runner: Runner, batch: list[Sequence], monkeypatch: pytest.Mon
     members = [batch[i] for i in sharing.order]
     step = DecodeBatch(members, runner.adapter, runner.policy, runner.link, sharing)
     with torch.inference_mode():
-        assert isinstance(runner.strategies.strategy(step), BatchedStrategy)
-        inputs = runner.strategies.load(step)
+        assert isinstance(runner.modes.mode(step), BatchedMode)
+        inputs = runner.modes.load(step)
         assert inputs is not None
         with recorded(monkeypatch) as entries:
-            DecodeStep(step, BatchedStrategy(step, inputs)).run()
+            DecodeStep(step, BatchedMode(step, inputs)).run()
     for sequence in batch:
         sequence.position += 1
         runner.pool.commit(sequence.blocks, sequence.slots.context)
@@ -183,12 +183,12 @@ def test_lists_are_made_anew_only_for_another_batch_size_or_bucket() -> None:
     seen = []
     for _ in range(6):
         runner.decode(batch)
-        seen.append(list(runner.strategies.inputs.values())[-1])
+        seen.append(list(runner.modes.inputs.values())[-1])
     assert [lists is seen[0] for lists in seen] == [True] * 3 + [False] * 3 and seen[3] is seen[5]
     runner.decode(batch[:1])
-    assert list(runner.strategies.inputs) == [(2, 64), (2, 128), (1, 128)]
+    assert list(runner.modes.inputs) == [(2, 64), (2, 128), (1, 128)]
     runner.free(batch[0])
-    for lists in runner.strategies.inputs.values():  # otherwise KV of a finished sequence stays
+    for lists in runner.modes.inputs.values():  # otherwise KV of a finished sequence stays
         assert not lists.rows._open and not lists.rows._resident and not lists.keys._storages
 
 
@@ -207,7 +207,7 @@ def test_layers_that_slide_go_one_by_one_beside_those_that_select_together() -> 
     for _ in range(4):
         want = torch.cat([alone.decode([one]) for one in each])
         torch.testing.assert_close(together.decode(batch), want, rtol=1e-4, atol=1e-4)
-    assert together.strategies.inputs
+    assert together.modes.inputs
     for one, other in zip(batch, each, strict=True):
         one.trace.settle()
         assert one.trace.attended == other.trace.attended and one.trace.bytes_to_device == other.trace.bytes_to_device
@@ -226,7 +226,7 @@ def test_buckets_are_near(context: int) -> None:
 @pytest.mark.parametrize("window", [None, 5, 6, 9])
 def test_the_places_of_what_is_visible_lie_together(sinks: int, recent: int, window: int | None) -> None:
     for length in range(1, 30):
-        visible = Visible.of(length, sinks=sinks, recent=recent, window=window)
+        visible = VisibleTokens.of(length, sinks=sinks, recent=recent, window=window)
         resident = {*visible.sinks, *visible.recent}
         assert {place(token, sinks, recent) for token in resident} == set(places(visible, sinks, recent))
 

@@ -21,7 +21,7 @@ from offload_rt.config import DraftOptions
 from offload_rt.engine.speculative import drafting
 from offload_rt.engine.speculative.draft_source import Acceptance, Costs, Lookup
 from offload_rt.engine.speculative.verification import accept, rewind, verify
-from offload_rt.model_runner import whole_pass
+from offload_rt.model_runner import verification_pass
 from offload_rt.model_runner.sequence import Sequence
 
 SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "tail": "off"}
@@ -85,8 +85,10 @@ def test_rows_that_lie_apart_are_attended_to_where_they_are(
 ) -> None:
     """`h2o` learns from queries and keys together, and gets the KV in one piece."""
     # The second prompt's KV is two runs in memory; on disk it is read in blocks.
-    blocked, real = [], whole_pass.BlockedAttention.add
-    monkeypatch.setattr(whole_pass.BlockedAttention, "add", lambda self, k, v: (blocked.append(1), real(self, k, v))[1])
+    blocked, real = [], verification_pass.BlockedAttention.add
+    monkeypatch.setattr(
+        verification_pass.BlockedAttention, "add", lambda self, k, v: (blocked.append(1), real(self, k, v))[1]
+    )
     alike = [tiny_prompt(128) + tiny_prompt(40, seed=seed) for seed in range(2)]
     options, exact = (SMALL, {"method": "both", "tokens": 3}) if policy == "infinigen" else ({"budget": 0.1}, "lookup")
     fields = {"disk": tmp_path, "host_memory": "1MiB"} if on_disk else {"host_memory": "16MiB"}

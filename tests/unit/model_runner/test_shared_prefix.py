@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.core import CHUNK, BlockTable, Visible
+from offload_rt.core import CHUNK, BlockTable, VisibleTokens
 from offload_rt.kernels.segments import Run, attend_runs
 from offload_rt.model_runner.shared_prefix import Segment, SharedPrefixes, Sharing
 
@@ -77,7 +77,7 @@ def test_attention_over_segments_is_attention_over_everything(
     sharing = Sharing.of(block_tables, 1, pays_from * CHUNK)
     q = torch.randn(kv_heads * group, len(block_tables), d, generator=generator, dtype=torch.float64)
     whole = [torch.cat([rows[c] for c in block_tables[i].chunks], dim=2)[:, :, : lengths[i]] for i in sharing.order]
-    seen = [Visible.of(w.shape[2], sinks=3, recent=70, window=None) for w in whole]
+    seen = [VisibleTokens.of(w.shape[2], sinks=3, recent=70, window=None) for w in whole]
     own = [sharing.own(b, visible) for b, visible in enumerate(seen)]
     assert all(o.recent.start >= start for o, start in zip(own, sharing.private, strict=True))
     assert all(len(o.recent) and o.all.stop == v.all.stop for o, v in zip(own, seen, strict=True))

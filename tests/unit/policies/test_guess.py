@@ -98,7 +98,7 @@ def test_policy_corrects_with_its_source(source: str) -> None:
     torch.testing.assert_close(policy.correct_guess(2, x), expected)
     plain, _ = corrected_policy(shape, source=source, corrected=False)
     assert torch.equal(plain.correct_guess(2, x), x)
-    assert plain.lineage != policy.lineage
+    assert plain.provenance_key != policy.provenance_key
 
 
 def test_nothing_to_correct() -> None:

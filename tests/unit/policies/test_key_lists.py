@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.select_models import CPU, artifact, geometry, no_keys, tokens
 
-from offload_rt.core import Visible
+from offload_rt.core import VisibleTokens
 from offload_rt.policies.infinigen.key_lists import KeyLists, Rule, Spans
 from offload_rt.policies.infinigen.policy import InfiniGen
 from offload_rt.policies.options import InfiniGenOptions
@@ -42,7 +42,7 @@ def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: 
         places = [length + step for length in LENGTHS]
         moved = lists.hold([state.scoring_keys for state in batched], places)
         assert (moved is None) == (step > 0), "capacity leaves room for the steps"
-        visible = [Visible.of(place + 1, sinks=4, recent=8, window=None) for place in places]
+        visible = [VisibleTokens.of(place + 1, sinks=4, recent=8, window=None) for place in places]
         starts, stops, limits = (torch.tensor(each) for each in Spans.numbers(visible, shape.kv_heads, RULE))
         spans = Spans(starts, stops, limits, max(places) + 1, max(limits.tolist()))
         for layer in range(shape.layers):

@@ -11,7 +11,7 @@ from support.select_models import CPU, as_sets, geometry, no_keys, tokens
 from support.tiny_models import tiny_model
 
 from offload_rt import LLM
-from offload_rt.core import ModelGeometry, Visible
+from offload_rt.core import ModelGeometry, VisibleTokens
 from offload_rt.errors import ConfigError
 from offload_rt.policies import h2o
 from offload_rt.policies.h2o import H2O, H2OState
@@ -30,14 +30,14 @@ def options(budget: float) -> BudgetOptions:
     return BudgetOptions(budget=budget, **OPTIONS)  # type: ignore[arg-type]
 
 
-def count(budget: float, visible: Visible) -> int:
+def count(budget: float, visible: VisibleTokens) -> int:
     """Return the number of tokens to select: the budget less the resident tokens."""
     total = math.floor(budget * (visible.all.stop - visible.all.start) + 1e-9)
     return min(len(visible.candidates), max(0, total - len(visible.sinks) - len(visible.recent)))
 
 
-def visible_of(length: int) -> Visible:
-    return Visible.of(length, sinks=3, recent=8, window=None)
+def visible_of(length: int) -> VisibleTokens:
+    return VisibleTokens.of(length, sinks=3, recent=8, window=None)
 
 
 def true_weights(shape: ModelGeometry, layer: int, query: torch.Tensor, k: torch.Tensor, seen: range) -> torch.Tensor:
@@ -143,7 +143,7 @@ class PlainH2O:
                 for seen, weight in enumerate(row.tolist()):
                     self.drawn[head // self.shape.group][seen] += weight
 
-    def select(self, visible: Visible) -> list[set[int]]:
+    def select(self, visible: VisibleTokens) -> list[set[int]]:
         n = count(self.budget, visible)
         half = math.floor(self.budget / 2 * (visible.all.stop - visible.all.start) + 1e-9)
         local = min(n, max(0, half - len(visible.recent)))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.select_models import CPU, artifact, as_sets, geometry, no_keys, tokens
 
-from offload_rt.core import ModelGeometry, Visible
+from offload_rt.core import ModelGeometry, VisibleTokens
 from offload_rt.errors import ArtifactError, ConfigError
 from offload_rt.kernels.selection import dequantise, pack, quantise, unpack
 from offload_rt.policies.infinigen.bases import Basis
@@ -97,7 +97,7 @@ def test_equals_a_plain_implementation(
     rule = policy(shape, device=device, alpha=alpha, max_fraction=fraction, sinks=resident[0], recent=resident[1])
     q, k = tokens(shape, TOTAL)
     state = filled(rule, q.to(device), k.to(device))
-    visible = Visible.of(TOTAL, sinks=resident[0], recent=resident[1], window=None)
+    visible = VisibleTokens.of(TOTAL, sinks=resident[0], recent=resident[1], window=None)
     for layer in range(shape.layers):
         query = q[layer, :, -1]
         scores = plain_scores(rule, layer, query, k, calibrated(rule))
@@ -114,7 +114,7 @@ def test_paper_preset_chooses_columns_from_the_prompt(group: int, device: torch.
     q, k = tokens(shape, TOTAL)
     q[:, :, :, 3] *= 5  # other magnitudes, so that the prompt selects other columns than calibration
     state = filled(rule, q.to(device), k.to(device))
-    visible = Visible.of(TOTAL, sinks=0, recent=1, window=None)
+    visible = VisibleTokens.of(TOTAL, sinks=0, recent=1, window=None)
     basis = artifact(shape)
     for layer in (1, 2):
         kept = []
@@ -136,7 +136,7 @@ def test_alpha_inf_and_full_fraction_select_every_candidate(scorer: str, group: 
     shape = geometry(group=group)
     rule = policy(shape, torch.float32, device, scorer=scorer, alpha=math.inf, max_fraction=1.0)
     q, k = (x.to(device) for x in tokens(shape, TOTAL))
-    visible = Visible.of(TOTAL, sinks=4, recent=8, window=None)
+    visible = VisibleTokens.of(TOTAL, sinks=4, recent=8, window=None)
     selected = filled(rule, q, k).select(1, q[1, :, -1].float(), visible).tokens
     assert as_sets(selected) == [set(visible.candidates)] * shape.kv_heads
 
@@ -145,7 +145,7 @@ def test_nothing_to_select_from() -> None:
     shape = geometry()
     rule = policy(shape)
     q, k = tokens(shape, 5)
-    selection = filled(rule, q, k, 5).select(0, q[0, :, -1], Visible.of(5, sinks=4, recent=8, window=None))
+    selection = filled(rule, q, k, 5).select(0, q[0, :, -1], VisibleTokens.of(5, sinks=4, recent=8, window=None))
     assert selection.tokens.shape == (2, 0) and selection.tokens.dtype == torch.int64
 
 
@@ -154,7 +154,7 @@ def test_nothing_to_select_from() -> None:
 def test_a_larger_alpha_never_selects_fewer(seed: int, low: float, more: float) -> None:
     shape = geometry(group=2)
     q, k = tokens(shape, TOTAL, seed)
-    visible = Visible.of(TOTAL, sinks=4, recent=8, window=None)
+    visible = VisibleTokens.of(TOTAL, sinks=4, recent=8, window=None)
     counts = [
         filled(policy(shape, alpha=alpha, max_fraction=0.7), q, k).select(0, q[0, :, -1], visible).count
         for alpha in (low, low + more)
@@ -167,7 +167,7 @@ def test_budget_fixes_the_attended_share(share: float) -> None:
     shape = geometry(group=2)
     rule = policy(shape, budget=share)
     q, k = tokens(shape, TOTAL)
-    visible = Visible.of(TOTAL, sinks=4, recent=8, window=None)
+    visible = VisibleTokens.of(TOTAL, sinks=4, recent=8, window=None)
     count = filled(rule, q, k).select(0, q[0, :, -1], visible).count
     assert count == max(0, math.floor(share * TOTAL) - visible.resident)
 
@@ -193,7 +193,7 @@ def test_forks_are_independent(options: dict[str, str]) -> None:
     shape = geometry()
     q, k = tokens(shape, TOTAL)
     state = filled(policy(shape, **options), q[:, :, :PROMPT], k[:, :, :PROMPT])
-    visible = Visible.of(PROMPT, sinks=4, recent=8, window=None)
+    visible = VisibleTokens.of(PROMPT, sinks=4, recent=8, window=None)
     before = state._keys.ask(0, q[0, :, 0], visible.all).scores.clone()
     fork = state.fork(no_keys)
     for token in range(PROMPT, TOTAL):
@@ -313,7 +313,7 @@ def test_repair_brings_the_missed_mass_down_with_the_fewest_tokens(
     rule = policy(shape, device=device, max_missed_mass=limit, alpha=0.5, max_fraction=1.0)
     q, k = tokens(shape, TOTAL)
     state = filled(rule, q.to(device), k.to(device))
-    visible = Visible.of(TOTAL, sinks=4, recent=8, window=None)
+    visible = VisibleTokens.of(TOTAL, sinks=4, recent=8, window=None)
     selection = state.select(1, q[1, :, 0].to(device), visible).known()
     query = q[1, :, -1]
     extra = state.repair(1, query.to(device), visible, selection)
@@ -332,7 +332,7 @@ def test_repair_brings_the_missed_mass_down_with_the_fewest_tokens(
 def test_repair_keeps_to_the_cap_and_to_what_is_needed() -> None:
     shape = geometry()
     q, k = tokens(shape, TOTAL)
-    visible = Visible.of(TOTAL, sinks=4, recent=8, window=None)
+    visible = VisibleTokens.of(TOTAL, sinks=4, recent=8, window=None)
     cap = math.floor(0.2 * len(visible.candidates))
     capped = policy(shape, max_missed_mass=1e-6, alpha=0.5, max_fraction=0.2)
     state = filled(capped, q, k)
@@ -358,12 +358,12 @@ def test_options_must_fit_the_model() -> None:
         InfiniGen(InfiniGenOptions(), geometry(), other, CPU, torch.float32)
 
 
-def test_lineage_names_what_decides_the_tokens() -> None:
+def test_provenance_key_names_what_decides_the_tokens() -> None:
     shape = geometry()
-    lineages = {
-        policy(shape, **options).lineage
+    provenance_keys = {
+        policy(shape, **options).provenance_key
         for options in ({}, {"alpha": 4.0}, {"scorer": "int4"}, {"source": "normed_input"}, {"recent": 16})
     }
-    lineages.add(InfiniGen(policy(shape).options, shape, artifact(shape, 9), CPU, torch.float64).lineage)
-    assert len(lineages) == 6
-    assert policy(shape).lineage == policy(shape, alpha=5.0).lineage, "the family's alpha, named or not"
+    provenance_keys.add(InfiniGen(policy(shape).options, shape, artifact(shape, 9), CPU, torch.float64).provenance_key)
+    assert len(provenance_keys) == 6
+    assert policy(shape).provenance_key == policy(shape, alpha=5.0).provenance_key, "the family's alpha, named or not"

@@ -33,7 +33,7 @@ def test_every_policy_keeps_the_contract(name: str) -> None:
     assert policy.name == name
     assert policy.sinks >= 0 and policy.recent >= 1
     assert policy.dense_layers <= {0, 1, 2}
-    assert policy.lineage == made(name, {}).lineage
+    assert policy.provenance_key == made(name, {}).provenance_key
     state = policy.new_state(no_keys)
     state.check_integrity()
     assert state.fork(no_keys).device_bytes == state.device_bytes
@@ -41,7 +41,7 @@ def test_every_policy_keeps_the_contract(name: str) -> None:
 
 def test_full_is_dense_and_exact() -> None:
     policy = made("full", {})
-    assert policy.lineage == "exact"
+    assert policy.provenance_key == "exact"
     assert policy.dense_layers == {0, 1, 2}
     with pytest.raises(ConfigError, match="no options, but was given alpha"):
         made("full", {"alpha": 3})

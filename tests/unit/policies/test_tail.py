@@ -152,17 +152,17 @@ def test_the_default_estimates_what_it_does_not_select() -> None:
     assert found.stats.approximate_fraction > 0.85
 
 
-def test_a_lineage_is_what_it_was_before_there_were_tails_and_auto() -> None:
+def test_a_provenance_key_is_what_it_was_before_there_were_tails_and_auto() -> None:
     """Stored sessions are found by their KV provenance."""
     before = (
         "InfiniGenOptions(alpha=None, partial_ratio=0.3, max_fraction=0.1, source='residual', corrected=True, "
         "scorer='int8', columns='calibration', skew='balanced', sinks=4, recent=64, dense_layers=(0,), "
         "max_missed_mass=None, budget=None)"
     )
-    assert InfiniGenOptions.preset("rows").lineage_text() == before
-    assert InfiniGenOptions.preset("rows", scorer="int8").lineage_text() == before
+    assert InfiniGenOptions.preset("rows").provenance_text() == before
+    assert InfiniGenOptions.preset("rows", scorer="int8").provenance_text() == before
     tailed = before.replace("0.1", "0.02").replace("(0,)", "()").replace("budget=None", "budget=None, tail='int4'")
-    assert InfiniGenOptions().lineage_text() == tailed
+    assert InfiniGenOptions().provenance_text() == tailed
 
 
 def test_a_working_set_and_streamed_weights_change_no_token(tmp_path: Path) -> None:

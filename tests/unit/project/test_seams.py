@@ -19,7 +19,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.cli import main
 from offload_rt.cli.engine_flags import add_engine_flags, add_plan_flags, engine_config
 from offload_rt.config import EngineConfig, EvictionOptions, Size, StoreOptions
-from offload_rt.core import ModelGeometry, Selection, Visible
+from offload_rt.core import ModelGeometry, Selection, VisibleTokens
 from offload_rt.errors import ConfigError
 from offload_rt.models import registry as model_registry
 from offload_rt.models.decoder import DecoderAdapter
@@ -51,7 +51,7 @@ class EveryNthState(PassiveState):
     def __init__(self, policy: EveryNth) -> None:
         self._policy = policy
 
-    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+    def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         chosen = visible.candidates[:: self._policy.stride]
         return Selection(torch.tensor(chosen, device=q.device).expand(self._policy.geometry.kv_heads, -1).contiguous())
 
@@ -191,7 +191,7 @@ def test_every_field_says_what_it_is(kind: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "options", "lineage"),
+    ("policy", "options", "provenance_key"),
     [  # KV stored under a provenance key must be found again on every processor
         ("full", {}, "exact"),
         ("infinigen", {"preset": "rows", "source": "residual"}, "infinigen-291670f59291f28a"),
@@ -203,10 +203,10 @@ def test_every_field_says_what_it_is(kind: type) -> None:
         ("streaming", {}, "streaming-14c4124bb13ca6ef"),
     ],
 )
-def test_lineages_are_those_of_stores_that_exist(
-    reference_policy: Callable[..., Any], policy: str, options: dict[str, Any], lineage: str
+def test_provenance_keys_are_those_of_stores_that_exist(
+    reference_policy: Callable[..., Any], policy: str, options: dict[str, Any], provenance_key: str
 ) -> None:
-    assert reference_policy(policy, options).lineage == lineage
+    assert reference_policy(policy, options).provenance_key == provenance_key
 
 
 @pytest.fixture(scope="module")
@@ -239,13 +239,13 @@ class _Later(BudgetOptions):
 
 def test_an_option_added_later_is_left_out_of_the_digest_where_it_is_neutral() -> None:
     text = "_Later(budget=0.1, sinks=4, recent=64, dense_layers=(0,), "
-    assert _Later().lineage_text() == f"{text}always=0)"
-    assert _Later(since=3).lineage_text() == f"{text}since=3, always=0)"
+    assert _Later().provenance_text() == f"{text}always=0)"
+    assert _Later(since=3).provenance_text() == f"{text}since=3, always=0)"
     for policy in policy_names():
         for options in ({}, *({"preset": preset} for preset in options_class(policy).presets)):
             chosen = parse_options(policy, options)
             whole = repr(chosen).replace("scorer='auto'", "scorer='int8'").replace("source='auto'", "source='residual'")
-            assert chosen.lineage_text() == whole.replace(", tail='off'", "")
+            assert chosen.provenance_text() == whole.replace(", tail='off'", "")
 
 
 def test_the_demand_of_a_policy_is_what_its_options_say() -> None:

@@ -257,7 +257,7 @@ def test_what_is_too_long_is_tokenized_no_further(monkeypatch: pytest.MonkeyPatc
 def test_a_long_prompt_delays_no_short_one_and_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(monkeypatch)
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
-    engine.llm.geometry.max_positions = engine.llm.most_tokens = 10**7
+    engine.llm.geometry.max_positions = engine.llm.max_model_len = 10**7
     long = {"prompt": "It was a dark night. " * 40_000, "max_tokens": 2}
     with served(engine) as url, ThreadPoolExecutor(2) as threads:
         leaving = httpx2.Client(base_url=url, timeout=0.5)

@@ -23,7 +23,7 @@ from offload_rt.engine.recording import Recording
 from offload_rt.models.loading import load_model
 from offload_rt.sessions.catalog import read_catalog
 from offload_rt.sessions.history import History, document_name
-from offload_rt.sessions.naming import Lineage, name_chunks
+from offload_rt.sessions.naming import SessionProvenance, name_chunks
 from offload_rt.sessions.old_format import OldSession
 from offload_rt.skewing.artifact import SkewArtifact
 from offload_rt.storage.files import seal
@@ -135,10 +135,12 @@ def some_tokens(count: int) -> list[int]:
 
 @pytest.mark.parametrize("case", EXPECTED["names"])
 def test_chunks_have_the_names_that_they_had(case: dict[str, Any]) -> None:
-    lineage = Lineage(bytes.fromhex(EXPECTED["root"]), case["policy"], case["truncation_id"], case["owner"])
+    provenance = SessionProvenance(
+        bytes.fromhex(EXPECTED["root"]), case["policy"], case["truncation_id"], case["owner"]
+    )
     decoded = [(start, stop) for start, stop in case["decoded"]]
-    names = name_chunks(lineage, some_tokens(case["tokens"]), case["stop"], decoded)
-    assert [name.lineage for name in names] == case["lineages"]
+    names = name_chunks(provenance, some_tokens(case["tokens"]), case["stop"], decoded)
+    assert [name.provenance_key for name in names] == case["lineages"]
     assert [name.key.hex() for name in names] == case["keys"] and len(names[0].key) == 32
     assert [name.index for name in names] == list(range(len(names)))
 

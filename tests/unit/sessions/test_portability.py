@@ -26,7 +26,7 @@ with llm.session("book", store) as session:
     new = [event.token_id for event in session.send(prompt, SamplingParams(max_tokens=16, temperature=0))]
     print(json.dumps({
         "level": native_status().level, "loaded": session.loaded_tokens, "before": before, "tokens": session.tokens,
-        "new": new, "lineage": llm.runner.policy.lineage,
+        "new": new, "lineage": llm.runner.policy.provenance_key,
     }))
 """
 

@@ -91,12 +91,12 @@ class MemoryTier:
     def __contains__(self, key: bytes) -> bool:
         return key in self.chunks
 
-    def find(self, parent: bytes, lineage: str, tokens: bytes) -> MemoryChunk | None:
-        chunk = self.chunks.get(chunk_key(parent, lineage, tokens))
+    def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> MemoryChunk | None:
+        chunk = self.chunks.get(chunk_key(parent, provenance_key, tokens))
         return chunk if chunk is not None and chunk.tokens == tokens else None
 
-    def begin(self, parent: bytes, lineage: str, tokens: bytes, layer_bytes: int) -> MemoryWriter | None:
-        key = chunk_key(parent, lineage, tokens)
+    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> MemoryWriter | None:
+        key = chunk_key(parent, provenance_key, tokens)
         return None if key in self.chunks else MemoryWriter(self, MemoryChunk(key, tokens, {}))
 
     def remove(self, keys: Iterable[bytes]) -> None:
@@ -210,5 +210,7 @@ def test_reading_a_chunk_through_says_whether_it_is_there(kept: dict[str, Memory
     session.save()
     name = session.kv.names(64)[0]
     assert read_through(store.context.storage, name)
-    assert not read_through(store.context.storage, NamedChunk(0, name.parent, "another lineage", name.tokens, name.key))
+    assert not read_through(
+        store.context.storage, NamedChunk(0, name.parent, "another provenance", name.tokens, name.key)
+    )
     session.close()

@@ -85,7 +85,7 @@ def graphed(**options: Any) -> tuple[Runner, list[Repeating]]:
         made.append(Repeating())
         return made[-1]
 
-    runner.steps = GraphSteps(runner.strategies, graph)
+    runner.steps = GraphSteps(runner.modes, graph)
     return runner, made
 
 
@@ -126,7 +126,7 @@ def test_what_a_graph_cannot_hold_stays_eager() -> None:
         first = begun(runner, 70)
         first.trace.recorder = recorder
         batch = [first, runner.fork(first, 110)] if share else [first]
-        runner.steps = GraphSteps(runner.strategies, Never)  # type: ignore[arg-type]
+        runner.steps = GraphSteps(runner.modes, Never)  # type: ignore[arg-type]
         for _ in range(steps):
             runner.decode(batch)
 
@@ -161,7 +161,7 @@ def test_where_a_capture_breaks_off_steps_are_eager(caplog: pytest.LogCaptureFix
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     eager, runner = make(), make()
-    runner.steps = GraphSteps(runner.strategies, Breaks)  # type: ignore[arg-type]
+    runner.steps = GraphSteps(runner.modes, Breaks)  # type: ignore[arg-type]
     want, got = ([one.decode([sequence]) for _ in range(6)] for one in (eager, runner) for sequence in [begun(one, 61)])
     torch.testing.assert_close(list(got), list(want), rtol=1e-5, atol=1e-5)
     assert len(tried) == 1

@@ -282,14 +282,14 @@ def test_lists_of_a_batch_that_is_gone_are_still_read(late: int) -> None:
         k, v = torch.randn(2, 2, 16, device="cuda")
         want = k.cpu()
         if late == 1:
-            arriving = lists.fetch(1, tokens, None, overlapping=False)
+            pending = lists.fetch(1, tokens, None, overlapping=False)
         else:
             lists.append(1, k, v, one, lists.rows_of(one))
         del lists, k, v, tokens, one
         junk = overwritten("cuda")
         if late == 1:
             [run] = runner.pool.runs(sequence.blocks, 1, range(20))
-            assert torch.equal(arriving.wait()[0].cpu(), run.k), junk
+            assert torch.equal(pending.wait()[0].cpu(), run.k), junk
         runner.link.storage.settle(sequence.blocks)
         [last] = runner.pool.runs(sequence.blocks, 1, range(20, 21))
         assert late == 1 or torch.equal(last.k[:, 0], want), junk
@@ -305,7 +305,7 @@ def test_what_a_graph_writes_back_counts_as_written() -> None:
         sequence = runner.new_sequence(tiny_prompt(42), 42)
         runner.prefill(sequence, 40)
         runner.decode([sequence])
-        [inputs] = runner.strategies.inputs.values()
+        [inputs] = runner.modes.inputs.values()
         [last] = runner.pool.runs(sequence.blocks, 1, range(40, 41))
         inputs.rows.written(behind=False)
         runner.link.storage.settle(sequence.blocks)

@@ -401,7 +401,7 @@ def test_compute_waits_for_a_copy_and_a_copy_for_what_reads_its_buffer() -> None
             told.append("copy behind compute")
             return super().behind_compute()
 
-        def hold_compute(self, mark: Any, *tensors: torch.Tensor) -> None:
+        def hold_compute(self, event: Any, *tensors: torch.Tensor) -> None:
             told.append("compute behind copy")
 
     stream = WeightStream(stack(), (0, 1, 2), torch.device("cpu"), Telling())

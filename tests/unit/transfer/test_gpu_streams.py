@@ -58,7 +58,7 @@ class Delay:
 
 
 def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple[str, ...], delay: Delay) -> LLM:
-    """Return an LLM whose streams in `late` are delayed. CUDA graphs are off: a delay after a stream's last mark
+    """Return an LLM whose streams in `late` are delayed. CUDA graphs are off: a delay after a stream's last event
     would remain unjoined when a capture ends."""
     model = tiny_model("llama").to(device)
     llm = LLM(model, policy=policy, policy_options=options, host_memory="4MiB", cuda_graphs=False)

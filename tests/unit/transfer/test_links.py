@@ -12,11 +12,11 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.core import CHUNK, Selection, Visible
+from offload_rt.core import CHUNK, Selection, VisibleTokens
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.outputs import CompletionOutput
 from offload_rt.transfer.cuda import CudaLink
-from offload_rt.transfer.link import Ticket
+from offload_rt.transfer.link import PendingFetch
 from offload_rt.transfer.residency import Residency
 from offload_rt.transfer.streams import InlineStream
 
@@ -99,13 +99,13 @@ def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_cache_dtype: A
             k, v = rows[:, b, :, stop - CHUNK : stop]
             link.storage.append(blocks, 1, stop - CHUNK, k, v)
             tokens = torch.stack([torch.randperm(stop - 1)[:40] for _ in range(geometry.kv_heads)]).to(device)
-            ticket = link.rows.fetch_more(blocks, 1, Selection(tokens))
-            (part,) = ticket.wait()
+            pending = link.rows.fetch_more(blocks, 1, Selection(tokens))
+            (part,) = pending.wait()
             want = pool.format.decode(pool.format.encode(rows[:, b])).gather(
                 2, tokens[None, :, :, None].expand(2, -1, -1, geometry.head_dim)
             )
             assert torch.equal(torch.stack((part.k, part.v)), want)
-            assert ticket.bytes == 2 * tokens.numel() * pool.layout.row_bytes
+            assert pending.bytes == 2 * tokens.numel() * pool.layout.row_bytes
     for blocks in block_tables:
         link.storage.close(blocks)
         pool.release(blocks)
@@ -115,20 +115,20 @@ def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_cache_dtype: A
 
 
 class TellingStream(InlineStream):
-    """Record each wait as (name of the waiting stream, mark)."""
+    """Record each wait as (name of the waiting stream, event)."""
 
     def __init__(self, name: str, told: list[tuple[str, Any]]) -> None:
         self.name, self.told, self.newest = name, told, None
 
-    def mark(self) -> Any:
-        self.newest = super().mark()
+    def record_event(self) -> Any:
+        self.newest = super().record_event()
         return self.newest
 
-    def wait_for(self, mark: Any) -> None:
-        self.told.append((self.name, mark))
+    def wait_for(self, event: Any) -> None:
+        self.told.append((self.name, event))
 
-    def hold_compute(self, mark: Any, *tensors: torch.Tensor) -> None:
-        self.told.append(("compute", mark))
+    def hold_compute(self, event: Any, *tensors: torch.Tensor) -> None:
+        self.told.append(("compute", event))
 
 
 def test_a_fetch_waits_for_the_write_back_and_compute_for_the_fetch() -> None:
@@ -141,9 +141,9 @@ def test_a_fetch_waits_for_the_write_back_and_compute_for_the_fetch() -> None:
     blocks = pool.new_block_table(CHUNK)
     link.storage.open(blocks, 2, 4)
     rows = torch.randn(2, geometry.kv_heads, 40, geometry.head_dim)
-    visible = Visible.of(40, sinks=2, recent=4, window=None)
+    visible = VisibleTokens.of(40, sinks=2, recent=4, window=None)
     some = Selection(torch.arange(5, 15).expand(geometry.kv_heads, -1))
-    ways: list[Callable[[], Ticket]] = [
+    ways: list[Callable[[], PendingFetch]] = [
         lambda: link.rows.fetch(blocks, 1, visible, None),
         lambda: link.rows.fetch(blocks, 1, visible, some),
         lambda: link.rows.fetch_range(blocks, 1, range(20)),
@@ -154,11 +154,11 @@ def test_a_fetch_waits_for_the_write_back_and_compute_for_the_fetch() -> None:
         link.storage.append(blocks, 1, 0, *rows)
         written = write_back.newest
         told.clear()
-        ticket = fetch()
+        pending = fetch()
         assert ("prefetch", written) in told
         arrived = prefetch.newest
         told.clear()
-        ticket.wait()
+        pending.wait()
         assert told == [("compute", arrived)]
     link.storage.close(blocks)
     pool.release(blocks)
@@ -174,7 +174,7 @@ def test_residency_holds_exactly_the_resident_rows(sinks: int, recent: int, step
         rows = torch.arange(start, min(40, start + step), dtype=torch.float32)[None, :, None].expand(2, -1, 16)
         residency.store(1, start, rows, -rows)
         length = start + rows.shape[1]
-        visible = Visible.of(length, sinks=sinks, recent=recent, window=None)
+        visible = VisibleTokens.of(length, sinks=sinks, recent=recent, window=None)
         parts = residency.part(1, visible)
         keys = torch.cat([part.k for part in parts], dim=1)
         assert keys[0, :, 0].tolist() == [*visible.sinks, *visible.recent]

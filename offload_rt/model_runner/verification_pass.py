@@ -16,7 +16,7 @@ from .prefill import go_through, learn
 from .sequence import Sequence
 
 
-class WholePass:
+class VerificationPass:
     """Compute the next `counts[b]` tokens of each sequence b with full attention. Slots must be reserved.
 
     KV, scoring keys and windows are written. Nothing is committed.
