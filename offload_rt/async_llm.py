@@ -15,13 +15,12 @@ from queue import Empty, SimpleQueue
 from typing import Self
 
 from .config import StoreOptions
-from .engine.arguments import salt, sampling, shown, whole_or_none
-from .engine.callers import Caller, EngineLoad, Mailbox
-from .engine.constraints import check_answerable
-from .engine.failures import failure
+from .engine.async_clients import Client, EngineLoad, Mailbox, RequestTracer
+from .engine.checks import salt, sampling, shown, whole_or_none
+from .engine.logits_processors import check_answerable
 from .engine.prompts import PromptLike, one_prompt
 from .engine.request import Request, request_output
-from .engine.watching import Watch
+from .engine.scheduler import failure
 from .errors import InputError, QueueFullError, StoreError
 from .llm import LLM
 from .outputs import RequestOutput
@@ -63,8 +62,8 @@ class AsyncLLM:
         self._lock = threading.Lock()
         self._arriving = 0
         self._closed = False
-        self._callers: dict[str, Caller] = {}  # this and what follows is the thread's
-        self._by_number: dict[int, Caller] = {}
+        self._clients: dict[str, Client] = {}  # this and what follows is the thread's
+        self._by_number: dict[int, Client] = {}
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._link_bytes = self._device_bytes = 0
         self._thread = threading.Thread(target=self._run, name="offload-rt engine", daemon=True)
         self._thread.start()
@@ -81,7 +80,7 @@ class AsyncLLM:
         """The runtime, for its tokenizer, name, geometry and configuration."""
         return self._llm
 
-    # --------------------------------------------------------------------------------------------------------- callers
+    # --------------------------------------------------------------------------------------------------------- clients
 
     async def generate(
         self,
@@ -115,16 +114,16 @@ class AsyncLLM:
         params = sampling(sampling_params, self._llm.runner.model.sampling)
         if session is not None and self._sessions is None:
             raise InputError(f"session={shown(session)} needs a store: create AsyncLLM(llm, store=folder)")
-        caller = await self._arrive(prompt, params, request_id, session, trace, salt(cache_salt))
+        client = await self._arrive(prompt, params, request_id, session, trace, salt(cache_salt))
         finished = False
         try:
             while not finished:
-                output = await caller.mailbox.take()
+                output = await client.mailbox.take()
                 finished = output.finished
                 yield output
         finally:
             if not finished:
-                self._calls.put(lambda: self._leave(caller))
+                self._calls.put(lambda: self._leave(client))
 
     async def abort(self, request_id: str) -> None:
         """Abort a request. Its iterator ends with finish reason "abort". Unknown ids are ignored."""
@@ -212,7 +211,7 @@ class AsyncLLM:
         session: str | None,
         trace: bool,
         cache_salt: str,
-    ) -> Caller:
+    ) -> Client:
         """Queue a prompt for the engine thread. Text is tokenized in a worker thread."""
         if request_id is not None and not isinstance(request_id, str):
             raise InputError(f"request_id={shown(request_id)} must be a string")
@@ -232,13 +231,13 @@ class AsyncLLM:
             if params.structured_outputs is not None:  # compiling the first grammar of a tokenizer takes a second
                 await asyncio.to_thread(check_answerable, params, self._llm.runner.model)
             name = request_id or f"request-{next(self._ids)}"
-            watch = Watch(len(ids), self._llm.geometry.layers) if trace else None
-            caller = Caller(name, text, ids, params, Mailbox(), session, watch, cache_salt=cache_salt)
+            tracer = RequestTracer(len(ids), self._llm.geometry.layers) if trace else None
+            client = Client(name, text, ids, params, Mailbox(), session, tracer, cache_salt=cache_salt)
             with self._lock:
                 self._check_open()  # the engine thread ignores calls after the last one
-                self._calls.put(lambda: self._join(caller))
+                self._calls.put(lambda: self._join(client))
             handed = True
-            return caller
+            return client
         finally:
             if not handed:
                 self._arrived()
@@ -273,83 +272,83 @@ class AsyncLLM:
                 self._sessions.look_ahead()
         numbers = {event.request_id for event in self._engine.step()}
         for number in sorted(numbers & self._by_number.keys()):
-            caller = self._by_number[number]
+            client = self._by_number[number]
             try:
-                self._report(caller)
+                self._report(client)
             except Exception as error:
-                assert caller.request is not None
-                self._fail(caller.request, failure(caller.request, error))
+                assert client.request is not None
+                self._fail(client.request, failure(client.request, error))
 
     def _prefilled(self, request: Request, layers: int) -> None:
         """Report prefill progress to clients that requested a trace."""
-        caller = self._by_number.get(request.prompt.id)
-        if caller is not None and caller.watch is not None:
-            caller.watch.layers_prefilled = layers
-            self._tell(caller, self._output(caller))
+        client = self._by_number.get(request.prompt.id)
+        if client is not None and client.tracer is not None:
+            client.tracer.layers_prefilled = layers
+            self._tell(client, self._output(client))
 
-    def _join(self, caller: Caller) -> None:
-        if caller.request_id in self._callers:
+    def _join(self, client: Client) -> None:
+        if client.request_id in self._clients:
             self._tell(
-                caller, InputError(f"request {caller.request_id!r} is already running: choose another request_id")
+                client, InputError(f"request {client.request_id!r} is already running: choose another request_id")
             )
         elif self._closed:
-            self._tell(caller, InputError(f"the engine of {self._llm!r} is closed: create another one"))
+            self._tell(client, InputError(f"the engine of {self._llm!r} is closed: create another one"))
         else:
-            self._add(caller)
+            self._add(client)
         self._arrived()
 
-    def _add(self, caller: Caller) -> None:
+    def _add(self, client: Client) -> None:
         try:
-            caller.request = self._request(caller)
+            client.request = self._request(client)
         except Exception as error:
-            self._tell(caller, error)
+            self._tell(client, error)
         else:
-            self._callers[caller.request_id] = self._by_number[caller.request.prompt.id] = caller
+            self._clients[client.request_id] = self._by_number[client.request.prompt.id] = client
 
-    def _request(self, caller: Caller) -> Request:
-        if caller.session is None or self._sessions is None:
-            return self._engine.add(caller.ids, caller.params, caller.watch, caller.cache_salt)
+    def _request(self, client: Client) -> Request:
+        if client.session is None or self._sessions is None:
+            return self._engine.add(client.ids, client.params, client.tracer, client.cache_salt)
         with self._llm.runner.pool.lock:
             number = self._engine.next_id()
             turn = self._sessions.turn(
-                caller.session, number, caller.ids, caller.params, caller.watch, caller.cache_salt
+                client.session, number, client.ids, client.params, client.tracer, client.cache_salt
             )
         self._engine.submit(turn)
         return turn
 
-    def _output(self, caller: Caller) -> RequestOutput:
-        assert caller.request is not None
-        output = request_output(caller.request, caller.ids, caller.text, caller.request_id)
-        return output if caller.watch is None else replace(output, trace=caller.watch.trace(caller.request))
+    def _output(self, client: Client) -> RequestOutput:
+        assert client.request is not None
+        output = request_output(client.request, client.ids, client.text, client.request_id)
+        return output if client.tracer is None else replace(output, trace=client.tracer.trace(client.request))
 
-    def _report(self, caller: Caller) -> None:
+    def _report(self, client: Client) -> None:
         """Send the output so far to the client. Remove the request if it has finished."""
-        output = self._output(caller)
+        output = self._output(client)
         written = sum(len(completion.token_ids) for completion in output.outputs)
-        self._generated_tokens += written - caller.counted
-        caller.counted = written
+        self._generated_tokens += written - client.counted
+        client.counted = written
         try:
             if output.finished:
-                self._leave(caller)
+                self._leave(client)
         finally:
-            self._tell(caller, output)
+            self._tell(client, output)
 
-    def _tell(self, caller: Caller, output: RequestOutput | Exception) -> None:
+    def _tell(self, client: Client, output: RequestOutput | Exception) -> None:
         try:
-            caller.mailbox.post(output)
+            client.mailbox.post(output)
         except RuntimeError:  # the client's event loop is closed; leave after the current step
-            self._calls.put(lambda: self._leave(caller))
+            self._calls.put(lambda: self._leave(client))
 
-    def _leave(self, caller: Caller) -> None:
+    def _leave(self, client: Client) -> None:
         """Cancel a request if it is still running, and remove it. Does nothing if it was removed before."""
-        request = caller.request
+        request = client.request
         if request is None or self._by_number.pop(request.prompt.id, None) is None:
             return
-        del self._callers[caller.request_id]
+        del self._clients[client.request_id]
         self._cancel(request)
-        if caller.session is not None and self._sessions is not None:
+        if client.session is not None and self._sessions is not None:
             with _log_errors():
-                self._sessions.ended(caller.session)
+                self._sessions.ended(client.session)
         self._prompt_tokens += len(request.prompt.token_ids)
         self._cached_tokens += request.cached_tokens
         ended = (completion.stats for completion in request.completions())
@@ -360,31 +359,31 @@ class AsyncLLM:
 
         If the history of a finished turn cannot be written, its client has its answer already: log the error.
         """
-        if (caller := self._by_number.get(request.prompt.id)) is not None:
-            self._leave(caller)
-            self._tell(caller, error)
+        if (client := self._by_number.get(request.prompt.id)) is not None:
+            self._leave(client)
+            self._tell(client, error)
         elif isinstance(error, StoreError):
             logger.warning("a session could not be saved: %s", error)
 
     def _fail_all(self, error: Exception) -> None:
         """Fail all pending requests with `error`. Errors raised while notifying are suppressed so that the loop keeps
         running."""
-        for caller in list(self._callers.values()):
-            self._tell(caller, error)
+        for client in list(self._clients.values()):
+            self._tell(client, error)
             with suppress(Exception):
-                self._leave(caller)
+                self._leave(client)
 
     def _abort(self, request_id: str) -> None:
-        if (caller := self._callers.get(request_id)) is not None and caller.request is not None:
-            self._cancel(caller.request)
-            self._report(caller)
+        if (client := self._clients.get(request_id)) is not None and client.request is not None:
+            self._cancel(client.request)
+            self._report(client)
 
     def _cancel(self, request: Request) -> None:
         with _log_errors():  # also if a session's history cannot be written
             self._engine.cancel(request)
 
     def _abort_all(self) -> None:
-        for request_id in list(self._callers):
+        for request_id in list(self._clients):
             self._abort(request_id)
 
 

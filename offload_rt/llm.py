@@ -14,9 +14,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .config import EngineConfig, StoreOptions
 from .core import ModelGeometry
-from .engine.arguments import folder_path, salt, sampling, sampling_of_each, texts_or_ids, whole_or_none
 from .engine.build import build, build_beside
-from .engine.checks import check_token_ids, max_length
+from .engine.checks import (
+    check_token_ids,
+    folder_path,
+    max_length,
+    salt,
+    sampling,
+    sampling_of_each,
+    texts_or_ids,
+    whole_or_none,
+)
 from .engine.engine import Engine
 from .engine.prompts import PromptLike, each_prompt, one_prompt
 from .engine.recording import RunInfo, RunWriter
@@ -317,7 +325,7 @@ class LLM:
     ) -> list[RequestOutput]:
         each, self._last = sampling_of_each(sampling_params, len(encoded), self._runner.model.sampling), None
         for prompt, one in zip(encoded, each, strict=True):
-            self._runner.room.check(len(prompt), len(prompt) + one.max_tokens)
+            self._runner.cache_manager.check(len(prompt), len(prompt) + one.max_tokens)
         engine = self.make_engine()
         requests = [engine.add(prompt, one, cache_salt=cache_salt) for prompt, one in zip(encoded, each, strict=True)]
         try:

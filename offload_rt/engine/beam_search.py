@@ -18,10 +18,10 @@ from ..model_runner.prefill import Prefill
 from ..model_runner.sequence import Sequence
 from ..outputs import CompletionOutput, FinishReason, Logprobs, Stats, StopReason, TokenOutput
 from ..sampling_params import SamplingParams
-from .constraints import apply_constraints, check_any_allowed, check_logits, constraints
+from .cache_manager import salt_provenance
 from .detokenizer import added_text, decode, decoding_context, known_texts
+from .logits_processors import apply_processors, check_any_allowed, check_logits, logits_processors
 from .request import Request, SampledRequest
-from .room import salt_provenance
 from .runner import Runner
 from .sampler import Sampler
 from .times import Times
@@ -49,7 +49,7 @@ class Beams:
         width = params.num_beams
         self._params, self._prompt, self._ended = params, prompt, ended
         self._candidates = max(2, 1 + len(ends)) * width  # any of the candidates may end
-        self._constraints = partial(constraints, params, len(prompt), ends, tokenizer)
+        self._make_processors = partial(logits_processors, params, len(prompt), ends, tokenizer)
         self._processors: LogitsProcessorList | None = None
         self.running: list[list[int]] = [[]] * width
         self._scores = torch.full((width,), _NEVER)
@@ -70,10 +70,10 @@ class Beams:
         check_logits(logits)
         log_probs = torch.log_softmax(logits.float(), dim=-1)
         if self._processors is None:
-            self._processors = self._constraints(logits.device)
+            self._processors = self._make_processors(logits.device)
         if self._processors:
             history = torch.tensor([[*self._prompt, *tokens] for tokens in self.running], device=logits.device)
-            log_probs = apply_constraints(self._processors, history, log_probs)
+            log_probs = apply_processors(self._processors, history, log_probs)
             check_any_allowed(log_probs.flatten(0))  # one beam may have no continuation
         total = (log_probs.cpu() + self._scores[:, None]).flatten()
         scores, flat = torch.topk(total, self._candidates)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..config import EngineConfig, SkewMethod
 from ..core import ModelGeometry
 from ..errors import ConfigError
+from ..kernels import dispatch
 from ..kv_cache.arena import read_in_place
 from ..kv_cache.disk.disk_tier import DiskTier
 from ..kv_cache.machine import memory_limit
@@ -39,7 +40,6 @@ from ..transfer.weights.experts import keep_experts
 from ..transfer.weights.host_weights import HostWeights
 from ..transfer.weights.streamed import StreamedAdapter, WeightStream
 from ..utils.progress import Progress
-from .checks import check_launches
 from .runner import Runner
 from .speculative.draft_model import check_same_tokens
 
@@ -60,7 +60,7 @@ def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase
     """
     device = model.device if isinstance(model, PreTrainedModel) else resolve_device(config.device)
     with on_device(device):  # loading verifies and calibrates the model, which launches kernels
-        check_launches(device)
+        _check_launches(device)
         return _build(model, config, tokenizer)
 
 
@@ -256,3 +256,22 @@ def _bring_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedMod
         stream = WeightStream(loaded.layers, placement.layers, device, copies)
         adapter = StreamedAdapter(adapter, stream)
     return replace(loaded, adapter=adapter), HostWeights(stream, tuple(experts), loaded.embedding)
+
+
+def _check_launches(device: torch.device) -> None:
+    """Launch a small kernel on a GPU, so that a missing C compiler is reported before a model is loaded.
+
+    Raises ConfigError if Triton finds no C compiler, which it needs for launching kernels.
+    """
+    if device.type == "cpu":
+        return
+    one = torch.ones(1, 16, device=device)
+    try:
+        dispatch.rms_norm(one, one[0], 1e-6)
+    except RuntimeError as error:
+        if "C compiler" not in str(error):
+            raise
+        raise ConfigError(
+            "Triton finds no C compiler, which it needs for launching kernels: install gcc or clang, or set "
+            "the environment variable CC to one"
+        ) from error

@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -18,12 +19,11 @@ from ..model_runner.trace import Recorder
 from ..outputs import TokenOutput
 from ..sampling_params import SamplingParams
 from .beam_search import BeamSearchRequest
-from .constraints import check_answerable
-from .failures import Suspects, failure
+from .logits_processors import check_answerable
 from .request import Request, SampledRequest, StartAgainError
 from .runner import Runner
-from .scheduler import Scheduler
-from .speculative.drafting import Drafting
+from .scheduler import Scheduler, failure
+from .speculative.decoder import SpeculativeDecoder
 from .swap import Swap
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Engine:
     ) -> None:
         self.runner = runner
         exact = runner.config.exact
-        self._drafting = None if exact is None else Drafting(runner, exact)
+        self._speculative = None if exact is None else SpeculativeDecoder(runner, exact)
         self.scheduler = Scheduler(runner, max_num_seqs, swap)
         self._on_prefill, self._on_failure, self._waited_for = on_prefill, on_failure, waited_for
         self._ids = itertools.count()
@@ -178,9 +178,9 @@ class Engine:
 
     def _steps(self, group: list[Request]) -> list[tuple[Request, Iterable[torch.Tensor]]]:
         """Return the logits of each request of `group`: of one token, or of several if drafts are verified."""
-        if self._drafting is not None:
-            drafting = self._drafting
-            return [(draft.request, drafting.accepted(draft)) for draft in drafting.round(group)]
+        if self._speculative is not None:
+            speculative = self._speculative
+            return [(draft.request, speculative.accepted(draft)) for draft in speculative.round(group)]
         logits = self.runner.decode([sequence for request in group for sequence in request.sequences])
         rows = logits.split([len(request.sequences) for request in group])
         return [(request, [one]) for request, one in zip(group, rows, strict=True)]
@@ -250,3 +250,29 @@ class Engine:
         """Assert that queues, sequences and pool agree."""
         self.scheduler.check_integrity()
         self.runner.check_integrity()
+
+
+class Suspects:
+    """Requests of a failed decode step. Any of them may be the cause.
+
+    Each is decoded in a separate step until it has passed the position of the failure or has failed alone.
+    """
+
+    def __init__(self) -> None:
+        self._positions: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+
+    def add(self, request: Request) -> None:
+        """Suspect a request that still has the sequences of the failed step."""
+        self._positions[request] = request.sequences[0].position
+
+    def groups(self, running: Seq[Request]) -> list[list[Request]]:
+        """Split the `running` requests into groups to decode together."""
+        if any(request in self._positions for request in running):
+            return [[request] for request in running]
+        return [list(running)] if running else []
+
+    def decoded(self, request: Request) -> None:
+        """Clear the suspicion of `request` if it has passed the position at which the step failed."""
+        failed_at = self._positions.get(request)
+        if failed_at is not None and request.sequences and request.sequences[0].position > failed_at:
+            del self._positions[request]

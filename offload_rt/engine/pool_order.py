@@ -17,7 +17,7 @@ from typing import Protocol
 from weakref import WeakSet, ref
 
 from ..errors import EngineError, PoolFullError
-from .reclaim import Reclaimable
+from .cache_manager import Reclaimable
 
 PATIENCE = 5.0
 """Seconds after its last step for which an engine counts as driven. The memory of an engine that nobody drives, such as
@@ -37,7 +37,7 @@ class RequestQueue(Protocol):
 
     @property
     def oldest(self) -> int | None:
-        """The lowest ticket of all requests, or None if there are no requests."""
+        """The lowest arrival number of all requests, or None if there are no requests."""
         ...
 
 
@@ -47,7 +47,7 @@ class PoolOrder:
     def __init__(self) -> None:
         self._members: WeakSet[PoolMember] = WeakSet()
         self._mutex = threading.Lock()
-        self._tickets = itertools.count()
+        self._arrivals = itertools.count()
         self.changed = threading.Condition()
         self.frees = self.ends = 0
         self.broken: EngineError | None = None
@@ -62,9 +62,9 @@ class PoolOrder:
             self._members.add(member)
         return member
 
-    def ticket(self) -> int:
-        """Return the ticket of a new request. Lower tickets are older."""
-        return next(self._tickets)
+    def arrival(self) -> int:
+        """Return the arrival number of a new request. Lower numbers are older."""
+        return next(self._arrivals)
 
     def members(self) -> list[PoolMember]:
         """Return all engines of the pool."""
@@ -106,7 +106,7 @@ class PoolMember:
 
     @property
     def oldest(self) -> int | None:
-        """The lowest ticket of this engine's requests."""
+        """The lowest arrival number of this engine's requests."""
         requests = self._requests()
         return None if requests is None else requests.oldest
 

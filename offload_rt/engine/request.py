@@ -13,11 +13,10 @@ from ..model_runner.sequence import Sequence
 from ..model_runner.trace import Recorder, Trace
 from ..outputs import CompletionOutput, FinishReason, Logprobs, RequestOutput, Stats, StopReason, TokenOutput
 from ..sampling_params import SamplingParams
+from .cache_manager import salt_provenance
 from .detokenizer import TextStream
-from .logprobs import PromptLogprobs, logprobs_of
-from .room import salt_provenance
 from .runner import Runner
-from .sampler import Sampler
+from .sampler import PromptLogprobs, Sampler, logprobs_of
 from .times import Times
 
 

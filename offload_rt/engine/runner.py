@@ -31,11 +31,10 @@ from ..policies.base import Policy
 from ..transfer.link import Link
 from ..transfer.weights.host_weights import NOTHING_USED, HostWeights, WeightUse
 from ..utils.allocator import give_back
+from .cache_manager import EXACT, SHARED_BEHIND, CacheManager, retry_after_reclaim
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
 from .own_device import on_own_device
 from .pool_order import PoolOrder
-from .reclaim import retry_after_reclaim
-from .room import EXACT, SHARED_BEHIND, Room
 from .segments import segment_tokens
 from .stats import Accounting
 from .thread_choice import ThreadChoice
@@ -80,7 +79,7 @@ class Runner:
         self._slice_tokens = best if plan is None else plan.costs.slice
         usual = MISSED_MASS_EVERY if self.adapter.device.type == "cpu" and pool.file is None else 0
         self._missed_mass_every = usual if config.missed_mass_every is None else config.missed_mass_every
-        self.room = Room(pool, policy, config)
+        self.cache_manager = CacheManager(pool, policy, config)
         self._threads = ThreadChoice()
         self._ids = itertools.count()
         self._open: dict[int, Sequence] = {}
@@ -121,8 +120,8 @@ class Runner:
         """
         check_token_ids(tokens, self.model)
         provenance = self.model.weights_provenance() + provenance
-        diverged_at = self.room.diverges(tokens[:reuse], provenance)
-        blocks = self.room.block_table(tokens[:reuse], capacity, len(tokens), provenance)
+        diverged_at = self.cache_manager.diverges(tokens[:reuse], provenance)
+        blocks = self.cache_manager.block_table(tokens[:reuse], capacity, len(tokens), provenance)
         sequence = self._open_sequence(blocks, tokens, known=blocks.length, exact=blocks.length, provenance=provenance)
         sequence.trace.diverged_at = diverged_at
         return sequence
@@ -132,7 +131,7 @@ class Runner:
         check_positions(tokens, self.model)
         if self.plan is not None:
             self.plan.check([tokens])
-        if not self.room.evicts:
+        if not self.cache_manager.evicts:
             self.pool.check_fits(tokens)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
@@ -145,9 +144,9 @@ class Runner:
         With eviction, tokens of a full pool are overwritten. PoolFullError then means that the device is full, or that
         a fork still holds blocks that have left a sliding window.
         """
-        if not self.room.evicts:
+        if not self.cache_manager.evicts:
             self.pool.reserve(sequence.blocks, sequence.position + tokens)
-        self.room.slide(sequence, self.link.storage, sequence.position + tokens)
+        self.cache_manager.slide(sequence, self.link.storage, sequence.position + tokens)
         self._check_device()
 
     def _check_device(self) -> None:
@@ -175,7 +174,7 @@ class Runner:
         """
         self.link.storage.settle(sequence.blocks)
         shared, position = self.pool.fork(sequence.blocks), sequence.position
-        blocks = self.room.reserved(shared, capacity, position, min(capacity, position + 1))
+        blocks = self.cache_manager.reserved(shared, capacity, position, min(capacity, position + 1))
         sequence.forks = max(0, sequence.forks - 1)
         return self._open_sequence(
             blocks,
@@ -193,7 +192,7 @@ class Runner:
 
         `floor` is the first token that sliding layers can see.
         """
-        if not self.room.shares:
+        if not self.cache_manager.shares:
             return BlockTable(floor=floor)
         return self.pool.match(tokens, EXACT + provenance, self.provenance_key + provenance, floor=floor)
 
@@ -213,8 +212,8 @@ class Runner:
         KV of `blocks.length` tokens is in the block table. The rest is loaded before the next prefill reaches its
         layer. The block table is released if PoolFullError is raised.
         """
-        self.room.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
-        with self.room.released_on_error(blocks):
+        self.cache_manager.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
+        with self.cache_manager.released_on_error(blocks):
             self.pool.commit(blocks, known)
         return self._open_sequence(blocks, tokens, known=known, exact=exact, shift=shift, provenance=provenance)
 
@@ -249,13 +248,13 @@ class Runner:
 
         The block table is released on an error.
         """
-        with self.room.released_on_error(blocks):
+        with self.cache_manager.released_on_error(blocks):
             keys = key_reader(self.pool, self.link.storage, blocks)
             sequence = Sequence(
                 id=next(self._ids),
                 tokens=list(tokens),
                 blocks=blocks,
-                slots=self.room.slots() if origin is None else origin.slots.fork(),
+                slots=self.cache_manager.slots() if origin is None else origin.slots.fork(),
                 keys=keys,
                 state=self.policy.new_state(keys) if origin is None else origin.state.fork(keys),
                 trace=self._new_trace(known, origin, same_trace),
@@ -305,7 +304,7 @@ class Runner:
 
         All KV that was appended must have reached the pool.
         """
-        if self.room.shares:
+        if self.cache_manager.shares:
             provenance_key = EXACT if sequence.position == sequence.exact else self.provenance_key
             self.pool.publish(sequence.blocks, sequence.tokens, provenance_key + sequence.provenance)
 
@@ -330,9 +329,11 @@ class Runner:
             every_logits: Called with slices of the logits of all tokens at the end (`Prefill`).
         """
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
-        if sequence.unlearned and self.room.shares and not self.room.evicts:
+        if sequence.unlearned and self.cache_manager.shares and not self.cache_manager.evicts:
             learn_from_others(sequence, self._open.values())
-        self.room.slide(sequence, self.link.storage, stop, behind=SHARED_BEHIND if self.room.shares else 0)
+        self.cache_manager.slide(
+            sequence, self.link.storage, stop, behind=SHARED_BEHIND if self.cache_manager.shares else 0
+        )
         return Prefill(
             sequence,
             stop,
@@ -361,7 +362,7 @@ class Runner:
             sequence.position, sequence.unlearned, sequence.learned = prefill.stop, 0, 0
             self.link.storage.settle(sequence.blocks)
             self._publish(sequence)
-            self.room.slide(sequence, self.link.storage, prefill.stop)
+            self.cache_manager.slide(sequence, self.link.storage, prefill.stop)
             if self.pool.file is not None:  # host memory is scarce with `disk`
                 give_back()
         sequence.trace.prefill_seconds += time.perf_counter() - began
@@ -390,7 +391,7 @@ class Runner:
         began, used = time.perf_counter(), self.weight_use
         rebalance(batch, self.pool, self.link.storage, self.policy)
         for sequence in batch:
-            self.room.slide(sequence, self.link.storage, sequence.position + 1)
+            self.cache_manager.slide(sequence, self.link.storage, sequence.position + 1)
             sequence.slots.begin_step(sequence.blocks, sequence.position)
             sequence.interrupted = True
         sharing = self.prefixes.of([sequence.blocks for sequence in batch])

@@ -1,9 +1,9 @@
-"""Sample the next token of a sequence, with transformers' logits processors."""
+"""Sample the next token of a sequence with transformers' logits processors, and compute log-probabilities."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import torch
@@ -17,9 +17,11 @@ from transformers import (
 )
 
 from ..errors import InputError
+from ..outputs import Logprob, Logprobs
 from ..sampling_params import SamplingParams
-from .constraints import apply_constraints, check_any_allowed, check_logits, constraints
-from .structure import Structure
+from .detokenizer import token_text
+from .guided_decoding import GuidedDecoder
+from .logits_processors import apply_processors, check_any_allowed, check_logits, logits_processors
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: keeps seeds of completions apart from neighbouring seeds
 
@@ -49,8 +51,8 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed((params.seed + sample * _SEED_STEP) % (1 << 63))
-        self._constraints: LogitsProcessorList | None = None
-        self._structure: Structure | None = None
+        self._processors: LogitsProcessorList | None = None
+        self._guided: GuidedDecoder | None = None
         self._warpers = LogitsProcessorList() if self._greedy else _warpers(params)
 
     def copy(self) -> Sampler:
@@ -58,7 +60,7 @@ class Sampler:
         twin = copy.copy(self)
         twin._generator = torch.Generator()
         twin._generator.set_state(self._generator.get_state())
-        twin._structure = None if self._structure is None else self._structure.copy()
+        twin._guided = None if self._guided is None else self._guided.copy()
         return twin
 
     def pick(self, logits: torch.Tensor, tokens: list[int], prompt: int | None = None) -> int:
@@ -69,14 +71,14 @@ class Sampler:
         check_logits(logits)
         scores = self._constrained(logits.unsqueeze(0), tokens, len(tokens) if prompt is None else prompt)
         token = int(scores.argmax()) if self._greedy else self._draw(scores)
-        if self._structure is not None:
-            self._structure.take(token)
+        if self._guided is not None:
+            self._guided.take(token)
         return token
 
     @property
     def complete(self) -> bool:
         """Whether the structured output is complete."""
-        return self._structure is not None and self._structure.complete
+        return self._guided is not None and self._guided.complete
 
     def _draw(self, scores: torch.Tensor) -> int:
         scores = self._warpers(_NO_HISTORY, cast(torch.FloatTensor, scores))
@@ -91,23 +93,23 @@ class Sampler:
 
     def _constrained(self, scores: torch.Tensor, tokens: list[int], prompt: int) -> torch.Tensor:
         """Return constrained logits `[1, V]`."""
-        if self._constraints is None:
+        if self._processors is None:
             self._begin(scores, prompt)
-        assert self._constraints is not None
-        if not self._constraints and self._structure is None:
+        assert self._processors is not None
+        if not self._processors and self._guided is None:
             return scores
         history = torch.tensor([tokens], device=scores.device)
-        found = apply_constraints(self._constraints, history, scores.clone())
-        if self._structure is not None:
-            found = found.masked_fill(~self._structure.allowed().to(found.device), -torch.inf)
+        found = apply_processors(self._processors, history, scores.clone())
+        if self._guided is not None:
+            found = found.masked_fill(~self._guided.allowed().to(found.device), -torch.inf)
         check_any_allowed(found)
         return found
 
     def _begin(self, scores: torch.Tensor, prompt: int) -> None:
         params = self._params
-        self._constraints = constraints(params, prompt, self._ends, self._tokenizer, scores.device)
+        self._processors = logits_processors(params, prompt, self._ends, self._tokenizer, scores.device)
         if params.structured_outputs is not None:
-            self._structure = Structure(params.structured_outputs, self._tokenizer, scores.shape[1], self._ends)
+            self._guided = GuidedDecoder(params.structured_outputs, self._tokenizer, scores.shape[1], self._ends)
 
 
 _NO_HISTORY = cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.long))  # temperature and filters ignore it
@@ -125,3 +127,46 @@ def _warpers(params: SamplingParams) -> LogitsProcessorList:
     if params.min_p:
         found.append(MinPLogitsWarper(params.min_p))
     return found
+
+
+def logprobs_of(
+    logits: torch.Tensor, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None
+) -> list[Logprobs]:
+    """Return, for each of `tokens` with logits `[n, V]`, its log-probability and the `count` largest (-1: all)."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    there = torch.tensor(tokens, device=logprobs.device)[:, None]
+    mine = logprobs.gather(1, there)
+    ranks = (logprobs > mine).sum(dim=-1) + 1
+    values, ids = logprobs.topk(logprobs.shape[1] if count < 0 else min(count, logprobs.shape[1]), dim=-1)
+    every = zip(tokens, mine[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True)
+    return [_place(token, own, rank, best, tops, tokenizer) for token, own, rank, best, tops in every]
+
+
+def _place(
+    token: int,
+    logprob: float,
+    rank: int,
+    best: list[int],
+    values: list[float],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Logprobs:
+    found = {token: Logprob(logprob, rank, token_text(tokenizer, token))}
+    for place, (one, value) in enumerate(zip(best, values, strict=True)):
+        if one != token:
+            found[one] = Logprob(value, place + 1, token_text(tokenizer, one))
+    return found
+
+
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens, collected during prefill. The first token has none."""
+
+    def __init__(self, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._tokens, self._count, self._tokenizer = tokens, count, tokenizer
+        self.found: list[Logprobs | None] = [None]
+
+    def see(self, first: int, logits: torch.Tensor) -> None:
+        """Add logits `[n, V]` of the positions from `first` on, which follow those seen before."""
+        assert first == len(self.found) - 1
+        check_logits(logits)
+        behind = self._tokens[first + 1 : first + 1 + len(logits)]
+        self.found += logprobs_of(logits[: len(behind)], behind, self._count, self._tokenizer)

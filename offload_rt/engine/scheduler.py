@@ -6,9 +6,8 @@ import logging
 from collections import deque
 from weakref import WeakKeyDictionary, WeakSet
 
-from ..errors import EngineError, PoolFullError
+from ..errors import EngineError, OffloadError, PoolFullError
 from ..model_runner.prefill import Prefill
-from .failures import failure
 from .request import Request
 from .runner import Runner
 from .swap import Swap, SwappedSequence
@@ -36,7 +35,7 @@ class Scheduler:
         self._runner, self._max_num_seqs, self._swap = runner, max_num_seqs, swap
         self._swapped_out: dict[Request, SwappedSequence] = {}
         self._stay: WeakSet[Request] = WeakSet()
-        self._tickets: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self._arrivals: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self.waiting: deque[Request] = deque()
         self.prefilling: tuple[Request, Prefill] | None = None
         self.running: list[Request] = []
@@ -60,8 +59,8 @@ class Scheduler:
 
     @property
     def oldest(self) -> int | None:
-        """The lowest ticket of all requests, or None if there are no requests."""
-        return min((self._tickets[request] for request in self.requests), default=None)
+        """The lowest arrival number of all requests, or None if there are no requests."""
+        return min((self._arrivals[request] for request in self.requests), default=None)
 
     @property
     def idle(self) -> bool:
@@ -73,7 +72,7 @@ class Scheduler:
         pool is broken."""
         if (broken := self._runner.order.broken) is not None:
             raise broken
-        self._tickets[request] = self._runner.order.ticket()
+        self._arrivals[request] = self._runner.order.arrival()
         self.waiting.append(request)
         if not swaps:
             self._stay.add(request)
@@ -150,7 +149,7 @@ class Scheduler:
         self.prefilling = None
         started = [request]
         for fork in request.take_pending():
-            self._tickets[fork] = self._tickets[request]
+            self._arrivals[fork] = self._arrivals[request]
             try:
                 fork.fork_from(self._runner, prefill.sequence)
                 started.append(fork)
@@ -295,3 +294,19 @@ class Scheduler:
         assert all(request.sequences for request in started)
         assert not any(request.sequences for request in self.waiting)
         assert set(self._swapped_out) <= set(self.waiting)
+
+
+def failure(request: Request, error: Exception) -> OffloadError:
+    """Return the error to report for `request`: `error` if it is an OffloadError, else an EngineError caused by it.
+
+    The traceback of an unexpected error is logged here.
+    """
+    if isinstance(error, OffloadError):
+        return error
+    logger.error("request %s failed", request.prompt.id, exc_info=error)
+    told = EngineError(
+        f"request {request.prompt.id} failed with {type(error).__name__}: {error}. Other requests are not affected. "
+        "The traceback is in the log"
+    )
+    told.__cause__ = error
+    return told

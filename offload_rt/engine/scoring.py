@@ -14,7 +14,7 @@ from ..errors import PoolFullError
 from ..kv_cache.stored_rows import chunks_for
 from ..model_runner.sequence import Sequence
 from ..outputs import Stats
-from .constraints import check_logits
+from .logits_processors import check_logits
 from .runner import Runner
 from .speculative.verification import accept, verify
 
@@ -150,11 +150,11 @@ class _Batches:
         return sequence
 
     def _grown(self, origin: Sequence, task: _Task) -> Sequence:
-        self._runner.pool.reserve(origin.blocks, self._runner.room.slots_for(origin.position, task.computed))
+        self._runner.pool.reserve(origin.blocks, self._runner.cache_manager.slots_for(origin.position, task.computed))
         return origin
 
     def _fork(self, origin: Sequence, task: _Task) -> Sequence:
-        fork = self._runner.fork(origin, self._runner.room.slots_for(origin.position, task.computed))
+        fork = self._runner.fork(origin, self._runner.cache_manager.slots_for(origin.position, task.computed))
         fork.tokens = list(task.tokens)
         return fork
 

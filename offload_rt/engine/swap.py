@@ -23,7 +23,7 @@ from ..storage.folder import spaces
 from ..storage.loader import ChunkLoader, DamagedChunkError
 from ..storage.nameless_store import NamelessStore
 from ..storage.saver import Saver, layer_bytes
-from .room import EXACT
+from .cache_manager import EXACT
 from .runner import Runner
 
 BYTES_PER_SECOND = 500e6  # assumed speed of a disk until it has been measured
@@ -116,7 +116,7 @@ class Swap:
         """
         runner, pool = self._runner, self._runner.pool
         blocks = self._known(swapped, tokens)
-        with runner.room.released_on_error(blocks):
+        with runner.cache_manager.released_on_error(blocks):
             found = self._find(swapped, blocks)
             pool.check_grows(blocks, swapped.position + 1, spare)
         if found is None:

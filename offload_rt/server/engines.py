@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..async_llm import AsyncLLM
-from ..engine.callers import EngineLoad
+from ..engine.async_clients import EngineLoad
 from .errors import RefusedError, refused
 from .options import ServerOptions
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from ..core import CHUNK
-from ..engine.room import EXACT
+from ..engine.cache_manager import EXACT
 from ..kv_cache.prefix_tree import chunk_key, pack_tokens
 from ..storage.chunk_store import NamedChunk
 

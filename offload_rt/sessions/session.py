@@ -10,9 +10,9 @@ from collections.abc import Sequence as Seq
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
-from ..engine.arguments import sampling
-from ..engine.constraints import check_answerable
+from ..engine.checks import sampling
 from ..engine.engine import Engine
+from ..engine.logits_processors import check_answerable
 from ..engine.prompts import token_ids
 from ..errors import InputError, ModelError
 from ..outputs import Stats, TokenOutput

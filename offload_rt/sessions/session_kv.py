@@ -149,7 +149,7 @@ class SessionKV:
         history, runner, storage = self.history, self.runner, self.context.storage
         blocks = runner.match(history.tokens, history.provenance, history.floor)
         self._host_tokens = blocks.length
-        with runner.room.released_on_error(blocks):
+        with runner.cache_manager.released_on_error(blocks):
             found, known = self._find(blocks)
             if known < history.computed:
                 self._lose_from(known)

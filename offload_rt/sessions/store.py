@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from ..config import StoreOptions
-from ..engine.reclaim import Holding
+from ..engine.cache_manager import Holding
 from ..engine.runner import Runner
 from ..errors import ConfigError, InputError, StoreError
 from ..storage.chunk_store import StorageTier
@@ -241,7 +241,7 @@ class SessionStore:
         self.close_if_idle()
 
     def reclaim(self) -> bool:
-        """Evict one parked session. Return False if none can be evicted (see `engine.reclaim.Reclaimable`)."""
+        """Evict one parked session. Return False if none can be evicted (see `engine.cache_manager.Reclaimable`)."""
         return self.host.reclaim()
 
     def holdings(self) -> list[Holding]:

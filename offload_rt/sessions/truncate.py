@@ -16,7 +16,7 @@ from copy import copy
 import torch
 
 from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, ranges_of
-from ..engine.arguments import whole, whole_or_none
+from ..engine.checks import whole, whole_or_none
 from ..engine.prompts import token_ids
 from ..errors import InputError, ModelError, PoolFullError, StoreError
 from ..kv_cache.pool import HostPool

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
-from ..engine.arguments import sampling
+from ..engine.checks import sampling
 from ..engine.engine import Engine
 from ..errors import InputError, OffloadError
 from ..outputs import FinishReason, Stats, TokenOutput

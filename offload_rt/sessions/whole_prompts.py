@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 
-from ..engine.constraints import check_answerable
-from ..engine.room import salt_provenance
+from ..engine.cache_manager import salt_provenance
+from ..engine.logits_processors import check_answerable
 from ..errors import InputError, SessionBusyError
 from ..model_runner.trace import Recorder
 from ..sampling_params import SamplingParams

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from offload_rt.engine.structure import Structure
+from offload_rt.engine.guided_decoding import GuidedDecoder
 from offload_rt.sampling_params import StructuredOutputs
 
 ADDRESS = {
@@ -70,7 +70,7 @@ def ours(tokenizer: PreTrainedTokenizerBase, vocab: int) -> Callable[[str], Any]
 
     def begin(kind: str) -> tuple[Callable[[], Any], Callable[[int], Any]]:
         asked = StructuredOutputs(json=SCHEMA) if kind == "json" else StructuredOutputs(regex=REGEX)
-        structure = Structure(asked, tokenizer, vocab, ())
+        structure = GuidedDecoder(asked, tokenizer, vocab, ())
         return structure.allowed, structure.take
 
     return begin

@@ -15,7 +15,7 @@ import numpy as np
 import uvicorn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from offload_rt.engine.callers import EngineLoad
+from offload_rt.engine.async_clients import EngineLoad
 from offload_rt.errors import InputError
 from offload_rt.models.location import locate
 from offload_rt.outputs import CompletionOutput, Logprob, RequestOutput, RequestTrace

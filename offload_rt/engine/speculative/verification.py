@@ -25,7 +25,7 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
     device = runner.adapter.device
     with on_device(device), engine_threads(device), torch.inference_mode():
         for sequence, count in batch:
-            runner.room.slide(sequence, storage, sequence.position + count)
+            runner.cache_manager.slide(sequence, storage, sequence.position + count)
             sequence.interrupted = True
             share = sequence.position / (sequence.position + count)
             sequence.trace.enter_verification(runner.adapter.geometry.windows, share)

@@ -12,7 +12,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, AsyncLLM, InputError, SamplingParams
 from offload_rt.core import CHUNK
-from offload_rt.engine.room import salt_provenance
+from offload_rt.engine.cache_manager import salt_provenance
 from offload_rt.engine.swap import Swap
 
 PROMPT = tiny_prompt(3 * CHUNK + 5)

@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.engine.detokenizer import TextStream, token_text
-from offload_rt.engine.logprobs import logprobs_of
-from offload_rt.engine.sampler import Sampler
+from offload_rt.engine.sampler import Sampler, logprobs_of
 from offload_rt.models.loading import load_model
 
 

@@ -138,7 +138,7 @@ def test_large_structures_within_the_limits_are_followed() -> None:
     rules = "".join(f"r{i}: r{i + 1}\n" for i in range(350))
     assert ask(grammar=f'start: r0\n{rules}r350: "z"').text == "z"
     llm = runtime()
-    found = structure.Structure(StructuredOutputs(json=chain(300)), llm.tokenizer, llm.geometry.vocab, [0])
+    found = structure.GuidedDecoder(StructuredOutputs(json=chain(300)), llm.tokenizer, llm.geometry.vocab, [0])
     assert found.allowed().any()
 
 

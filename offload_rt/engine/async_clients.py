@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from ..outputs import RequestOutput
+import numpy as np
+import torch
+
+from ..model_runner.trace import Trace
+from ..outputs import RequestOutput, RequestTrace
 from ..sampling_params import SamplingParams
 from .request import Request
-from .watching import Watch
 
 
 @dataclass(frozen=True)
@@ -80,13 +83,41 @@ class Mailbox:
         return latest
 
 
+class RequestTracer:
+    """Recorder of the first completion of a prompt."""
+
+    def __init__(self, prompt_tokens: int, layers: int) -> None:
+        self._selected = np.zeros(prompt_tokens, np.int64)
+        self._layers, self.layers_prefilled = layers, 0
+        self._trace: Trace | None = None
+
+    def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
+        """Count selected tokens `[Hkv, n]` that belong to the prompt."""
+        found = tokens.detach().cpu().numpy().ravel()
+        size = len(self._selected)
+        self._selected += np.bincount(found[found < size], minlength=size)
+
+    def trace(self, request: Request) -> RequestTrace:
+        """Return the trace so far. May wait for the device."""
+        for sequence in request.sequences[:1]:  # no sequence before the start and after the end
+            self._trace = sequence.trace
+        trace = self._trace
+        return RequestTrace(
+            layers_prefilled=self.layers_prefilled,
+            layers=self._layers,
+            link_bytes=0 if trace is None else trace.bytes_to_device,  # waits for counts on the device
+            attended_by_step=[] if trace is None else [list(step) for step in trace.attended],
+            selected=self._selected.copy(),
+        )
+
+
 @dataclass(eq=False)
-class Caller:
+class Client:
     """A client that waits for an output.
 
     Attributes:
         text: Text of the prompt; None if token ids were given.
-        watch: Recorder of the trace, if requested.
+        tracer: Recorder of the trace, if requested.
         counted: New tokens that are included in the engine's total.
     """
 
@@ -96,7 +127,7 @@ class Caller:
     params: SamplingParams
     mailbox: Mailbox
     session: str | None = None
-    watch: Watch | None = None
+    tracer: RequestTracer | None = None
     request: Request | None = None
     counted: int = 0
     cache_salt: str = ""

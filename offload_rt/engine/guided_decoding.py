@@ -31,7 +31,7 @@ DEEPEST_SCHEMA, MAX_RULES = 2000, 400
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n]{0,24}"}  # bounded, or a model may write white space for ever
 
 
-class Structure:
+class GuidedDecoder:
     """State of one guided answer. `ends` are the tokens that may end a complete answer."""
 
     def __init__(
@@ -48,9 +48,9 @@ class Structure:
             raise InputError(f"structured_outputs are invalid: {error}") from error
         self._matcher: LLMatcher = _understood(tokenizer, vocab, tuple(sorted(ends)), grammar).deep_copy()
 
-    def copy(self) -> Structure:
+    def copy(self) -> GuidedDecoder:
         """Return an independent copy."""
-        twin = object.__new__(Structure)
+        twin = object.__new__(GuidedDecoder)
         twin._vocab, twin._matcher = self._vocab, self._matcher.deep_copy()
         return twin
 

@@ -19,7 +19,7 @@ from transformers import (
 from ..errors import InputError, LogitsError
 from ..models.loading import LoadedModel
 from ..sampling_params import SamplingParams
-from .structure import Structure
+from .guided_decoding import GuidedDecoder
 
 
 class NewTokenPenalties(LogitsProcessor):
@@ -48,7 +48,7 @@ class AllowedTokens(LogitsProcessor):
         return cast(torch.FloatTensor, found)
 
 
-def constraints(
+def logits_processors(
     params: SamplingParams,
     prompt: int,
     ends: Collection[int],
@@ -65,7 +65,7 @@ def constraints(
         found.append(NewTokenPenalties(prompt, params.presence_penalty, params.frequency_penalty))
     if params.bad_words:
         assert tokenizer is not None, "check_answerable refuses bad_words without a tokenizer"
-        found.append(NoBadWordsLogitsProcessor(bad_word_ids(params, tokenizer)))
+        found.append(NoBadWordsLogitsProcessor(_bad_word_ids(params, tokenizer)))
     if params.min_tokens and ends:
         found.append(MinNewTokensLengthLogitsProcessor(prompt, params.min_tokens, sorted(ends), device=str(device)))
     if params.allowed_token_ids is not None:
@@ -83,7 +83,7 @@ def check_logits(logits: torch.Tensor) -> None:
         )
 
 
-def apply_constraints(processors: LogitsProcessorList, history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def apply_processors(processors: LogitsProcessorList, history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Return the constrained logits `[B, V]` after tokens `[B, T]`.
 
     Raises InputError if a user's processor returns something else.
@@ -128,7 +128,7 @@ def check_any_allowed(scores: torch.Tensor) -> None:
         )
 
 
-def bad_word_ids(params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _bad_word_ids(params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return the tokens of each bad word, at the start of a text and after a space."""
     spelled = [text for word in params.bad_words for text in (word.strip(), f" {word.strip()}")]
     found: Any = tokenizer(spelled, add_special_tokens=False)["input_ids"]
@@ -149,6 +149,6 @@ def check_answerable(params: SamplingParams, model: LoadedModel) -> None:
             raise InputError(f"{name} has {wrong}, which is not in the vocabulary of {model.name} (0-{vocab - 1})")
     if params.structured_outputs is not None:
         ends = () if params.ignore_eos else model.eos_token_ids
-        Structure(params.structured_outputs, model.tokenizer, vocab, {*ends, *params.stop_token_ids})
+        GuidedDecoder(params.structured_outputs, model.tokenizer, vocab, {*ends, *params.stop_token_ids})
     if params.bad_words and model.tokenizer is None:
         raise InputError(f"bad_words need a tokenizer, and {model.name} has none: set tokenizer=, or use logit_bias")

@@ -1,11 +1,13 @@
-"""Allocate KV cache blocks for the sequences of one runner, and share cached prefixes."""
+"""Allocate KV cache blocks for the sequences of one runner, share cached prefixes, and reclaim unused memory."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from ..config import EngineConfig
 from ..core import BlockTable
@@ -15,6 +17,9 @@ from ..model_runner.sequence import Sequence
 from ..model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
 from ..policies.base import Policy
 from ..transfer.link import KVStorage
+from ..utils.units import format_size
+
+T = TypeVar("T")
 
 EXACT = "exact"
 """KV provenance of exact attention: prefill, or policy "full"."""
@@ -39,7 +44,7 @@ Another prompt can reuse the prefix if it differs at most this many tokens befor
 """
 
 
-class Room:
+class CacheManager:
     """Allocation of blocks under one policy and configuration. Holds no block tables itself."""
 
     def __init__(self, pool: HostPool, policy: Policy, config: EngineConfig) -> None:
@@ -129,3 +134,53 @@ class Room:
         if behind or self._pool.slides(blocks, position, stop, whole=self.evicts):
             storage.settle(blocks)
             self._pool.slide(blocks, position, stop, whole=self.evicts, behind=behind)
+
+
+NAMED = 8  # holdings listed in an error message
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Host memory that cannot be reclaimed, and why, for error messages. Shared blocks count for each holder."""
+
+    name: str
+    bytes: int
+    reason: str
+
+
+class Reclaimable(Protocol):
+    """An object that holds memory between requests."""
+
+    def reclaim(self) -> bool:
+        """Free some memory without losing data. Return False if none can be freed."""
+        ...
+
+    def holdings(self) -> list[Holding]:
+        """Return the memory that is held."""
+        ...
+
+
+def retry_after_reclaim(action: Callable[[], T], reclaimables: Iterable[Reclaimable]) -> T:
+    """Call `action` and return its result. While it raises PoolFullError, reclaim memory and try again.
+
+    `action` must not change anything if it raises. If nothing more can be reclaimed, raise PoolFullError with the
+    holders of memory.
+    """
+    while True:
+        try:
+            return action()
+        except PoolFullError as error:
+            stores = tuple(reclaimables)
+            if any(one.reclaim() for one in stores):
+                continue
+            holdings = sorted((own for one in stores for own in one.holdings()), key=lambda own: -own.bytes)
+            if not holdings:
+                raise
+            raise type(error)(f"{error}; {_described(holdings)}") from error
+
+
+def _described(holdings: list[Holding]) -> str:
+    total = sum(one.bytes for one in holdings)
+    named = ", ".join(f"{one.name!r} {format_size(one.bytes)} ({one.reason})" for one in holdings[:NAMED])
+    others = f" and {len(holdings) - NAMED} more" if len(holdings) > NAMED else ""
+    return f"sessions hold {format_size(total)} of it: {named}{others}; close some, or let them answer first"

@@ -65,7 +65,7 @@ class Draft:
         return sequence
 
 
-class Drafting:
+class SpeculativeDecoder:
     """Rounds of drafting and verification for the requests of an engine.
 
     Between rounds, sequences hold verified tokens and the newest one, as without speculation.
