@@ -6,7 +6,7 @@ llm = LLM("reference")
 for event in llm.stream("It was a dark night", SamplingParams(max_tokens=100)):
     print(event.text, end="", flush=True)
 
-Importing the package is quick: torch and transformers are imported with `LLM` or `AsyncLLM`, when first asked for.
+Importing the package is quick: torch and transformers are imported with `LLM` or `AsyncLLM`, on first use.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _LATER = {"LLM": ".llm", "AsyncLLM": ".async_llm", "OffloadedCache": ".drop_in",
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is first asked for (PEP 562)."""
+    """Import `name` on first use (PEP 562)."""
     if name in _LATER:
         found = getattr(importlib.import_module(_LATER[name], __name__), name)
     elif name == "__version__":

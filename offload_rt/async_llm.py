@@ -56,13 +56,15 @@ class AsyncLLM:
     ) -> None:
         self._llm, self._max_waiting = llm, whole_or_none("max_waiting", max_waiting, 1)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._engine = llm.make_engine(self._fail, self._prefilled, waited_for=lambda: not self._calls.empty())
+        self._engine = llm.make_engine(
+            on_failure=self._fail, on_prefill=self._prefilled, waited_for=lambda: not self._calls.empty()
+        )
         self._sessions = None if store is None else WholePrompts(llm.session_store(store, store_options))
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._arriving = 0
         self._closed = False
-        self._clients: dict[str, Client] = {}  # this and what follows is the thread's
+        self._clients: dict[str, Client] = {}  # from here on: state of the engine thread
         self._by_number: dict[int, Client] = {}
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._link_bytes = self._device_bytes = 0
         self._thread = threading.Thread(target=self._run, name="offload-rt engine", daemon=True)
@@ -162,21 +164,9 @@ class AsyncLLM:
 
     def load(self) -> EngineLoad:
         """Return the current load and the totals since the start."""
-        load, sessions = self._load(), self._sessions
-        if sessions is None:
-            return load
-        return replace(
-            load,
-            session_host_tokens=sessions.stats.host_tokens,
-            session_disk_tokens=sessions.stats.disk_tokens,
-            session_computed_tokens=sessions.stats.computed_tokens,
-            store_bytes=sessions.disk_bytes,
-        )
-
-    def _load(self) -> EngineLoad:
-        scheduler, runner = self._engine.scheduler, self._llm.runner
+        scheduler, runner, sessions = self._engine.scheduler, self._llm.runner, self._sessions
         pool = runner.pool
-        return EngineLoad(
+        load = EngineLoad(
             waiting=self._arriving + len(scheduler.waiting),
             running=len(scheduler.running) + (scheduler.prefilling is not None),
             pool_used_bytes=pool.bytes_held,
@@ -185,9 +175,18 @@ class AsyncLLM:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             link_bytes=self._link_bytes,
-            weight_bytes=self._llm.weight_bytes,
+            weight_bytes=runner.model.weight_bytes,
             device_kv_bytes=self._device_bytes,
             kept_bytes=pool.idle_chunks * pool.chunk_bytes,
+        )
+        if sessions is None:
+            return load
+        return replace(
+            load,
+            session_host_tokens=sessions.stats.host_tokens,
+            session_disk_tokens=sessions.stats.disk_tokens,
+            session_computed_tokens=sessions.stats.computed_tokens,
+            store_bytes=sessions.disk_bytes,
         )
 
     async def close(self) -> None:

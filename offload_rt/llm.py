@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -33,7 +33,6 @@ from .engine.runner import Runner
 from .engine.scoring import Score, score
 from .engine.swap import Swap
 from .errors import InputError, OffloadError
-from .model_runner.trace import Recorder
 from .outputs import RequestOutput, Stats, TokenOutput
 from .sampling_params import SamplingParams
 from .sessions.chat_render import Message, Tool, encode_rendered, render_chat
@@ -179,11 +178,6 @@ class LLM:
         return max_length(self.geometry.max_positions, self._runner.check_fits)
 
     @property
-    def weight_bytes(self) -> int:
-        """Size of the model's weights in bytes."""
-        return self._runner.model.weight_bytes
-
-    @property
     def last_stats(self) -> Stats | None:
         """Statistics of the latest `stream`, also while it runs or after it was interrupted.
 
@@ -210,8 +204,7 @@ class LLM:
         Raises:
             InputError: The prompt is empty or has invalid ids, more than one completion is requested, or `record` is
                 not empty.
-            ModelError: The model has too few positions.
-            PoolFullError: The KV cache is too small.
+            ModelError, PoolFullError: The model has too few positions, or the KV cache is too small.
         """
         self._check_open()
         params = sampling(sampling_params, self._runner.model.sampling)
@@ -220,27 +213,17 @@ class LLM:
         if record is not None and self.config.exact is not None:
             raise InputError("record cannot be combined with exact, which attends to all tokens: remove one of them")
         ids, cache_salt = self.encode(prompt), salt(cache_salt)
-        if record is None:
-            return self._stream(ids, params, cache_salt)
-        return self._recorded(ids, params, cache_salt, folder_path("record", record))
-
-    def _recorded(
-        self, prompt: list[int], params: SamplingParams, cache_salt: str, folder: Path
-    ) -> Iterator[TokenOutput]:
-        tokens, writer = list(prompt), RunWriter(folder, RunInfo.of(self._runner, prompt))
-        try:
-            for event in self._stream(prompt, params, cache_salt, writer):
-                tokens.append(event.token_id)
-                yield event
-        finally:
-            writer.close(tokens, self.tokenizer)
+        return self._stream(ids, params, cache_salt, None if record is None else folder_path("record", record))
 
     def _stream(
-        self, prompt: list[int], params: SamplingParams, cache_salt: str, recorder: Recorder | None = None
+        self, prompt: list[int], params: SamplingParams, cache_salt: str, record: Path | None
     ) -> Iterator[TokenOutput]:
-        with self._progress.prefill(self.geometry.layers) as on_prefill:
+        with ExitStack() as ends, self._progress.bar("prefill", self.geometry.layers) as on_prefill:
             engine = Engine(self._runner, max_num_seqs=1, on_prefill=lambda _, layers: on_prefill(layers))
+            recorder = None if record is None else RunWriter(record, RunInfo.of(self._runner, prompt))
             self._last = request = engine.add(prompt, params, recorder, cache_salt)
+            if recorder is not None:
+                ends.callback(lambda: recorder.close(request.tokens or prompt, self.tokenizer))
             try:
                 while not engine.idle:
                     self._check_open()
@@ -340,25 +323,10 @@ class LLM:
         given = zip(requests, encoded, texts, strict=True)
         return [request_output(request, ids, text) for request, ids, text in given]
 
-    def make_engine(
-        self,
-        on_failure: Callable[[Request, Exception], None] | None = None,
-        on_prefill: Callable[[Request, int], None] = lambda request, layers: None,
-        waited_for: Callable[[], bool] = lambda: False,
-    ) -> Engine:
-        """Return an engine on this runtime, for front ends that add requests and run steps themselves.
-
-        The arguments are those of `Engine`.
-        """
+    def make_engine(self, **callbacks: Any) -> Engine:
+        """Return an engine for front ends that add requests and run steps themselves. Callbacks as `Engine`."""
         self._check_open()
-        return Engine(
-            self._runner,
-            max_num_seqs=self.config.max_num_seqs,
-            on_prefill=on_prefill,
-            swap=self._swap,
-            on_failure=on_failure,
-            waited_for=waited_for,
-        )
+        return Engine(self._runner, max_num_seqs=self.config.max_num_seqs, swap=self._swap, **callbacks)
 
     def score(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -92,15 +93,20 @@ class CompletionOutput:
         return f"CompletionOutput({_short(self.text)}, tokens={len(self.token_ids)}, {ended})"
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestMetrics:
-    """Times of one request as returned by `time.time()`; None for events that have not happened yet."""
+    """Times of one prompt and all its completions, as returned by `time.time()`; None for events yet to come."""
 
-    arrival_time: float
-    first_scheduled_time: float | None
-    first_token_time: float | None
-    last_token_time: float | None
-    finished_time: float | None
+    arrival_time: float = field(default_factory=time.time)
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+    def record_token(self) -> None:
+        """Set the time of the newest token."""
+        self.last_token_time = time.time()
+        self.first_token_time = self.first_token_time or self.last_token_time
 
     @property
     def time_in_queue(self) -> float | None:

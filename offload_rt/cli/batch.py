@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         from ..utils.progress import Progress
 
-        with Progress(enabled=not args.quiet).counted("requests") as show:
+        with Progress(enabled=not args.quiet).bar("requests") as show:
             if args.ray is not None:
                 from .batch_ray import answer_on_ray
 

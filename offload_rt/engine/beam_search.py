@@ -16,15 +16,12 @@ from ..core import Prompt
 from ..errors import InputError
 from ..model_runner.prefill import Prefill
 from ..model_runner.sequence import Sequence
-from ..outputs import CompletionOutput, FinishReason, Logprobs, Stats, StopReason, TokenOutput
+from ..outputs import CompletionOutput, FinishReason, StopReason, TokenOutput
 from ..sampling_params import SamplingParams
-from .cache_manager import salt_provenance
 from .detokenizer import added_text, decode, decoding_context, known_texts
 from .logits_processors import apply_processors, check_any_allowed, check_logits, logits_processors
-from .request import Request, SampledRequest
+from .request import Request
 from .runner import Runner
-from .sampler import Sampler
-from .times import Times
 
 _NEVER = -1.0e9  # score of beams that do not exist; transformers' value, because ties depend on it
 
@@ -118,7 +115,7 @@ class Beams:
         return bool((best > worst).any())
 
 
-class BeamSearchRequest:
+class BeamSearchRequest(Request):
     """A request that runs beam search. After a drop it starts again from its prompt, with the same result."""
 
     def __init__(
@@ -128,77 +125,30 @@ class BeamSearchRequest:
         tokenizer: PreTrainedTokenizerBase | None,
         eos_token_ids: frozenset[int],
     ) -> None:
-        self.prompt, self.params = prompt, params
-        self.sequences: list[Sequence] = []
-        self.finish_reason: FinishReason | None = None
-        self.cached_tokens = 0
-        self.prompt_logprobs: list[Logprobs | None] | None = None
-        self.times = Times()
-        self._tokenizer = tokenizer
-        self._eos = frozenset() if params.ignore_eos else eos_token_ids
-        self._ends = self._eos.union(params.stop_token_ids)
+        super().__init__(prompt, params, tokenizer, eos_token_ids)
         self._context = decoding_context(tokenizer, prompt.token_ids)
         self._beams = self._new_beams()
-        self._final: Stats | None = None
 
     @property
     def width(self) -> int:
         """The number of beams."""
         return self.params.num_beams
 
-    @property
-    def expected_tokens(self) -> int:
-        """Prompt and `max_tokens`."""
-        return len(self.prompt.token_ids) + self.params.max_tokens
-
-    @property
-    def samples(self) -> list[Request]:
-        """Only this request."""
-        return [self]
-
-    @property
-    def tokens(self) -> None:
-        """None, because each beam has its own tokens."""
-        return
-
-    def resume(self, sequence: Sequence) -> None:
-        """Never called, because `tokens` is None."""
-        raise AssertionError("beams are not restored")
-
     def start(self, runner: Runner) -> Prefill:
-        """Create the first sequence and begin its prefill. Raise PoolFullError, InputError or ModelError."""
         assert not self.sequences
         if runner.config.eviction is not None:
             raise InputError("beam search cannot be combined with eviction: remove eviction, or set num_beams=1")
         prompt = self.prompt.token_ids
-        runner.check_fits(self.expected_tokens)
-        provenance, count = salt_provenance(self.prompt.cache_salt), len(prompt)
-        sequence = runner.retry_after_reclaim(
-            lambda: runner.new_sequence(prompt, count + 1, reuse=count, provenance=provenance)
-        )
+        sequence = self._new_sequence(runner, prompt, len(prompt))
         self.sequences = [sequence]
         self.cached_tokens = self.cached_tokens or sequence.trace.reused_tokens
         runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width - 1))
         return runner.begin_prefill(sequence, len(prompt), want_logits=True)
 
-    def take_pending(self) -> list[SampledRequest]:
-        """Return nothing: beams fork during the search."""
-        return []
-
     def reserve(self, runner: Runner) -> None:
         """Allocate the next token of every beam, and check for spare blocks for forks. Raise PoolFullError."""
-        for sequence in self.sequences:
-            runner.retry_after_reclaim(partial(runner.reserve, sequence))
+        super().reserve(runner)
         runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width))
-
-    @property
-    def draft_room(self) -> int:
-        """0: beams are chosen token by token."""
-        return 0
-
-    def draft_sampler(self) -> Sampler:
-        """Never called, because `draft_room` is 0."""
-        raise AssertionError("beams draft nothing")
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
         """Take one step from logits `[S, V]` (S is 1 after the prefill). Outputs are returned at the end only."""
@@ -236,24 +186,9 @@ class BeamSearchRequest:
 
     def drop(self, runner: Runner) -> None:
         """Free all beams. A search that has not ended starts again."""
-        while self.sequences:
-            runner.free(self.sequences[-1])
-            self.sequences.pop()
+        super().drop(runner)
         if self.finish_reason is None:
             self._beams = self._new_beams()
-
-    def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """Free all beams after storing their statistics."""
-        self._final = self.stats(runner)
-        self.finish_reason = self.finish_reason or reason
-        self.drop(runner)
-
-    def persist(self) -> None:
-        """Do nothing: beams are not stored."""
-
-    def stats(self, runner: Runner) -> Stats | None:
-        """Return the statistics of the best beam."""
-        return runner.stats(self.sequences[0]) if self.sequences else self._final
 
     def completions(self) -> list[CompletionOutput]:
         """Return the best `params.n` finished continuations. They are empty before the end."""

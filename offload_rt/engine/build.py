@@ -66,16 +66,7 @@ def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase
 
 def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None) -> Runner:
     plan, placement = _plan(model, config)
-    loaded = load_model(
-        model,
-        tokenizer=tokenizer,
-        device=config.device,
-        dtype=config.dtype,
-        placement=placement,
-        verify=config.verify,
-        hub=hub_of(config),
-        reach=config.max_model_len,
-    )
+    loaded = _load(model, config, tokenizer, placement)
     options = default_options(config.skew, config.policy, config.policy_options, loaded.fingerprint)
     config = replace(config, policy_options=options)
     streamed, weights = _bring_weights(loaded, placement)
@@ -86,6 +77,18 @@ def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBas
     pool = _build_pool(loaded, config, 1 - share)
     link = build_link(pool, loaded.adapter.geometry, loaded.adapter.device, config.working_set)
     return Runner(streamed, policy, pool, link, config, plan, weights, draft)
+
+
+def _load(
+    model: Model,
+    config: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    placement: Placement = ON_DEVICE,
+) -> LoadedModel:
+    return load_model(
+        model, tokenizer=tokenizer, device=config.device, dtype=config.dtype, placement=placement,
+        verify=config.verify, hub=hub_of(config), reach=config.max_model_len,
+    )  # fmt: skip
 
 
 def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> HostPool:
@@ -113,14 +116,7 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
         config, policy="full", policy_options={}, exact=None, skew=None, working_set=0, revision=None,
         device=str(device), dtype=str(dtype),
     )  # fmt: skip
-    small = load_model(
-        config.exact.model,
-        device=own.device,
-        dtype=own.dtype,
-        verify=own.verify,
-        hub=hub_of(own),
-        reach=own.max_model_len,
-    )
+    small = _load(config.exact.model, own)
     check_same_tokens(loaded, small)
     share = 1 / (1 + loaded.adapter.geometry.kv_bytes(1, dtype) / small.adapter.geometry.kv_bytes(1, dtype))
     pool = _build_pool(small, own, share)
@@ -151,16 +147,9 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: o
     return Runner(model, policy, runner.pool, link, config, weights=runner.weights, draft=draft, order=runner.order)
 
 
-def plan_device_memory(model: Model, config: EngineConfig) -> DevicePlan | None:
-    """Return the plan for `config.device_memory` from the model's dimensions alone; None without a limit.
-
-    Raises ConfigError, ModelError, ArtifactError or MemoryLimitError.
-    """
-    return _plan(model, config)[0]
-
-
 def _plan(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placement]:
-    """Return the plan of `plan_device_memory`, and the weights that stay in host memory."""
+    """Return the plan for `config.device_memory` from the model's dimensions alone, and the weights that stay in host
+    memory. The plan is None without a limit. Raises ConfigError, ModelError, ArtifactError or MemoryLimitError."""
     if config.device_memory is None and config.experts_on_device is None and not config.embedding_on_host:
         return None, ON_DEVICE
     options = default_options(config.skew, config.policy, config.policy_options, fingerprint=None)
@@ -204,7 +193,7 @@ def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader
     def load(method: SkewMethod) -> SkewArtifact:
         if config.skew is not None:
             return load_artifact(config.skew, loaded.fingerprint, named_method(config.policy, config.policy_options))
-        with Progress(enabled=True).counted(f"calibrating {loaded.name} (once)") as progress:
+        with Progress(enabled=True).bar(f"calibrating {loaded.name} (once)") as progress:
             return cached_artifact(loaded, method, progress=progress)
 
     return load

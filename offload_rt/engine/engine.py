@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
@@ -86,14 +87,12 @@ class Engine:
             request = BeamSearchRequest(prompt, params, model.tokenizer, model.eos_token_ids)
         else:
             request = SampledRequest(prompt, params, model.tokenizer, model.eos_token_ids, recorder=recorder)
-        self._queue(request, swaps=True)
+        self.submit(request, swaps=True)
         return request
 
-    def submit(self, request: Request) -> None:
-        """Queue an existing request, such as a turn of a session. Its KV cache belongs to the session."""
-        self._queue(request, swaps=False)
-
-    def _queue(self, request: Request, *, swaps: bool) -> None:
+    def submit(self, request: Request, *, swaps: bool = False) -> None:
+        """Queue an existing request, such as a turn of a session. swaps: its KV cache may go to disk; False if a
+        session owns it."""
         with self.runner.pool.lock:  # engines of other threads look at the queue
             self.scheduler.add(request, swaps=swaps)
 
@@ -114,7 +113,7 @@ class Engine:
                 on with the next step. An unexpected exception is an EngineError with that exception as its cause.
         """
         scheduler = self.scheduler
-        with scheduler.member.stepping():
+        with scheduler.stepping():
             try:
                 with self.runner.pool.lock:
                     if (broken := self.runner.order.broken) is not None:
@@ -123,7 +122,7 @@ class Engine:
                     scheduler.admit()
                     self._report_failures()
                     events = self._decode() + self._advance_prefill()
-                scheduler.member.wait()
+                scheduler.wait()
                 return events
             finally:
                 scheduler.failed.extend(self._persist())
@@ -230,7 +229,7 @@ class Engine:
             for logits in each:
                 accepted = request.accept(self.runner, logits)
                 if accepted:
-                    request.times.token()
+                    request.metrics.record_token()
                 if request.finish_reason is not None and (error := self._retire(request)) is not None:
                     self.scheduler.failed.append((request, failure(request, error)))
                     break
@@ -243,7 +242,7 @@ class Engine:
 
     def _retire(self, request: Request) -> Exception | None:
         """Remove an ended request from the queues. Return the error raised while its memory was freed, or None."""
-        request.times.ended()
+        request.metrics.finished_time = time.time()
         return self.scheduler.finish(request)
 
     def check_integrity(self) -> None:

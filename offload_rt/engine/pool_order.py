@@ -11,10 +11,10 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 from ..errors import EngineError, PoolFullError
 from .cache_manager import Reclaimable
@@ -25,20 +25,6 @@ a stream that is not read, will not be freed."""
 
 RECHECK_SECONDS = 0.1
 """Longest wait before an engine looks at a full pool again. Sessions free memory too, and engines may be abandoned."""
-
-
-class RequestQueue(Protocol):
-    """The requests of one engine: its scheduler."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether a request has started, so that it holds memory."""
-        ...
-
-    @property
-    def oldest(self) -> int | None:
-        """The lowest arrival number of all requests, or None if there are no requests."""
-        ...
 
 
 class PoolOrder:
@@ -55,12 +41,10 @@ class PoolOrder:
         self.reclaimables: list[Reclaimable] = []
         """Holders of memory between requests: the session stores of all engines."""
 
-    def join(self, requests: RequestQueue) -> PoolMember:
-        """Add the engine that owns `requests`."""
-        member = PoolMember(self, requests)
+    def join(self, member: PoolMember) -> None:
+        """Add an engine."""
         with self._mutex:
             self._members.add(member)
-        return member
 
     def arrival(self) -> int:
         """Return the arrival number of a new request. Lower numbers are older."""
@@ -79,11 +63,12 @@ class PoolOrder:
             self.changed.notify_all()
 
 
-class PoolMember:
-    """One engine of a pool. All methods but `stepping` and `wait` need the pool's lock."""
+class PoolMember(ABC):
+    """One engine of a pool: the base class of its scheduler. All methods but `stepping` and `wait` need the pool's
+    lock."""
 
-    def __init__(self, order: PoolOrder, requests: RequestQueue) -> None:
-        self.order, self._requests = order, ref(requests)  # the scheduler owns this object
+    def __init__(self, order: PoolOrder) -> None:
+        self.order = order
         self._thread, self._last_step, self._in_step = 0, -PATIENCE, False
         self._claim: int | None = None
         self._gave_way_at: int | None = None
@@ -99,16 +84,14 @@ class PoolMember:
             self._last_step, self._in_step = time.monotonic(), False
 
     @property
+    @abstractmethod
     def holds(self) -> bool:
-        """Whether a request of this engine holds memory."""
-        requests = self._requests()
-        return requests is not None and requests.holds
+        """Whether a request of this engine has started, so that it holds memory."""
 
     @property
+    @abstractmethod
     def oldest(self) -> int | None:
-        """The lowest arrival number of this engine's requests."""
-        requests = self._requests()
-        return None if requests is None else requests.oldest
+        """The lowest arrival number of this engine's requests, or None if there are none."""
 
     @property
     def claims(self) -> bool:

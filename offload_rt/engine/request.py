@@ -1,8 +1,11 @@
-"""The protocol of requests that the engine serves, and the request that samples tokens."""
+"""Requests that the engine serves: the base class, and the request that samples tokens."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -11,13 +14,22 @@ from ..core import Prompt
 from ..model_runner.prefill import Prefill
 from ..model_runner.sequence import Sequence
 from ..model_runner.trace import Recorder, Trace
-from ..outputs import CompletionOutput, FinishReason, Logprobs, RequestOutput, Stats, StopReason, TokenOutput
+from ..outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprobs,
+    RequestMetrics,
+    RequestOutput,
+    Stats,
+    StopReason,
+    TokenOutput,
+)
 from ..sampling_params import SamplingParams
 from .cache_manager import salt_provenance
 from .detokenizer import TextStream
 from .runner import Runner
 from .sampler import PromptLogprobs, Sampler, logprobs_of
-from .times import Times
+from .stats import sequence_stats
 
 
 class StartAgainError(Exception):
@@ -25,99 +37,118 @@ class StartAgainError(Exception):
     in the queue."""
 
 
-class Request(Protocol):
+class Request(ABC):
     """A request of the engine. It waits, prefills, decodes with one or several sequences, or is done.
 
     A request owns its sequences from `start` to `drop` or `finish`. A dropped request can start again without losing
     tokens.
 
     Attributes:
+        sequences: Sequences of the next decode step, after the prefill.
         cached_tokens: Prompt tokens whose KV was cached when the request started first.
         prompt_logprobs: Log-probabilities of the prompt's tokens, or None if not requested.
     """
 
-    prompt: Prompt
-    finish_reason: FinishReason | None
-    cached_tokens: int
-    prompt_logprobs: list[Logprobs | None] | None
-    times: Times
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """Sequences of the next decode step, after the prefill."""
-        ...
-
-    @property
-    def width(self) -> int:
-        """Maximum number of sequences at a time."""
-        ...
-
-    @property
-    def expected_tokens(self) -> int:
-        """Maximum length of each sequence, including the prompt."""
-        ...
-
-    @property
-    def tokens(self) -> list[int] | None:
-        """Prompt and new tokens if one sequence holds the whole state of the request, else None."""
-        ...
-
-    def start(self, runner: Runner) -> Prefill:
-        """Allocate the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError."""
-        ...
-
-    def resume(self, sequence: Sequence) -> None:
-        """Continue with `sequence`, which was restored from swap. Called only if `tokens` is not None."""
-        ...
-
-    def take_pending(self) -> list[SampledRequest]:
-        """Return the completions that fork from this one after its prefill. Each is returned once."""
-        ...
-
-    def reserve(self, runner: Runner) -> None:
-        """Allocate the slots of the next step. Raise PoolFullError."""
-        ...
-
-    @property
-    def draft_room(self) -> int:
-        """Maximum number of draft tokens after the next token."""
-        ...
-
-    def draft_sampler(self) -> Sampler:
-        """Return a copy of the request's sampler for draft tokens. Called only if `draft_room` is positive."""
-        ...
-
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """Choose tokens from float32 logits `[S, V]` of the sequences, in order. Set `finish_reason` after the last."""
-        ...
-
-    def drop(self, runner: Runner) -> None:
-        """Free the sequences, so that the request can start again later (preemption)."""
-        ...
-
-    def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """Free the sequences. `reason` is the finish reason if the request has not finished by itself."""
-        ...
-
-    def persist(self) -> None:
-        """Write results to disk before clients learn that the request has ended. Raise StoreError.
-
-        Called after `finish`, while other threads may use the KV cache. A second call does nothing.
-        """
-        ...
-
-    def stats(self, runner: Runner) -> Stats | None:
-        """Return the statistics so far, or None before the start."""
-        ...
-
-    def completions(self) -> list[CompletionOutput]:
-        """Return the results so far, in order."""
-        ...
+    def __init__(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        tokenizer: PreTrainedTokenizerBase | None,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.prompt, self.params = prompt, params
+        self.sequences: list[Sequence] = []
+        self.finish_reason: FinishReason | None = None
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[Logprobs | None] | None = None
+        self.metrics = RequestMetrics()
+        self._tokenizer = tokenizer
+        self._eos = frozenset() if params.ignore_eos else eos_token_ids
+        self._ends = self._eos.union(params.stop_token_ids)
+        self._final: Stats | None = None
 
     @property
     def samples(self) -> list[Request]:
         """All requests of the same prompt, this one first."""
-        ...
+        return [self]
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Maximum number of sequences at a time."""
+
+    @property
+    def expected_tokens(self) -> int:
+        """Maximum length of each sequence, including the prompt."""
+        return len(self.prompt.token_ids) + self.params.max_tokens
+
+    @property
+    def tokens(self) -> list[int] | None:
+        """Prompt and new tokens if one sequence holds the whole state of the request, else None."""
+        return None
+
+    @abstractmethod
+    def start(self, runner: Runner) -> Prefill:
+        """Allocate the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError."""
+
+    def _new_sequence(self, runner: Runner, tokens: Seq[int], reuse: int) -> Sequence:
+        runner.check_fits(self.expected_tokens)
+        provenance = salt_provenance(self.prompt.cache_salt)
+        return runner.retry_after_reclaim(
+            lambda: runner.new_sequence(tokens, len(tokens) + 1, reuse=reuse, provenance=provenance)
+        )
+
+    def resume(self, sequence: Sequence) -> None:
+        """Continue with `sequence`, which was restored from swap. Called only if `tokens` is not None."""
+        raise NotImplementedError
+
+    def take_pending(self) -> list[SampledRequest]:
+        """Return the completions that fork from this one after its prefill. Each is returned once."""
+        return []
+
+    def reserve(self, runner: Runner) -> None:
+        """Allocate the slots of the next step. Raise PoolFullError."""
+        for sequence in self.sequences:
+            runner.retry_after_reclaim(partial(runner.reserve, sequence))
+
+    @property
+    def draft_room(self) -> int:
+        """Maximum number of draft tokens after the next token."""
+        return 0
+
+    def draft_sampler(self) -> Sampler:
+        """Return a copy of the request's sampler for draft tokens. Called only if `draft_room` is positive."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
+        """Choose tokens from float32 logits `[S, V]` of the sequences, in order. Set `finish_reason` after the last."""
+
+    def drop(self, runner: Runner) -> None:
+        """Free the sequences, so that the request can start again later (preemption)."""
+        while self.sequences:
+            runner.free(self.sequences[-1])
+            self.sequences.pop()
+
+    def finish(self, runner: Runner, reason: FinishReason) -> None:
+        """Free the sequences. `reason` is the finish reason if the request has not finished by itself."""
+        self.finish_reason = self.finish_reason or reason
+        self._final = self.stats(runner)
+        self.drop(runner)
+
+    def persist(self) -> None:  # noqa: B027 - most requests write nothing
+        """Write results to disk before clients learn that the request has ended. Raise StoreError.
+
+        Called after `finish`, while other threads may use the KV cache. A second call does nothing.
+        """
+
+    def stats(self, runner: Runner) -> Stats | None:
+        """Return the statistics so far, those of the first sequence, or None before the start."""
+        return sequence_stats(runner, self.sequences[0]) if self.sequences else self._final
+
+    @abstractmethod
+    def completions(self) -> list[CompletionOutput]:
+        """Return the results so far, in order."""
 
 
 def request_output(request: Request, ids: list[int], text: str | None = None, name: str | None = None) -> RequestOutput:
@@ -137,11 +168,11 @@ def request_output(request: Request, ids: list[int], text: str | None = None, na
         outputs=request.completions(),
         finished=finished,
         num_cached_tokens=request.cached_tokens,
-        metrics=request.times.metrics(finished=finished),
+        metrics=request.metrics if finished else replace(request.metrics, finished_time=None),
     )
 
 
-class SampledRequest:
+class SampledRequest(Request):
     """One of the `params.n` sampled completions of a prompt.
 
     The first one prefills the prompt, and the others (`pending`) fork from it. Each has its own random numbers and can
@@ -157,31 +188,32 @@ class SampledRequest:
         sample: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
-        self.prompt, self.params, self.sample = prompt, params, sample
-        self.sequence: Sequence | None = None
-        self.finish_reason: FinishReason | None = None
+        super().__init__(prompt, params, tokenizer, eos_token_ids)
+        self.sample = sample
         self.stop_reason: StopReason = None
-        self.cached_tokens = 0
-        self.prompt_logprobs: list[Logprobs | None] | None = None
         self.new_tokens: list[int] = []
         self.logprobs: list[Logprobs] | None = None if params.logprobs is None else []
         self.text = ""
-        self.times = Times()
         others = range(1, params.n if sample == 0 else 0)
         self._others = [SampledRequest(prompt, params, tokenizer, eos_token_ids, i) for i in others]
         for other in self._others:
-            other.times = self.times
+            other.metrics = self.metrics
         self._pending = list(self._others)
         self._trace: Trace | None = None
         self._recorder = recorder
-        self._final: Stats | None = None
-        self._tokenizer = tokenizer
-        self._eos = frozenset() if params.ignore_eos else eos_token_ids
-        self._ends = self._eos.union(params.stop_token_ids)
         self._sampler = Sampler(params, sample, self._ends, tokenizer)
         self._stream = TextStream(
             tokenizer, params.stop, keep_stop=params.include_stop_str_in_output, prompt=prompt.token_ids
         )
+
+    @property
+    def sequence(self) -> Sequence | None:
+        """The sequence, if there is one."""
+        return self.sequences[0] if self.sequences else None
+
+    @sequence.setter
+    def sequence(self, sequence: Sequence | None) -> None:
+        self.sequences = [] if sequence is None else [sequence]
 
     @property
     def samples(self) -> list[Request]:
@@ -189,44 +221,30 @@ class SampledRequest:
         return [self, *self._others]
 
     @property
-    def sequences(self) -> list[Sequence]:
-        """The sequence, if there is one."""
-        return [] if self.sequence is None else [self.sequence]
-
-    @property
     def width(self) -> int:
         """Its own sequence and those that will fork from it."""
         return 1 + len(self._pending)
 
     @property
-    def expected_tokens(self) -> int:
-        """Prompt and `max_tokens`."""
-        return len(self.prompt.token_ids) + self.params.max_tokens
-
-    @property
     def tokens(self) -> list[int]:
-        """Token ids of prompt and answer."""
+        """Prompt and new tokens."""
         return [*self.prompt.token_ids, *self.new_tokens]
 
     def start(self, runner: Runner) -> Prefill:
-        """Create the sequence and begin its prefill. Raise PoolFullError, InputError or ModelError.
+        """Allocate the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError.
 
         After a drop, tokens that were generated before are prefilled if that gives the same KV as decoding them did.
         Otherwise they are decoded again.
         """
         assert self.sequence is None
         prompt = len(self.prompt.token_ids)
-        runner.check_fits(self.expected_tokens)
         stop = prompt if runner.approximates else prompt + len(self.new_tokens)
         seen = None if self.new_tokens else self._prompt_logprobs()
-        reuse, provenance = stop if seen is None else 0, salt_provenance(self.prompt.cache_salt)
-        self.sequence = runner.retry_after_reclaim(
-            lambda: runner.new_sequence(self.tokens, len(self.tokens) + 1, reuse=reuse, provenance=provenance)
-        )
-        self.sequence.trace.prompt_tokens = prompt
-        self._count_on(self.sequence)
+        self.sequence = sequence = self._new_sequence(runner, self.tokens, stop if seen is None else 0)
+        sequence.trace.prompt_tokens = prompt
+        self._count_on(sequence)
         every_logits = None if seen is None else seen.see
-        return runner.begin_prefill(self.sequence, stop, want_logits=True, every_logits=every_logits)
+        return runner.begin_prefill(sequence, stop, want_logits=True, every_logits=every_logits)
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
         if self.params.prompt_logprobs is None:
@@ -252,19 +270,12 @@ class SampledRequest:
         sequence.trace = self._trace
 
     def take_pending(self) -> list[SampledRequest]:
-        """Return the completions that fork from this one. Each is returned once."""
         pending, self._pending = self._pending, []
         return pending
 
     def fork_from(self, runner: Runner, first: Sequence) -> None:
         """Start as a fork of `first`. Raise PoolFullError."""
         self.sequence = runner.retry_after_reclaim(lambda: runner.fork(first, len(first.tokens) + 1))
-
-    def reserve(self, runner: Runner) -> None:
-        """Allocate the slot of the next token. Raise PoolFullError."""
-        sequence = self.sequence
-        assert sequence is not None
-        runner.retry_after_reclaim(lambda: runner.reserve(sequence))
 
     @property
     def draft_room(self) -> int:
@@ -277,7 +288,6 @@ class SampledRequest:
         return 0 if known or self.params.logits_processors else self.params.max_tokens - len(self.new_tokens) - 1
 
     def draft_sampler(self) -> Sampler:
-        """Return a copy of the sampler."""
         return self._sampler.copy()
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
@@ -316,22 +326,7 @@ class SampledRequest:
         """Free the sequence. Tokens and statistics are kept."""
         if self.sequence is not None:
             self._trace = self.sequence.trace
-            runner.free(self.sequence)
-            self.sequence = None
-
-    def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """Free the sequence after storing its statistics."""
-        self.finish_reason = self.finish_reason or reason
-        if self.sequence is not None:
-            self._final = runner.stats(self.sequence)
-            self.drop(runner)
-
-    def persist(self) -> None:
-        """Do nothing: sampled completions are not stored."""
-
-    def stats(self, runner: Runner) -> Stats | None:
-        """Return the statistics so far, or None before the start."""
-        return self._final if self.sequence is None else runner.stats(self.sequence)
+        super().drop(runner)
 
     def completion(self) -> CompletionOutput:
         """Return the result so far."""
@@ -348,5 +343,4 @@ class SampledRequest:
         )
 
     def completions(self) -> list[CompletionOutput]:
-        """Return the results of this completion and the others, in order."""
         return [self.completion(), *(other.completion() for other in self._others)]

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -18,25 +19,22 @@ from ..kv_cache.pool import HostPool
 from ..model_runner.batch import DecodeBatch
 from ..model_runner.batched import StepModes
 from ..model_runner.cuda_graphs import steps_for
-from ..model_runner.prefill import Prefill
+from ..model_runner.prefill import Prefill, segment_tokens
 from ..model_runner.rebalance import rebalance
 from ..model_runner.sequence import Sequence, key_reader
 from ..model_runner.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
 from ..model_runner.shared_rows import learn_from_others
 from ..model_runner.trace import Trace
 from ..models.loading import LoadedModel
-from ..outputs import Stats
 from ..planning.device_plan import DevicePlan, prefill_slices
 from ..policies.base import Policy
 from ..transfer.link import Link
+from ..transfer.streams import device_guard
 from ..transfer.weights.host_weights import NOTHING_USED, HostWeights, WeightUse
 from ..utils.allocator import give_back
 from .cache_manager import EXACT, SHARED_BEHIND, CacheManager, retry_after_reclaim
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
-from .own_device import on_own_device
 from .pool_order import PoolOrder
-from .segments import segment_tokens
-from .stats import Accounting
 from .thread_choice import ThreadChoice
 
 T = TypeVar("T")
@@ -86,8 +84,6 @@ class Runner:
         self.modes = StepModes()
         self.steps = steps_for(config, self.adapter.device, self.modes, streams=weights is not None)
         self.reclaimables = self.order.reclaimables
-        drafts = None if draft is None else (draft.model.weight_bytes, draft.pool)
-        self._accounting = Accounting(model, policy, pool, link, config, weights, drafts)
         geometry = self.adapter.geometry
         # No joint attention over shared prefixes if KV is quantised, because a sequence's own window is not; nor on a
         # disk, where KV is read block by block.
@@ -122,7 +118,8 @@ class Runner:
         provenance = self.model.weights_provenance() + provenance
         diverged_at = self.cache_manager.diverges(tokens[:reuse], provenance)
         blocks = self.cache_manager.block_table(tokens[:reuse], capacity, len(tokens), provenance)
-        sequence = self._open_sequence(blocks, tokens, known=blocks.length, exact=blocks.length, provenance=provenance)
+        known = blocks.length
+        sequence = self._create(blocks, tokens, known=known, exact=known, shift=0, provenance=provenance)
         sequence.trace.diverged_at = diverged_at
         return sequence
 
@@ -154,7 +151,7 @@ class Runner:
         if self.plan is not None:
             self.plan.check([sequence.blocks.capacity for sequence in self._open.values()])
 
-    @on_own_device
+    @device_guard
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
         """Announce that a sequence, and `forks` others that will fork from it, may grow to `tokens` tokens.
 
@@ -166,6 +163,8 @@ class Runner:
     def _prepare(self) -> None:
         self.pool.prepare(CHUNK * sum(sequence.chunks_ahead for sequence in self._open.values()))
 
+    @device_guard
+    @torch.inference_mode()
     def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
         """Return a sequence that shares the computed tokens of `sequence`, with room for `capacity` tokens.
 
@@ -176,16 +175,16 @@ class Runner:
         shared, position = self.pool.fork(sequence.blocks), sequence.position
         blocks = self.cache_manager.reserved(shared, capacity, position, min(capacity, position + 1))
         sequence.forks = max(0, sequence.forks - 1)
-        return self._open_sequence(
-            blocks,
-            sequence.tokens,
-            known=sequence.position,
-            exact=sequence.exact,
-            shift=sequence.shift,
-            provenance=sequence.provenance,
-            origin=sequence,
-            same_trace=same_trace,
-        )
+        with self.cache_manager.released_on_error(blocks):
+            keys = key_reader(self.pool, self.link.storage, blocks)
+            fork = replace(
+                sequence, id=next(self._ids), tokens=list(sequence.tokens), blocks=blocks, slots=sequence.slots.fork(),
+                keys=keys, state=sequence.state.fork(keys),
+                trace=sequence.trace.copy() if same_trace else sequence.trace.restart(reused=position),
+                interrupted=False, forks=0, draft_start=None, drafter=None,
+            )  # fmt: skip
+            self._register(fork, sequence.blocks)
+        return fork
 
     def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0) -> BlockTable:
         """Return cached blocks of a session's tokens, computed exactly or under this policy; never all of them.
@@ -215,9 +214,9 @@ class Runner:
         self.cache_manager.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
         with self.cache_manager.released_on_error(blocks):
             self.pool.commit(blocks, known)
-        return self._open_sequence(blocks, tokens, known=known, exact=exact, shift=shift, provenance=provenance)
+        return self._create(blocks, tokens, known=known, exact=exact, shift=shift, provenance=provenance)
 
-    @on_own_device
+    @device_guard
     def reload(self, sequence: Sequence) -> None:
         """Copy resident KV to the device again, after KV was written to the pool from elsewhere."""
         self.link.storage.close(sequence.blocks)
@@ -230,61 +229,37 @@ class Runner:
         sequence.unlearned = sequence.position
         sequence.interrupted = False
 
-    @on_own_device
+    @device_guard
     @torch.inference_mode()
-    def _open_sequence(
-        self,
-        blocks: BlockTable,
-        tokens: Seq[int],
-        *,
-        known: int,
-        exact: int,
-        shift: int = 0,
-        provenance: str = "",
-        origin: Sequence | None = None,
-        same_trace: bool = False,
+    def _create(
+        self, blocks: BlockTable, tokens: Seq[int], *, known: int, exact: int, shift: int, provenance: str
     ) -> Sequence:
-        """Return a sequence that owns `blocks`, with `known` computed tokens, as a fork of `origin` if given.
-
-        The block table is released on an error.
-        """
+        """Return a sequence that owns `blocks`, with `known` computed tokens. Release the blocks on an error."""
         with self.cache_manager.released_on_error(blocks):
             keys = key_reader(self.pool, self.link.storage, blocks)
+            used = None if self.pool.file is None else self.pool.file.use.since(DiskUse())
+            layers, every = self.adapter.geometry.layers, self._missed_mass_every
             sequence = Sequence(
-                id=next(self._ids),
-                tokens=list(tokens),
-                blocks=blocks,
-                slots=self.cache_manager.slots() if origin is None else origin.slots.fork(),
-                keys=keys,
-                state=self.policy.new_state(keys) if origin is None else origin.state.fork(keys),
-                trace=self._new_trace(known, origin, same_trace),
-                position=known,
-                exact=exact,
-                unlearned=known if origin is None else origin.unlearned,
-                learned=0 if origin is None else origin.learned,
-                shift=shift,
-                provenance=provenance,
-                expected=0 if origin is None else origin.expected,
-            )
-            self._open[sequence.id] = sequence
-            try:
-                self._check_device()
-                self._prepare()
-                shared = None if origin is None else origin.blocks
-                self.link.storage.open(blocks, self.policy.sinks, self.policy.recent, shared)
-            except BaseException:
-                del self._open[sequence.id]
-                self.link.storage.close(blocks)
-                raise
+                id=next(self._ids), tokens=list(tokens), blocks=blocks, slots=self.cache_manager.slots(), keys=keys,
+                state=self.policy.new_state(keys), trace=Trace(layers, every, reused_tokens=known, disk_before=used),
+                position=known, exact=exact, unlearned=known, shift=shift, provenance=provenance,
+            )  # fmt: skip
+            self._register(sequence, None)
         return sequence
 
-    def _new_trace(self, known: int, origin: Sequence | None, same_trace: bool) -> Trace:
-        if origin is None:
-            used = None if self.pool.file is None else self.pool.file.use.since(DiskUse())
-            return Trace(self.adapter.geometry.layers, self._missed_mass_every, reused_tokens=known, disk_before=used)
-        return origin.trace.copy() if same_trace else origin.trace.restart(reused=known)
+    def _register(self, sequence: Sequence, origin: BlockTable | None) -> None:
+        """Open a sequence in the transfers, with copies of the data of `origin` if given. Undo it on an error."""
+        self._open[sequence.id] = sequence
+        try:
+            self._check_device()
+            self._prepare()
+            self.link.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent, origin)
+        except BaseException:
+            del self._open[sequence.id]
+            self.link.storage.close(sequence.blocks)
+            raise
 
-    @on_own_device
+    @device_guard
     def free(self, sequence: Sequence) -> None:
         """Free a sequence. Its full blocks stay in the prefix tree. If this raises, a second call frees the rest."""
         if sequence.drafter is not None:
@@ -308,7 +283,7 @@ class Runner:
             provenance_key = EXACT if sequence.position == sequence.exact else self.provenance_key
             self.pool.publish(sequence.blocks, sequence.tokens, provenance_key + sequence.provenance)
 
-    @on_own_device
+    @device_guard
     @torch.inference_mode()
     def begin_prefill(
         self,
@@ -331,9 +306,8 @@ class Runner:
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         if sequence.unlearned and self.cache_manager.shares and not self.cache_manager.evicts:
             learn_from_others(sequence, self._open.values())
-        self.cache_manager.slide(
-            sequence, self.link.storage, stop, behind=SHARED_BEHIND if self.cache_manager.shares else 0
-        )
+        behind = SHARED_BEHIND if self.cache_manager.shares else 0
+        self.cache_manager.slide(sequence, self.link.storage, stop, behind=behind)
         return Prefill(
             sequence,
             stop,
@@ -347,7 +321,7 @@ class Runner:
             every_logits=every_logits,
         )
 
-    @on_own_device
+    @device_guard
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:
         """Run one layer. Commit the tokens after the last layer."""
@@ -369,22 +343,14 @@ class Runner:
         if prefill.layer:
             prefill.after_layer(prefill.layer - 1)
 
-    def prefill(
-        self,
-        sequence: Sequence,
-        stop: int,
-        *,
-        want_logits: bool = False,
-        on_layer: Callable[[int], None] = lambda layer: None,
-    ) -> torch.Tensor | None:
-        """Prefill in one call. Call `on_layer(layers_done)` after each layer. Return logits `[V]` if wanted."""
+    def prefill(self, sequence: Sequence, stop: int, *, want_logits: bool = False) -> torch.Tensor | None:
+        """Prefill in one call. Return logits `[V]` if wanted."""
         prefill = self.begin_prefill(sequence, stop, want_logits=want_logits)
         while not prefill.done:
             self.advance_prefill(prefill)
-            on_layer(prefill.layer)
         return None if prefill.logits is None else prefill.logits[0]
 
-    @on_own_device
+    @device_guard
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
         """Decode one step: compute and commit `tokens[position]` of each sequence. Return float32 logits `[B, V]`."""
@@ -413,10 +379,10 @@ class Runner:
         """Weights copied to the device so far."""
         return NOTHING_USED if self.weights is None else self.weights.use
 
-    def stats(self, sequence: Sequence) -> Stats:
-        """Return the statistics of a sequence, before it is freed."""
-        scoring = sum(one.state.device_bytes for one in self._open.values())
-        return self._accounting.stats(sequence, self._accounting.peak_device_bytes(scoring))
+    @property
+    def scoring_bytes(self) -> int:
+        """Bytes of scoring keys and approximate KV of all open sequences on the device."""
+        return sum(one.state.device_bytes for one in self._open.values())
 
     def check_integrity(self) -> None:
         """Assert that pool, sequences and policy states agree."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from weakref import WeakKeyDictionary, WeakSet
 
 from ..errors import EngineError, OffloadError, PoolFullError
 from ..model_runner.prefill import Prefill
+from .pool_order import PoolMember
 from .request import Request
 from .runner import Runner
 from .swap import Swap, SwappedSequence
@@ -15,7 +17,7 @@ from .swap import Swap, SwappedSequence
 logger = logging.getLogger(__name__)
 
 
-class Scheduler:
+class Scheduler(PoolMember):
     """Serves requests first come, first served.
 
     A request is admitted if the pool has room for its prompt and one more block for each running sequence. It then
@@ -32,6 +34,7 @@ class Scheduler:
     """
 
     def __init__(self, runner: Runner, max_num_seqs: int, swap: Swap | None = None) -> None:
+        super().__init__(runner.order)
         self._runner, self._max_num_seqs, self._swap = runner, max_num_seqs, swap
         self._swapped_out: dict[Request, SwappedSequence] = {}
         self._stay: WeakSet[Request] = WeakSet()
@@ -45,7 +48,7 @@ class Scheduler:
         self.stalled = False
         """Whether the only running request keeps its memory and waits for another engine to free some."""
         self._full = False
-        self.member = runner.order.join(self)
+        self.order.join(self)  # last: other threads may ask at once
 
     @property
     def requests(self) -> list[Request]:
@@ -54,12 +57,10 @@ class Scheduler:
 
     @property
     def holds(self) -> bool:
-        """Whether a request prefills or runs."""
         return bool(self.prefilling or self.running)
 
     @property
     def oldest(self) -> int | None:
-        """The lowest arrival number of all requests, or None if there are no requests."""
         return min((self._arrivals[request] for request in self.requests), default=None)
 
     @property
@@ -70,9 +71,9 @@ class Scheduler:
     def add(self, request: Request, *, swaps: bool = True) -> None:
         """Queue a request. swaps: its KV cache may go to disk; False if a session owns it. Raises EngineError if the
         pool is broken."""
-        if (broken := self._runner.order.broken) is not None:
+        if (broken := self.order.broken) is not None:
             raise broken
-        self._arrivals[request] = self._runner.order.arrival()
+        self._arrivals[request] = self.order.arrival()
         self.waiting.append(request)
         if not swaps:
             self._stay.add(request)
@@ -80,7 +81,7 @@ class Scheduler:
     def admit(self) -> None:
         """Start the prefill of the next request, if none is running, one waits, and there is room for it. A request
         that comes back from disk runs at once."""
-        if self.prefilling is not None or not self.waiting or self._full or not self.member.may_admit():
+        if self.prefilling is not None or not self.waiting or self._full or not self.may_admit():
             return
         request = self.waiting[0]
         width = sum(r.width for r in self.running)
@@ -97,7 +98,7 @@ class Scheduler:
             self._not_started(request, error)
             return
         self.waiting.popleft()
-        request.times.scheduled()
+        request.metrics.first_scheduled_time = request.metrics.first_scheduled_time or time.time()
         self._discard_swapped(request)
         if swapped_in:
             self.restored += 1
@@ -115,8 +116,8 @@ class Scheduler:
             self.fail(request, error)
         elif self.running:
             self._full = True  # until a request leaves; trying again in every step would be slow
-        elif not self.member.wait_for_others():
-            self.fail(request, self.member.describe(error))
+        elif not self.wait_for_others():
+            self.fail(request, self.describe(error))
 
     def _swap_in(self, request: Request, width: int) -> bool:
         """Restore the KV cache of a preempted request from disk, if possible. Return whether it was restored.
@@ -183,14 +184,14 @@ class Scheduler:
             keep: The request may keep its memory while it waits. It does so if it is the oldest of the pool; else it
                 gives way.
         """
-        if not self.member.wait_for_others():
-            self.fail(request, self.member.describe(error))
-        elif keep and self.member.claims:
+        if not self.wait_for_others():
+            self.fail(request, self.describe(error))
+        elif keep and self.claims:
             self.stalled = self._full = True
         else:
             self.preempt(request)
-            if not self.member.claims:
-                self.member.give_way()
+            if not self.claims:
+                self.give_way()
 
     def retry_later(self, request: Request, error: PoolFullError) -> None:
         """Send a request that ran out of memory within a step back to the queue. The step is incomplete."""
@@ -222,7 +223,7 @@ class Scheduler:
             failed = error
             self._free(request)
         self.ended.append(request)
-        self._runner.order.freed(ended=True)
+        self.order.freed(ended=True)
         return failed
 
     def _free(self, request: Request) -> None:
@@ -235,7 +236,7 @@ class Scheduler:
             request.drop(self._runner)
         except Exception as error:
             logger.critical("the KV pool is inconsistent", exc_info=error)
-            self._runner.order.broken = broken = EngineError(
+            self.order.broken = broken = EngineError(
                 f"the memory of request {request.prompt.id} could not be freed ({type(error).__name__}: {error}), so "
                 "the KV pool is inconsistent and all requests fail. Load the model again; the traceback is in the log"
             )
@@ -250,7 +251,7 @@ class Scheduler:
             self._swapped_out[request] = swapped
         self.preemptions += 1
         self._full = bool(self.running)  # freed memory is for running requests; this one waits until one of them leaves
-        self._runner.order.freed(ended=False)
+        self.order.freed(ended=False)
 
     def _swap_out(self, request: Request) -> SwappedSequence | None:
         """Write the KV cache of a running request to disk if that is cheaper than computing it again."""

@@ -17,6 +17,7 @@ from ..outputs import Stats
 from .logits_processors import check_logits
 from .runner import Runner
 from .speculative.verification import accept, verify
+from .stats import sequence_stats
 
 VERIFIED_AT_ONCE = 64  # tokens per pass with `exact`; their logits are in memory together
 
@@ -190,7 +191,7 @@ class _Batches:
             task.logprobs.append(float(value))
             task.is_greedy.append(bool(value == logprobs.max()))
         if target == task.computed:
-            task.score = Score(task.logprobs, task.is_greedy, self._runner.stats(sequence))
+            task.score = Score(task.logprobs, task.is_greedy, sequence_stats(self._runner, sequence))
             self._runner.free(sequence)
             self._on_done()
 

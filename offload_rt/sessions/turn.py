@@ -255,7 +255,7 @@ class Turn(SampledRequest):
         sequence = self.sequence
         if sequence is not None:
             self._count_arrived(sequence.trace)
-            self._final = runner.stats(sequence)
+            self._final = self.stats(runner)
         self.sequence = None
         taken_in = sequence is not None and self._prefill is None
         if taken_in:

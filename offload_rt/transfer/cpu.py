@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ..core import BlockTable, KVPart, ModelGeometry, ScatteredRows, Selection, VisibleTokens
 from ..kv_cache.pool import HostPool
-from .link import PendingFetch, PrefilledLayer, Savings, join
+from .link import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
 from .plan import attended_tokens, first_askers, key_rows
 
 
@@ -61,7 +61,6 @@ class _Pages:
         self._known: dict[int, tuple[list[int], torch.Tensor]] = {}
 
     def of(self, blocks: BlockTable) -> torch.Tensor:
-        """Return the bases, int64 `[blocks]`."""
         chunks, base = self._known.get(id(blocks), ([], None))
         if base is None or chunks != blocks.chunks:
             base = self.pool.row_base(blocks)
@@ -121,27 +120,22 @@ class _ScatteredPart(KVPart):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Hkv and n."""
         kv_heads, n = self._ids.shape
         return kv_heads, n
 
     @property
     def scattered(self) -> ScatteredRows:
-        """The KV by row index in the pool."""
         return ScatteredRows(*self._scratch.planes, self._ids)
 
     @property
     def k(self) -> torch.Tensor:
-        """K `[Hkv, n, d]`, gathered on each access."""
         return self._scratch.gather(0, self._ids)
 
     @property
     def v(self) -> torch.Tensor:
-        """V `[Hkv, n, d]`, gathered on each access."""
         return self._scratch.gather(1, self._ids)
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return the sum of values weighted by `weights` `[Hkv, G, n]`: `[Hkv, G, d]`."""
         rows, (kv_heads, n) = self._scratch.planes[1], self._ids.shape
         if weights.shape[1] > 1:
             return super().mix(weights)
@@ -150,7 +144,7 @@ class _ScatteredPart(KVPart):
         return F.embedding_bag(self._ids.view(-1), rows, bags, mode="sum", per_sample_weights=each).unsqueeze(1)
 
 
-class CpuStorage:
+class CpuStorage(KVStorage):
     """`KVStorage` on the CPU. It writes to the pool and counts resident tokens, which have no copies."""
 
     def __init__(self, pool: HostPool, pages: _Pages, geometry: ModelGeometry) -> None:
@@ -169,29 +163,21 @@ class CpuStorage:
         return self._resident.keys()
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
-        """Open a sequence."""
         layers = range(self._geometry.layers)
         self._resident[id(blocks)] = sum(sum(self._geometry.resident(layer, sinks, recent)) for layer in layers)
 
     def close(self, blocks: BlockTable) -> None:
-        """Forget the sequence. A second call does nothing."""
         self._resident.pop(id(blocks), None)
         self._pages.forget(blocks)
 
     def settle(self, blocks: BlockTable) -> None:
-        """Do nothing: `append` writes synchronously."""
+        pass  # `append` writes synchronously
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Write k, v `[Hkv, m, d]` to the pool. Returns the bytes that a transfer would have."""
         self._pool.write(blocks, layer, start, k, v)
         return k.shape[1] * self._token_bytes
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy the KV entry in the pool."""
-        self._pool.move(blocks, layer, source, target)
-
-    def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy the KV entry in the pool."""
         self._pool.move(blocks, layer, source, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
@@ -231,7 +217,7 @@ class CpuStorage:
         return PrefilledLayer(join([*before, new]), first, *bytes_each)
 
 
-class CpuRows:
+class CpuRows(RowFetch):
     """`RowFetch` on the CPU. Gathers run in the caller's thread, on use.
 
     A fetch and its repair are alive at the same time, so each has a scratch buffer.
@@ -251,7 +237,6 @@ class CpuRows:
     def fetch(
         self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
     ) -> PendingFetch:
-        """Return a fetch of views of the pool, or of selected KV that is gathered on use."""
         if selection is None:
             return _DenseFetch(self._pool, blocks, layer, visible.all, len(visible.candidates) * self._token_bytes)
         return self._sparse(blocks, layer, visible, selection)
@@ -264,13 +249,11 @@ class CpuRows:
         selection: Selection,
         savings: Savings | None = None,
     ) -> _SparseFetch:
-        """Return a fetch of resident and selected KV."""
         assert selection.counts is None, "selections on the CPU have no counts"
         tokens, asked = attended_tokens(visible, selection.tokens), selection.tokens.numel() * self._pair_bytes
         return _SparseFetch(self._pages, self._fetched, blocks, layer, tokens, asked, savings)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
-        """Return a fetch of views of the pool."""
         return _DenseFetch(self._pool, blocks, layer, tokens, len(tokens) * self._token_bytes)
 
     def fetch_together(
@@ -291,7 +274,6 @@ class CpuRows:
         return [self._sparse(blocks, layer, seen, selection, one) for blocks, seen, selection, one in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        """Return a fetch of the extra tokens, with a buffer of its own."""
         crossing = extra.tokens.numel() * self._pair_bytes
         return _SparseFetch(self._pages, self._repaired, blocks, layer, extra.tokens, crossing)
 
@@ -312,7 +294,6 @@ class CpuLink:
         return self.storage.resident_bytes + self.rows.nbytes
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
-        """Return 0: KV is read in place."""
         return 0
 
     def check_integrity(self) -> None:

@@ -14,34 +14,26 @@ import torch
 from ..core import BlockTable, KVPart, ModelGeometry
 from ..kv_cache.pool import HostPool
 from .cuda_fetch import CudaBatches, CudaRows, copy_heads
-from .link import PrefilledLayer
+from .link import KVStorage, PrefilledLayer
 from .open_sequences import DeviceState, OpenSequence
 from .plan import row_ids
 from .staging import HELD_BACK
 from .streams import DeviceStream, Stream
 
 
-class CudaStorage:
+class CudaStorage(KVStorage):
     """`KVStorage` for a device. It keeps resident KV there and writes all KV back in the write-back stream."""
 
     def __init__(self, state: DeviceState, rows: CudaRows, batches: CudaBatches) -> None:
         self._state, self._rows, self._batches = state, rows, batches
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
-        """Open a sequence. If it has tokens, their resident KV is copied from `origin` or loaded."""
         state = self._state
         if origin is not None:
             state.add_copy(blocks, origin)
             return
-        one = state.add(blocks, sinks, recent)
-        for layer in range(state.geometry.layers if blocks.length else 0):
-            sinks_here, recent_here = state.geometry.resident(layer, sinks, recent)
-            last = range(max(0, blocks.length - recent_here), blocks.length)
-            for tokens in (range(min(sinks_here, blocks.length)), state.pool.kept(blocks, layer, last)):
-                at = tokens.start
-                for run in state.pool.runs(blocks, layer, tokens):
-                    one.residency.store(layer, at, run.k.to(state.device), run.v.to(state.device))
-                    at += run.k.shape[1]
+        residency = state.add(blocks, sinks, recent).residency
+        residency.load(state.pool, blocks, lambda layer, tokens: state.pool.runs(blocks, layer, tokens))
 
     def close(self, blocks: BlockTable) -> None:
         """Close a sequence. No transfer of its blocks is pending afterwards."""
@@ -53,11 +45,9 @@ class CudaStorage:
         self._batches.forget(blocks)
 
     def settle(self, blocks: BlockTable) -> None:
-        """Wait for the last write-back of the sequence. Thread-safe."""
         self._state.settle(blocks)
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Keep resident tokens of k, v `[Hkv, m, d]` and queue the write-back of all tokens with slots."""
         written = self._append(blocks, layer, start, k, v)
         self._state.pending_writes.release(HELD_BACK)
         return written
@@ -119,23 +109,15 @@ class CudaStorage:
         state.pending_writes.release()
         first = state.pool.groups.first_seen(start, blocks.floor) if state.pool.groups.group[layer] else 0
         # Load before the slices, so that it only waits for earlier write-backs.
-        loaded = self._rows.stage_range(blocks, layer, range(first, start)) if first < start else None
+        loaded = self._rows.fetch_range(blocks, layer, range(first, start)) if first < start else None
         fresh, stop, written = [], start, 0
         for part in slices:
             written += self._append(blocks, layer, stop, part.k, part.v)
             fresh.append(part)
             stop += part.k.shape[1]
-        parts = fresh
-        if loaded is not None:
-            state.staging.arrive(loaded.held, loaded.event)
-            before = state.format.decode(loaded.staged)
-            parts = [KVPart(before[0], before[1]), *fresh]
+        parts = fresh if loaded is None else [*loaded.wait(), *fresh]
         k, v = torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1)
         return PrefilledLayer(KVPart(k, v), first, (start - first) * state.token_bytes, written)
-
-    def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """Append the tokens, as `prefill_layer`."""
-        return self.prefill_layer(blocks, layer, start, [new])
 
 
 class CudaLink:
@@ -162,12 +144,9 @@ class CudaLink:
         working_set: int = 0,
         in_place: bool = True,
     ) -> None:
-        """Creates the link.
+        """Create the link.
 
         Args:
-            pool: The host pool.
-            geometry: Shapes of the model.
-            device: The compute device.
             streams: Prefetch and write-back stream; None creates them on `device`.
             working_set: Capacity of working sets, in entries per KV head and sparse layer; 0 disables them.
             in_place: Whether kernels access the pool directly. Otherwise the host gathers KV, and waits for the device
@@ -185,7 +164,6 @@ class CudaLink:
         return sum(one.residency.nbytes + one.working_set_bytes for one in self._state)
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
-        """Return the bytes of the working set of an open sequence, tables included."""
         return self._state[blocks].working_set_bytes
 
     def check_integrity(self) -> None:

@@ -10,38 +10,38 @@ import torch.nn.functional as F
 
 from ..core import BlockTable, KVPart, Selection, VisibleTokens
 from ..kernels.h2d_copy import to_device
-from ..kv_cache.kv_format import KVFormat
-from .link import PendingFetch, Savings
+from .link import BatchedRows, PendingFetch, RowFetch, Savings
 from .open_sequences import DeviceState
 from .residency import Residency
 from .row_lists import RowLists
-from .staging import Staging
 from .streams import Event
 
 
 @dataclass(frozen=True)
-class _PendingFetch:
+class _PendingFetch(PendingFetch):
     """A pending fetch of KV `staged` `[2, Hkv, n, width]` in the storage format, valid after `event`.
 
-    `staging` holds it as number `held`. Resident KV comes before it and is read by `wait`, because the newest token is
-    stored after the fetch starts.
+    `state.staging` holds it as number `held`. The resident KV of `visible` comes before it and is read by `wait`,
+    because the newest token is stored after the fetch starts.
     """
 
-    format: KVFormat
-    staging: Staging
+    state: DeviceState
     held: int
     event: Event
     staged: torch.Tensor
-    bytes: int
     savings: Savings | None = None
     counts: torch.Tensor | None = None
     residency: Residency | None = None
     layer: int = 0
     visible: VisibleTokens | None = None
 
+    @property
+    def bytes(self) -> int:
+        return self.staged.shape[1] * self.staged.shape[2] * self.state.pair_bytes
+
     def wait(self) -> list[KVPart]:
-        self.staging.arrive(self.held, self.event, *(() if self.savings is None else self.savings.tensors))
-        rows = self.format.decode(self.staged)
+        self.state.staging.arrive(self.held, self.event, *(() if self.savings is None else self.savings.tensors))
+        rows = self.state.format.decode(self.staged)
         parts = [KVPart(rows[0], rows[1], self.counts)] if rows.shape[2] else []
         if self.residency is None or self.visible is None:
             return parts
@@ -51,18 +51,7 @@ class _PendingFetch:
         return [KVPart(torch.cat([p.k for p in parts], dim=1), torch.cat([p.v for p in parts], dim=1))]
 
 
-@dataclass(frozen=True)
-class _Fetched:
-    """Pending KV of one sequence, from which a `_PendingFetch` is made."""
-
-    held: int
-    staged: torch.Tensor
-    event: Event
-    savings: Savings | None = None
-    counts: torch.Tensor | None = None
-
-
-class CudaBatches:
+class CudaBatches(BatchedRows):
     """`BatchedRows` for a device. It also caches the lists that fetches of single sequences use."""
 
     def __init__(self, state: DeviceState) -> None:
@@ -70,7 +59,6 @@ class CudaBatches:
         self._lists: dict[tuple[int, ...], RowLists] = {}
 
     def row_lists(self, batch: int, tokens: int) -> RowLists:
-        """Create lists."""
         return RowLists(self._state, batch, tokens)
 
     def lists_of(self, block_tables: Sequence[BlockTable]) -> RowLists:
@@ -86,7 +74,7 @@ class CudaBatches:
         self._lists = {held: lists for held, lists in self._lists.items() if id(blocks) not in held}
 
 
-class CudaRows:
+class CudaRows(RowFetch):
     """`RowFetch` for a device."""
 
     def __init__(self, state: DeviceState, batches: CudaBatches) -> None:
@@ -95,14 +83,12 @@ class CudaRows:
     def fetch(
         self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
     ) -> PendingFetch:
-        """Start fetching the selected candidates, or all of them."""
         if selection is not None:
-            return self.fetch_together([blocks], layer, [visible], [selection])[0]
-        return self._pending(self.stage_range(blocks, layer, visible.candidates), blocks, layer, visible)
+            return self._fetch_selected([blocks], layer, [visible], [selection])[0]
+        return self._fetch_range(blocks, layer, visible.candidates, visible)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
-        """Start fetching all KV of `tokens`."""
-        return self._pending(self.stage_range(blocks, layer, tokens))
+        return self._fetch_range(blocks, layer, tokens)
 
     def fetch_together(
         self,
@@ -111,57 +97,54 @@ class CudaRows:
         visible: Sequence[VisibleTokens],
         selections: Sequence[Selection],
     ) -> list[PendingFetch]:
-        """Start a fetch for each sequence. KV that several sequences select is transferred once."""
-        each = zip(self._fetch_rows(block_tables, layer, selections), block_tables, visible, strict=True)
-        return [self._pending(rows, blocks, layer, seen) for rows, blocks, seen in each]
+        return self._fetch_selected(block_tables, layer, visible, selections)
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        """Start fetching the extra tokens."""
-        [fetched] = self._fetch_rows([blocks], layer, [extra])
-        return self._pending(fetched)
+        return self._fetch_selected([blocks], layer, [None], [extra])[0]
 
-    def _pending(
-        self, fetched: _Fetched, blocks: BlockTable | None = None, layer: int = 0, visible: VisibleTokens | None = None
-    ) -> _PendingFetch:
-        """Return the pending fetch of `fetched`. With a block table, its resident KV comes first."""
-        staged, residency = fetched.staged, None if blocks is None else self._state[blocks].residency
-        size = staged.shape[1] * staged.shape[2] * self._state.pair_bytes
-        state, savings = self._state, fetched.savings
-        return _PendingFetch(
-            state.format, state.staging, fetched.held, fetched.event, staged, size, savings, fetched.counts, residency,
-            layer, visible,
-        )  # fmt: skip
-
-    def stage_range(self, blocks: BlockTable, layer: int, tokens: range) -> _Fetched:
-        """Start copying all KV of `tokens` in the storage format."""
-        shape = (2, self._state.geometry.kv_heads, len(tokens), self._state.format.width)
-        staged = torch.empty(shape, dtype=self._state.format.storage, device=self._state.device)
-        held = self._state.staging.hold(staged)
-        with self._state.prefetch.behind_compute():
-            if (written := self._state[blocks].written) is not None:
-                self._state.prefetch.wait_for(written)
+    def _fetch_range(
+        self, blocks: BlockTable, layer: int, tokens: range, visible: VisibleTokens | None = None
+    ) -> PendingFetch:
+        """Start copying all KV of `tokens`. With `visible`, its resident KV comes first."""
+        state, one = self._state, self._state[blocks]
+        shape = (2, state.geometry.kv_heads, len(tokens), state.format.width)
+        staged = torch.empty(shape, dtype=state.format.storage, device=state.device)
+        held = state.staging.hold(staged)
+        with state.prefetch.behind_compute():
+            if (written := one.written) is not None:
+                state.prefetch.wait_for(written)
             at = 0
-            for run in self._state.pool.stored(blocks, layer, tokens):
+            for run in state.pool.stored(blocks, layer, tokens):
                 piece = slice(at, at + run.k.shape[1])
                 copy_heads(staged[0, :, piece], run.k)
                 copy_heads(staged[1, :, piece], run.v)
                 at = piece.stop
-            return _Fetched(held, staged, self._state.prefetch.record_event())
+            event = state.prefetch.record_event()
+        return _PendingFetch(state, held, event, staged, None, None, one.residency, layer, visible)
 
-    def _fetch_rows(
-        self, block_tables: Sequence[BlockTable], layer: int, selections: Sequence[Selection]
-    ) -> list[_Fetched]:
-        """Start fetching the selected KV of each block table in the storage format (`RowLists.fetch`)."""
+    def _fetch_selected(
+        self,
+        block_tables: Sequence[BlockTable],
+        layer: int,
+        visible: Sequence[VisibleTokens | None],
+        selections: Sequence[Selection],
+    ) -> list[PendingFetch]:
+        """Start fetching the selected KV of each block table (`RowLists.fetch`). KV that several sequences select is
+        transferred once."""
+        state = self._state
         tokens, counts = self._listed(selections)
         pending = self._batches.lists_of(block_tables).fetch(layer, tokens, counts, overlapping=len(block_tables) > 1)
-        with self._state.prefetch.behind_compute():
+        with state.prefetch.behind_compute():
             savings = [self._savings(pending.tally, b, one) for b, one in enumerate(selections)]
-            event = self._state.prefetch.record_event()
-        heads, fetched = self._state.geometry.kv_heads, []
-        for b, (selection, less) in enumerate(zip(selections, savings, strict=True)):
+            event = state.prefetch.record_event()
+        heads, fetches = state.geometry.kv_heads, list[PendingFetch]()
+        for b, (selection, less, seen) in enumerate(zip(selections, savings, visible, strict=True)):
             staged = pending.staged[:, b * heads : (b + 1) * heads, : selection.count]
-            fetched.append(_Fetched(pending.held, staged, event, less, selection.counts))
-        return fetched
+            residency = state[block_tables[b]].residency
+            fetches.append(
+                _PendingFetch(state, pending.held, event, staged, less, selection.counts, residency, layer, seen)
+            )
+        return fetches
 
     def _listed(self, selections: Sequence[Selection]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return tokens `[P, n]`, padded to the largest n, and counts `[P]` if there is padding."""

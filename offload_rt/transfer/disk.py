@@ -8,7 +8,7 @@ for the rest (`kv_cache.disk.file_arena`). A dense layer reads all KV in order, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,7 +20,7 @@ from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, Selection, VisibleT
 from ..kv_cache.disk.file_arena import AT_ONCE, FileArena
 from ..kv_cache.pool import HostPool
 from ..utils.allocator import RecycledMemory
-from .link import PendingFetch, PrefilledLayer, Savings
+from .link import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
 from .read_ahead import BlockRun, ReadingThread
 from .residency import Residency
 
@@ -86,10 +86,7 @@ class DiskState:
 
     def rows(self, blocks: BlockTable, layer: int, tokens: range) -> KVPart:
         """Return K and V `[Hkv, n, d]` of `tokens` of a layer on the device."""
-        parts = [self._on_device(part) for part in self.pool.stored(blocks, layer, tokens)]
-        if len(parts) == 1:
-            return parts[0]
-        return KVPart(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
+        return join([self._on_device(part) for part in self.pool.stored(blocks, layer, tokens)])
 
     def _on_device(self, part: KVPart) -> KVPart:
         decode = self.pool.format.decode
@@ -107,26 +104,19 @@ class DiskState:
         return BlockRun(self.thread(layer), lambda own: self.rows(blocks, layer, own), runs, ahead=1)
 
 
-class DiskStorage:
+class DiskStorage(KVStorage):
     """`KVStorage` on disk. `append` hands all KV to the pool, which holds it in memory until it is written."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
-        """Open a sequence. If it has tokens, their resident KV is copied from `origin` or read."""
         state = self._state
         if origin is not None:
             state.open[id(blocks)] = _Open(blocks, state[origin].residency.clone())
             return
         residency = Residency(state.geometry, state.pool.format.dtype, state.device, sinks, recent)
-        for layer in range(state.geometry.layers if blocks.length else 0):
-            sinks_here, recent_here = state.geometry.resident(layer, sinks, recent)
-            last = range(max(0, blocks.length - recent_here), blocks.length)
-            for tokens in (range(min(sinks_here, blocks.length)), state.pool.kept(blocks, layer, last)):
-                if tokens:
-                    rows = state.rows(blocks, layer, tokens)
-                    residency.store(layer, tokens.start, rows.k, rows.v)
+        residency.load(state.pool, blocks, lambda layer, tokens: [state.rows(blocks, layer, tokens)])
         state.open[id(blocks)] = _Open(blocks, residency)
 
     def close(self, blocks: BlockTable) -> None:
@@ -135,10 +125,9 @@ class DiskStorage:
         self._state.close(blocks)
 
     def settle(self, blocks: BlockTable) -> None:
-        """Do nothing: appended KV can be read from the pool at once."""
+        pass  # appended KV can be read from the pool at once
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Keep resident tokens of k, v `[Hkv, m, d]` on the device and write all tokens with slots to the pool."""
         state = self._state
         state[blocks].residency.store(layer, start, k, v)
         kept = state.pool.kept(blocks, layer, range(start, start + k.shape[1]))
@@ -151,10 +140,6 @@ class DiskStorage:
         self._state.wait()
         self._state.pool.move(blocks, layer, source, target)
         self._state[blocks].residency.move(layer, source, target)
-
-    def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Do the same as `move`, because the pool has all KV, resident or not."""
-        self.move(blocks, layer, source, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Append the slices and return the KV of the layer.
@@ -175,10 +160,6 @@ class DiskStorage:
         loaded = start - (first if slides else 0)
         return PrefilledLayer(KVPart(k, v), first, loaded * state.token_bytes, written, past)
 
-    def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """Append the tokens, as `prefill_layer`."""
-        return self.prefill_layer(blocks, layer, start, [new])
-
 
 def whole_chunks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
     """Split K and V `[Hkv, m, d]` of tokens from `start` on into parts that end at block boundaries, except the last.
@@ -188,7 +169,7 @@ def whole_chunks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
     rest: KVPart | None = None
     for part in parts:
         if rest is not None:
-            part = KVPart(torch.cat((rest.k, part.k), dim=1), torch.cat((rest.v, part.v), dim=1))
+            part = join([rest, part])
         size = part.k.shape[1]
         own = size - (start + size) % CHUNK
         rest = part if own <= 0 else KVPart(part.k[:, own:], part.v[:, own:]) if own < size else None
@@ -245,7 +226,7 @@ class _SelectedFetch:
         return [*own, KVPart(format.decode(k), format.decode(v))]
 
 
-class DiskRows:
+class DiskRows(RowFetch):
     """`RowFetch` from disk. KV that several sequences select is read once if it stays in memory, else for each."""
 
     def __init__(self, state: DiskState) -> None:
@@ -254,7 +235,6 @@ class DiskRows:
     def fetch(
         self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
     ) -> PendingFetch:
-        """Start reading the selected candidates, or all of them."""
         if selection is not None:
             return self._rows(blocks, layer, selection, visible)
         run = self._state.run(blocks, layer, visible.candidates)
@@ -262,22 +242,9 @@ class DiskRows:
         return _RangeFetch(run, size, self._state[blocks].residency, layer, visible)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
-        """Start reading all KV of `tokens`."""
         return _RangeFetch(self._state.run(blocks, layer, tokens), len(tokens) * self._state.token_bytes)
 
-    def fetch_together(
-        self,
-        block_tables: Sequence[BlockTable],
-        layer: int,
-        visible: Sequence[VisibleTokens],
-        selections: Sequence[Selection],
-    ) -> list[PendingFetch]:
-        """Start a read for each sequence."""
-        each = zip(block_tables, visible, selections, strict=True)
-        return [self._rows(blocks, layer, selection, seen) for blocks, seen, selection in each]
-
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        """Start reading the extra tokens."""
         return self._rows(blocks, layer, extra)
 
     def _rows(
@@ -329,7 +296,6 @@ class DiskLink:
         return sum(one.residency.nbytes for one in self._state.open.values())
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
-        """Return 0: recently used KV is cached by the pool in host memory."""
         return 0
 
     def check_integrity(self) -> None:

@@ -138,9 +138,9 @@ class KVStorage(Protocol):
         """Copy the resident KV entry in slot `source` to slot `target` of the pool, within a step.
 
         The copy is ordered with the fetches and appends of the layer. The entry leaves the window, and the next
-        `append` overwrites it.
+        `append` overwrites it. By default the same as `move`, for a pool that has all KV, resident or not.
         """
-        ...
+        self.move(blocks, layer, source, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Store K and V of tokens [start, ...), given as slices in token order, and return the KV of the layer.
@@ -152,7 +152,7 @@ class KVStorage(Protocol):
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
         """Store a few tokens, as `prefill_layer`. KV that is read in place and not contiguous with them is `past`."""
-        ...
+        return self.prefill_layer(blocks, layer, start, [new])
 
 
 class RowFetch(Protocol):
@@ -182,7 +182,8 @@ class RowFetch(Protocol):
 
         In all but the first fetch, such KV is part of `savings`. Each fetch still returns the KV of its own sequence.
         """
-        ...
+        each = zip(block_tables, visible, selections, strict=True)
+        return [self.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
         """Start fetching the tokens of a repair, in addition to those of an earlier fetch."""
@@ -221,7 +222,7 @@ class Link(Protocol):
         ...
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
-        """Return the bytes of the working set of a sequence, tables included."""
+        """Return the bytes of the working set of a sequence, tables included; 0 without working sets."""
         ...
 
     def check_integrity(self) -> None:

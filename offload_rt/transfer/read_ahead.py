@@ -26,9 +26,8 @@ class ReadingThread:
         """Queue `work`. The future has its result or exception."""
 
         def run() -> T:
-            with (
-                torch.inference_mode()
-            ):  # inference mode is per thread, and the buffers filled here are inference tensors
+            # Inference mode is per thread, and the buffers filled here are inference tensors.
+            with torch.inference_mode():
                 return work(*args, **named)
 
         return self._thread.submit(run)
@@ -79,10 +78,8 @@ class _LazyPart(KVPart):
 
     @property
     def k(self) -> torch.Tensor:
-        """`[Hkv, n, d]`."""
         return self._run.take(self._number).k
 
     @property
     def v(self) -> torch.Tensor:
-        """`[Hkv, n, d]`."""
         return self._run.take(self._number).v

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 
-from ..core import KVPart, ModelGeometry, VisibleTokens
+from ..core import BlockTable, KVPart, ModelGeometry, VisibleTokens
+from ..kv_cache.pool import HostPool
 
 
 class Residency:
@@ -58,6 +61,16 @@ class Residency:
             places = (torch.arange(first - sinks, stop - sinks, device=k.device) % recent).add_(sinks)
             rows[0].index_copy_(1, places, k[:, first - start :])
             rows[1].index_copy_(1, places, v[:, first - start :])
+
+    def load(self, pool: HostPool, blocks: BlockTable, read: Callable[[int, range], Iterable[KVPart]]) -> None:
+        """Store the resident tokens of a sequence with KV in the pool. `read` returns KV of tokens of a layer."""
+        for layer, (sinks, recent) in enumerate(self._sizes if blocks.length else ()):
+            last = range(max(0, blocks.length - recent), blocks.length)
+            for tokens in (range(min(sinks, blocks.length)), pool.kept(blocks, layer, last)):
+                at = tokens.start
+                for part in read(layer, tokens) if tokens else ():
+                    self.store(layer, at, part.k.to(self._rows[layer].device), part.v.to(self._rows[layer].device))
+                    at += part.k.shape[1]
 
     def row(self, layer: int, slot: int) -> torch.Tensor:
         """Return a copy of the KV of the resident token in `slot`, `[2, Hkv, d]`."""

@@ -66,13 +66,8 @@ class RowLists:
 
     def __init__(self, state: DeviceState, batch: int, tokens: int) -> None:
         layout, device = state.pool.layout, state.device
-        self._state, self._pool, self.heads, self._batch, self.device = (
-            state,
-            state.pool,
-            layout.kv_heads,
-            batch,
-            device,
-        )
+        self._state, self._pool, self._batch, self.device = state, state.pool, batch, device
+        self.heads = layout.kv_heads
         self.pair_bytes = 2 * layout.row_bytes
         self.token_bytes = layout.kv_heads * self.pair_bytes
         self._prefetch, self._write_back = state.prefetch, state.write_back

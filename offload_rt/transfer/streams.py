@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
+
+
+class HasAdapter(Protocol):
+    adapter: Any
+
+
+S = TypeVar("S", bound=HasAdapter)
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Event(Protocol):
@@ -38,7 +48,7 @@ class Stream(Protocol):
         ...
 
 
-class DeviceStream:
+class DeviceStream(Stream):
     """A stream of an accelerator that torch supports: CUDA, ROCm (which torch calls cuda) or XPU.
 
     The caching allocator is told of tensors used across streams, so that it does not reuse their memory while the other
@@ -51,21 +61,17 @@ class DeviceStream:
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """Queue the work of this context in the stream, after the work of the compute stream."""
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             yield
 
     def record_event(self) -> torch.Event:
-        """Record an event in the stream."""
         return self._stream.record_event()
 
     def wait_for(self, event: Any) -> None:
-        """Make the stream wait for an event."""
         self._stream.wait_event(event)
 
     def hold_compute(self, event: Any, *tensors: torch.Tensor) -> None:
-        """Make the compute stream wait for an event, and tell the allocator that it uses `tensors`."""
         compute = torch.accelerator.current_stream(self._device)
         compute.wait_event(event)
         for tensor in tensors:
@@ -80,26 +86,34 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
     return chosen
 
 
+def device_guard(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Run `method` with the device of `self.adapter` as the current device."""
+
+    @wraps(method)
+    def guarded(self: S, /, *args: P.args, **named: P.kwargs) -> T:
+        with on_device(self.adapter.device):
+            return method(self, *args, **named)
+
+    return guarded
+
+
 class _Reached:
     def synchronize(self) -> None:
         return
 
 
-class InlineStream:
+class InlineStream(Stream):
     """A stream that runs work synchronously, so that `CudaLink` can be used and tested on a CPU."""
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """Run the work of this context at once."""
-        with nullcontext():
-            yield
+        yield
 
     def record_event(self) -> Event:
-        """Return an event that is reached already."""
         return _Reached()
 
     def wait_for(self, event: Event) -> None:
-        """Do nothing, because every event is reached."""
+        pass
 
     def hold_compute(self, event: Event, *tensors: torch.Tensor) -> None:
-        """Do nothing, because every event is reached."""
+        pass

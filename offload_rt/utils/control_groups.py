@@ -1,4 +1,4 @@
-"""What the control groups over this process (a container, a batch job) leave it of the machine."""
+"""Read the processor and memory limits of the control groups of this process (a container, a batch job)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
-    """The folders of all groups over this process that `controller` ("memory", "cpu") may limit, and whether they are
-    of version 2."""
+    """Yield the folders of all groups of this process that `controller` ("memory", "cpu") may limit, and whether each
+    has version 2."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -33,19 +33,18 @@ def groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path
 
 
 def processor_limit(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | None:
-    """The time of how many processors the groups over this process leave it, rounded up; None where they leave it that
-    of all that it may run on."""
+    """Return the number of processors whose time this process may use, rounded up. None if it may use all of them."""
     limits = [_quota(folder, two) for folder, two in groups("cpu", root, membership)]
     least = min((limit for limit in limits if limit is not None), default=None)
     return None if least is None or least >= len(os.sched_getaffinity(0)) else max(1, least)
 
 
 def _quota(folder: Path, two: bool) -> int | None:
-    """Processors whose time a group may use; None where it has no limit or cannot be read (a container sees only its
-    own group, at the root)."""
+    """Return the processors of one group. None if it has no limit or cannot be read: a container sees only its own
+    group, at the root."""
     names = ("cpu.max",) if two else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     try:
         time, period = " ".join((folder / name).read_text() for name in names).split()
         return None if time in ("max", "-1") else -(-int(time) // int(period))
-    except (OSError, ValueError, ZeroDivisionError):  # this is asked at import, which no odd file may end
+    except (OSError, ValueError, ZeroDivisionError):  # read at import, which an unexpected file must not break
         return None

@@ -177,16 +177,15 @@ def _compiler_command() -> list[str]:
 
 
 def user_cache() -> Path:
-    """`$XDG_CACHE_HOME/offload-rt`, else `~/.cache/offload-rt`; for a user who has no home folder, one that goes with
-    the process."""
+    """Return `$XDG_CACHE_HOME/offload-rt`, else `~/.cache/offload-rt`, else a temporary folder of this process."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload-rt"
     except RuntimeError:
-        return Path(_passing().name)
+        return Path(_temporary_folder().name)
 
 
 @functools.cache
-def _passing() -> tempfile.TemporaryDirectory[str]:
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="offload-rt-")
 
 

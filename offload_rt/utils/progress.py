@@ -14,8 +14,8 @@ from rich.progress import Progress as Bar
 PATIENCE_SECONDS = 2.0
 
 
-class _Show(Protocol):
-    """Update a bar to `done` of `total`. `total` is passed if it was unknown when the bar was made."""
+class Show(Protocol):
+    """Update a bar to `done` of `total`."""
 
     def __call__(self, done: int, total: int | None = None, /) -> None: ...
 
@@ -30,16 +30,10 @@ class Progress:
         self._enabled = enabled
 
     @contextmanager
-    def prefill(self, layers: int) -> Iterator[Callable[[int], None]]:
-        """Yield a function to call with the number of finished layers."""
-        with self._bar("prefill", layers) as show:
-            yield show
-
-    @contextmanager
     def items(self, what: str, total: int) -> Iterator[Callable[[], None]]:
         """Yield a function to call after each of `total` items."""
         done = 0
-        with self._bar(what, total) as show:
+        with self.bar(what, total) as show:
 
             def advance() -> None:
                 nonlocal done
@@ -49,13 +43,8 @@ class Progress:
             yield advance
 
     @contextmanager
-    def counted(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Yield a function to call with the finished and the total amount."""
-        with self._bar(what, None) as show:
-            yield show
-
-    @contextmanager
-    def _bar(self, what: str, total: int | None) -> Iterator[_Show]:
+    def bar(self, what: str, total: int | None = None) -> Iterator[Show]:
+        """Yield a function to call with the finished amount, and with the total amount if that was unknown."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

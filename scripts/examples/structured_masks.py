@@ -1,4 +1,4 @@
-"""Measure the cost of structured output per token: masks of `engine/structure.py` (llguidance) and of xgrammar.
+"""Measure the cost of structured output per token: masks of `engine/guided_decoding.py` (llguidance) and of xgrammar.
 
 python scripts/examples/structured_masks.py MODEL_FOLDER
 """

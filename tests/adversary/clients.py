@@ -245,7 +245,7 @@ def attack(url: str, hostile: list[Hostile], seed: int, tries: int) -> Counter[s
 
 def wait_idle(engine: AsyncLLM) -> None:
     """Wait until all requests have ended."""
-    wait_until(lambda: engine._engine.idle and not engine._callers and engine.load().waiting == 0, IDLE_SECONDS)
+    wait_until(lambda: engine._engine.idle and not engine._clients and engine.load().waiting == 0, IDLE_SECONDS)
 
 
 def check_empty(engine: AsyncLLM) -> None:

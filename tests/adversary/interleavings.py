@@ -144,7 +144,7 @@ class Engines:
     full: set[Request] = field(default_factory=set)
 
     def join(self, llm: LLM, policy: str) -> None:
-        self.engines.append(llm.make_engine(self._fail))
+        self.engines.append(llm.make_engine(on_failure=self._fail))
         self.policies.append(policy)
 
     def _fail(self, request: Request, error: Exception) -> None:
@@ -382,7 +382,7 @@ async def run_clients(seed: int, folder: Path) -> Counter[str]:
         for one in found:
             if isinstance(one, BaseException) and not isinstance(one, asyncio.CancelledError):
                 raise one
-    assert engine._engine.idle and not engine._callers and not engine._by_number
+    assert engine._engine.idle and not engine._clients and not engine._by_number
     for runner in (llm.runner, other.runner):
         runner.check_integrity()
         assert not runner._open

@@ -35,7 +35,7 @@ PLACES: dict[str, Callable[[LLM], tuple[Any, str]]] = {
     "publish": lambda llm: (llm.runner.pool, "publish"),
     "close": lambda llm: (llm.runner.link.storage, "close"),
     "release": lambda llm: (llm.runner.pool, "release"),
-    "stats": lambda llm: (llm.runner._accounting, "stats"),
+    "stats": lambda llm: (SampledRequest, "stats"),
     "finish": lambda llm: (SampledRequest, "finish"),
     "persist": lambda llm: (SampledRequest, "persist"),
 }

@@ -54,7 +54,7 @@ def serve(asks: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM | None 
         async with AsyncLLM(llm or make_llm(), **options) as engine:
             found = await asyncio.wait_for(asks(engine), 30)
             runner = engine.llm.runner
-        assert engine._engine.idle and not engine._callers and not engine._by_number
+        assert engine._engine.idle and not engine._clients and not engine._by_number
         assert (engine.load().waiting, engine.load().running) == (0, 0)
         runner.check_integrity()
         assert runner.pool.bytes_held == 0
@@ -132,7 +132,7 @@ def test_who_leaves_takes_the_rows_along(how: str, alone: Any) -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        while engine._callers:
+        while engine._clients:
             await asyncio.sleep(0)
         found = await answer(engine, tiny_prompt(30))
         assert engine.load().running == 0, "12 tokens later it would still be writing"
@@ -202,7 +202,7 @@ def test_callers_in_any_order_that_leave_at_any_time(callers: Any, chunks: int, 
 
     async def asks(engine: AsyncLLM) -> None:
         await asyncio.gather(*(one(engine, number, caller) for number, caller in enumerate(callers)))
-        while engine._callers:
+        while engine._clients:
             await asyncio.sleep(0)
 
     serve(asks, make_llm(chunks, max_num_seqs=batch))
@@ -289,7 +289,7 @@ def go_away(engine: AsyncLLM) -> None:
     loop.run_until_complete(anext(outputs))
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
-    while any(len(caller.ids) == 20 for caller in list(engine._callers.values())):
+    while any(len(caller.ids) == 20 for caller in list(engine._clients.values())):
         time.sleep(0.001)
     assert engine.load().generated_tokens < 400
 

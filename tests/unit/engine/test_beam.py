@@ -10,7 +10,7 @@ import torch
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
-from offload_rt import LLM, ConfigError, InputError, PoolFullError, SamplingParams
+from offload_rt import LLM, InputError, PoolFullError, SamplingParams
 from offload_rt.core import CHUNK
 from offload_rt.engine.engine import Engine
 
@@ -118,25 +118,6 @@ def test_n_completions_come_in_order_and_each_from_its_own_seed() -> None:
     assert [c.stats.reused_tokens for c in done] == [0, 130, 130, 130, 0, 70, 70, 70]
     assert [(c.stats.prompt_tokens, c.stats.new_tokens) for c in done] == [(130, 12)] * 4 + [(70, 12)] * 4
     assert llm.runner.pool.bytes_held == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_beams": 0}, "num_beams=0 must be at least 1"),
-        ({"n": 0}, "n=0 must be at least 1"),
-        ({"num_beams": 4}, "temperature=1.0: beam search draws no random"),
-        ({"num_beams": 2, "n": 3, "temperature": 0}, "n=3 must not exceed num_beams=2"),
-        ({"length_penalty": 2.0}, "need beam search"),
-        ({"early_stopping": True}, "need beam search"),
-        ({"num_beams": 2, "temperature": 0, "early_stopping": "soon"}, "early_stopping='soon'"),
-        ({"num_beams": 2, "temperature": 0, "length_penalty": float("nan")}, "must be finite"),
-        ({"n": 2, "temperature": 0}, "would be identical"),
-    ],
-)
-def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SamplingParams(**options)
 
 
 def test_a_stream_is_of_one_completion() -> None:

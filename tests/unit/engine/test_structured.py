@@ -15,7 +15,7 @@ from support.outputs import completed
 from support.tiny_models import tiny_model
 
 from offload_rt import LLM, AsyncLLM, ConfigError, InputError, SamplingParams
-from offload_rt.engine import structure
+from offload_rt.engine import guided_decoding
 from offload_rt.models.loading import load_model
 from offload_rt.outputs import CompletionOutput
 from offload_rt.sampling_params import StructuredOutputs
@@ -138,7 +138,7 @@ def test_large_structures_within_the_limits_are_followed() -> None:
     rules = "".join(f"r{i}: r{i + 1}\n" for i in range(350))
     assert ask(grammar=f'start: r0\n{rules}r350: "z"').text == "z"
     llm = runtime()
-    found = structure.GuidedDecoder(StructuredOutputs(json=chain(300)), llm.tokenizer, llm.geometry.vocab, [0])
+    found = guided_decoding.GuidedDecoder(StructuredOutputs(json=chain(300)), llm.tokenizer, llm.geometry.vocab, [0])
     assert found.allowed().any()
 
 
@@ -174,13 +174,13 @@ def test_a_schema_may_be_text() -> None:
 def test_a_structure_is_understood_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeated requests and their completions share one token table."""
     understood: list[str] = []
-    table = structure._table
+    table = guided_decoding._table
 
     def counted(tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> Any:
         understood.append("once")
         return table(tokenizer, vocab, ends)
 
-    monkeypatch.setattr(structure, "_table", counted)
+    monkeypatch.setattr(guided_decoding, "_table", counted)
     llm, asked = (
         runtime(),
         SamplingParams(max_tokens=8, seed=1, n=2, structured_outputs=StructuredOutputs(regex="[ab]{9}c")),

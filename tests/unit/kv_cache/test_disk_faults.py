@@ -24,11 +24,11 @@ from support.disk_chunks import KILLS
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.engine import segments
 from offload_rt.engine.engine import Engine
-from offload_rt.engine.speculative import drafting
+from offload_rt.engine.speculative import decoder
 from offload_rt.errors import DiskError
 from offload_rt.kv_cache.disk.block_file import BlockFile
+from offload_rt.model_runner import prefill as prefill_module
 from offload_rt.sessions.session import Session
 
 EVERY = "OFFLOAD_RT_STRESS" in os.environ
@@ -116,7 +116,7 @@ def test_killed_while_a_context_on_disk_is_read_and_written(
     right: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Kill at random times of prefill (in segments) and decoding. A new session begins after the last turn.
-    monkeypatch.setitem(segments.SEGMENT_BYTES, "cpu", 1)
+    monkeypatch.setitem(prefill_module.SEGMENT_BYTES, "cpu", 1)
     rng, rows, number, last = random.Random(4), tmp_path / "rows", 0, set()
     with make(rows) as llm:
         for kill in range(max(4, KILLS // 2 * EVERY)):
@@ -224,7 +224,7 @@ def test_a_disk_error_ends_what_it_is_of(phase: str, tmp_path: Path, monkeypatch
             raise DiskError("cannot read KV")
 
         where, name = {"prefill": (llm.runner, "advance_prefill"), "decode": (llm.runner, "decode"),
-                       "verify": (drafting, "verify"), "reload": (llm.runner, "reload")}[phase]  # fmt: skip
+                       "verify": (decoder, "verify"), "reload": (llm.runner, "reload")}[phase]  # fmt: skip
         monkeypatch.setattr(where, name, fails)
         while not engine.idle:
             ended |= {event.request_id: event for event in engine.step() if event.finish_reason}

@@ -22,13 +22,13 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.core import CHUNK
-from offload_rt.engine import segments
 from offload_rt.errors import DiskError
 from offload_rt.kv_cache.disk import homes
 from offload_rt.kv_cache.disk.block_file import BlockFile
 from offload_rt.kv_cache.disk.direct_file import DirectFile, aligned
 from offload_rt.kv_cache.disk.file_arena import FileArena
 from offload_rt.kv_cache.disk.homes import Home
+from offload_rt.model_runner import prefill as prefill_module
 from offload_rt.sessions.session import Session
 from offload_rt.storage.chunk_store import read_through
 from offload_rt.storage.disk_store import DiskStore
@@ -265,7 +265,7 @@ def test_where_a_store_has_no_home_for_a_chunk(
     if case == "few files":
         monkeypatch.setattr(homes, "most_files", lambda: homes.SPARE_FILES + 2)
     if case == "parts":
-        monkeypatch.setitem(segments.SEGMENT_BYTES, "cpu", 1)
+        monkeypatch.setitem(prefill_module.SEGMENT_BYTES, "cpu", 1)
     if case == "no file":
         monkeypatch.setattr(BlockFile, "allocate", refusing(BlockFile.allocate))
     limit = {"limit": room[case]} if case in room else {}

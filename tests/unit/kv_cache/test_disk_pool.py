@@ -26,7 +26,7 @@ from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.cli import main
 from offload_rt.cli.tables import stats_table
 from offload_rt.core import CHUNK, KVPart
-from offload_rt.engine import build, segments
+from offload_rt.engine import build
 from offload_rt.errors import DiskError, MemoryLimitError, PoolFullError
 from offload_rt.kernels.causal import attend_causal
 from offload_rt.kernels.causal_blocks import BlockedAttention
@@ -37,6 +37,7 @@ from offload_rt.kv_cache.disk.extents import Reads, merged
 from offload_rt.kv_cache.disk.requests import Reader, Requests, RingReader, ThreadReader
 from offload_rt.kv_cache.disk.row_cache import RowCache
 from offload_rt.kv_cache.pool import HostPool
+from offload_rt.model_runner import prefill as prefill_module
 from offload_rt.model_runner.prefill import Prefill
 from offload_rt.transfer.disk import DiskState
 from offload_rt.transfer.read_ahead import BlockRun, ReadingThread
@@ -429,7 +430,7 @@ def test_attention_over_blocks_is_causal_attention(softcap: float | None, sunk: 
 @pytest.mark.parametrize("policy", ["full", "infinigen, tail", "quest"])
 def test_a_prompt_goes_through_in_segments(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The second prompt shares its first blocks with the first one.
-    monkeypatch.setitem(segments.SEGMENT_BYTES, "cpu", 1)
+    monkeypatch.setitem(prefill_module.SEGMENT_BYTES, "cpu", 1)
     prompts = [PROMPTS[0], PROMPTS[0][:200] + PROMPTS[1][:61]]
     said, heard, passes = [], [], []
     real = Prefill._begin_segment
@@ -445,7 +446,7 @@ def test_a_prompt_goes_through_in_segments(policy: str, tmp_path: Path, monkeypa
             llm.runner.check_integrity()
     assert said[0] == said[1]
     assert heard[1] == pytest.approx(heard[0], abs=1e-9) and len(heard[0]) == len(PROMPTS[1]) - 1
-    assert passes[:10] == list(range(0, 300, 32)) and passes[10] == 192, "ten segments, then a shared prefix"
+    assert passes[:10] == list(range(0, 300, 32)) and passes[10] == 192, "ten prefill_module, then a shared prefix"
 
 
 # ------------------------------------------------------------------------------------------------------------ faults

@@ -18,7 +18,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.config import DraftOptions
-from offload_rt.engine.speculative import drafting
+from offload_rt.engine.speculative import decoder
 from offload_rt.engine.speculative.draft_source import Acceptance, Costs, Lookup
 from offload_rt.engine.speculative.verification import accept, rewind, verify
 from offload_rt.model_runner import verification_pass
@@ -101,7 +101,7 @@ def test_a_batch_is_verified_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> Non
     # Two of three sequences are completions of one prompt. The first MLP after each call must get all tokens.
     llm = runtime(_LLAMA, exact={"method": "both", "tokens": 3})
     passes: list[list[int]] = []
-    sequences, real, mlp = [], drafting.verify, llm.runner.adapter.mlp
+    sequences, real, mlp = [], decoder.verify, llm.runner.adapter.mlp
 
     def verify_all(runner: Any, batch: list[tuple[Sequence, int]]) -> list[torch.Tensor]:
         passes.append([sum(count for _, count in batch)])
@@ -113,7 +113,7 @@ def test_a_batch_is_verified_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> Non
             one.append(len(residual))
         return mlp(layer, residual)
 
-    monkeypatch.setattr(drafting, "verify", verify_all)
+    monkeypatch.setattr(decoder, "verify", verify_all)
     monkeypatch.setattr(llm.runner.adapter, "mlp", count)
     several = SamplingParams(max_tokens=12, temperature=0.9, seed=3, n=2, ignore_eos=True)
     done = completed(llm.generate(PROMPTS[:2], [several, GREEDY]))
@@ -167,7 +167,7 @@ def test_drafts_that_are_wrong_are_noticed_and_counted() -> None:
 def test_speed_is_told_beside_passes_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The patched clock gives each pass one second, and drafting none."""
     clock = itertools.count()
-    monkeypatch.setattr(drafting, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr(decoder, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, allowed_token_ids=[3, 50])
     [done] = completed(runtime(_LLAMA, "full", exact=True).generate([[3, 50, 3, 3, 50, 50, 3, 50] * 8], params))
     assert done.stats.accepted_tokens
@@ -232,7 +232,7 @@ def test_an_interrupted_draft_is_no_answer(where: str, tmp_path: Any, monkeypatc
     """After Ctrl-C, the session holds the tokens that were returned and continues with the right ones."""
     llm = runtime(_LLAMA, exact={"method": "sparse", "tokens": 4, "adaptive": False})
     session = llm.session("talk", tmp_path)
-    events, calls, target = session.send(tiny_prompt(40), GREEDY), 0, llm.runner if where == "decode" else drafting
+    events, calls, target = session.send(tiny_prompt(40), GREEDY), 0, llm.runner if where == "decode" else decoder
     real = getattr(target, where)
 
     def stop(*args: Any) -> Any:

@@ -34,7 +34,7 @@ sequence = runner.new_sequence([i % 2000 for i in range(N)], N)
 runner.prefill(sequence, N, want_logits=True)
 geometry = runner.adapter.geometry
 one_layer = geometry.kv_bytes(N, torch.float32) // geometry.layers
-print(resident() - before - runner.pool.bytes_used, llm.weight_bytes, one_layer, N * 512 * 4)
+print(resident() - before - runner.pool.bytes_used, runner.model.weight_bytes, one_layer, N * 512 * 4)
 """
 
 

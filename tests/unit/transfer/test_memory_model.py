@@ -143,7 +143,7 @@ def test_requirements_are_what_a_run_takes(scorer: str, tmp_path: Path, monkeypa
     stats = run(llm)
     options = InfiniGenOptions.preset("rows", scorer=scorer, dense_layers=(1,))
     costs = costs_of("qwen3", torch.float32, options)
-    needed = requirements(costs, llm.weight_bytes, PROMPT + NEW)
+    needed = requirements(costs, llm.runner.model.weight_bytes, PROMPT + NEW)
     assert needed.kv_host == stats.kv_bytes_host
     assert needed.weights == stats.weight_bytes
     # Scoring keys grow by sixteenths, rounded up to 64 slots (256 tokens of int2). One layer at a time is held twice.
