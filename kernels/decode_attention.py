@@ -13,7 +13,7 @@ from ..core import ScatteredRows
 from . import native, team
 from .pages import BLOCK
 
-MIN_TOKENS, MAX_PARTS = 1024, 16
+LEAST_TOKENS, MOST_PARTS = 1024, 16
 """A part has at least so many tokens of a KV head (10 to 50 us), and a head has at most so many parts. Results do not
 depend on the number of threads, because the parts do not."""
 
@@ -65,7 +65,7 @@ class DecodeAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kv_heads, group, d = q.shape
         q, k, v = q.contiguous(), *(x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-        per_part = max(MIN_TOKENS, -(-n // (MAX_PARTS * BLOCK)) * BLOCK)
+        per_part = max(LEAST_TOKENS, -(-n // (MOST_PARTS * BLOCK)) * BLOCK)
         parts = -(-n // per_part)
         out, lse = torch.empty(kv_heads, group, d), torch.empty(kv_heads, group)
         room = torch.empty(kv_heads * parts * group * (d + 2))

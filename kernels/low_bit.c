@@ -21,7 +21,7 @@ twice, about 14 instructions of LANES each. */
 #define FIELDS (8 / VALUE_BITS)
 #define COLUMNS (VALUE_BITS == 2 || VALUE_BYTES % (2 * LANES) ? 1 : 2) /* vectors of bytes that are unpacked together */
 #define TILE (COLUMNS * FIELDS)
-#define MAX_QUERIES 32
+#define MOST_QUERIES 32
 #define SCORED 4                          /* queries whose sums stay in registers: of scores */
 #define MIXED (REGISTERS == 32 ? 6 : 3)   /* of values */
 #define PARTS_OF_SUM (16 / LANES)         /* sums have 16 parts at every level, so that all levels round alike */
@@ -131,8 +131,8 @@ static void code_sums(const uint8_t *block, const int8_t *weights, int group, fl
 
 /* Queries of a head, rounded as low_bit.py does. */
 typedef struct {
-    int8_t weights[MAX_QUERIES * HEAD_DIM];
-    float middle[MAX_QUERIES], scale[MAX_QUERIES], shift[MAX_QUERIES];
+    int8_t weights[MOST_QUERIES * HEAD_DIM];
+    float middle[MOST_QUERIES], scale[MOST_QUERIES], shift[MOST_QUERIES];
 } Queries;
 
 /* The sum of 16 parts, in the same order at every level. */
@@ -184,8 +184,8 @@ outside [start, stop); with its peaks and its sums of e^(score - peak). */
 void score(const Call *call, int64_t index) {
     Range own = range_of(call, index);
     int64_t group = call->group, stride = (own.last - own.first) * BLOCK;
-    float found[MAX_QUERIES][BLOCK], peaks[MAX_QUERIES];
-    f32 sums[MAX_QUERIES][PARTS_OF_SUM];
+    float found[MOST_QUERIES][BLOCK], peaks[MOST_QUERIES];
+    f32 sums[MOST_QUERIES][PARTS_OF_SUM];
     Queries queries;
     round_queries(&queries, call->q + own.head * group * HEAD_DIM, call->mean + own.head * HEAD_DIM, group);
     memset(sums, 0, sizeof sums[0] * (size_t)group);
@@ -300,9 +300,9 @@ INLINE void weigh(const float *s, float peak, uint64_t hidden, const f32 steps[B
 void mix(const Call *call, int64_t index) {
     Range own = range_of(call, index);
     int64_t group = call->group, stride = (own.last - own.first) * BLOCK;
-    float(*outs)[HEAD_DIM] = (float(*)[HEAD_DIM])(call->part_outs + index * group * HEAD_DIM), peaks[MAX_QUERIES];
-    Weight weights[MAX_QUERIES][BLOCK];
-    f32 sums[MAX_QUERIES][PARTS_OF_SUM];
+    float(*outs)[HEAD_DIM] = (float(*)[HEAD_DIM])(call->part_outs + index * group * HEAD_DIM), peaks[MOST_QUERIES];
+    Weight weights[MOST_QUERIES][BLOCK];
+    f32 sums[MOST_QUERIES][PARTS_OF_SUM];
     memset(outs, 0, sizeof outs[0] * (size_t)group);
     memset(sums, 0, sizeof sums[0] * (size_t)group);
     for (int64_t g = 0; g < group; g++) peaks[g] = capped_peak(call->peaks[own.head * group + g], call->softcap);

@@ -15,13 +15,13 @@ from ..utils.native_code import processor_level
 from . import team
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 
-MAX_QUERIES = 32
+MOST_QUERIES = 32
 """Largest number of queries on one KV head that `low_bit.c` takes."""
 
 WORTH_A_THREAD = 1 << 16
 """Scores for each thread of a call: 20 to 60 us of work, many times what it takes to wake a thread."""
 
-MIN_BLOCKS, MAX_PARTS = 16, 16
+LEAST_BLOCKS, MOST_PARTS = 16, 16
 """A part of a call is at least so many blocks of a KV head, and a head has at most so many parts. Threads share out
 the parts; results do not depend on the number of threads, because the parts do not."""
 
@@ -173,7 +173,7 @@ class LowBitLibrary:
 
 def _parts(blocks: int) -> tuple[int, int]:
     """Return how many blocks a part of a KV head has, and how many parts."""
-    per_part = max(MIN_BLOCKS, -(-blocks // MAX_PARTS))
+    per_part = max(LEAST_BLOCKS, -(-blocks // MOST_PARTS))
     return per_part, -(-blocks // per_part)
 
 
@@ -183,7 +183,7 @@ def _threads(scores: int) -> int:
 
 def low_bit(head_dim: int, value_bits: int, group: int) -> LowBitLibrary | None:
     """Return the library for these shapes; None if the code does not take them or cannot be compiled."""
-    return None if group > MAX_QUERIES else _low_bit(head_dim, value_bits)
+    return None if group > MOST_QUERIES else _low_bit(head_dim, value_bits)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ How many rows come together changes no sum: each is two sums, of alternating pie
 #include "simd.h"
 
 #define AHEAD 4096 /* bytes: where processors stop prefetching by themselves */
-#define MAX_ROWS 8
+#define MOST_ROWS 8
 #define AT_ONCE (REGISTERS == 32 ? 8 : 4) /* rows of x: their sums stay in registers */
 
 #if BFLOAT16 && defined(__AVX512BF16__)
@@ -54,7 +54,7 @@ INLINE void add_products(Sums *sums, const Number *x, const Number *w) {
 
 /* Sums of one row of w with `rows` rows of x, which stay in registers. */
 INLINE void tile(const Number *x, const Number *w, int64_t ins, int rows, float *found) {
-    Sums sums[MAX_ROWS];
+    Sums sums[MOST_ROWS];
     for (int r = 0; r < rows; r++) sums[r] = (Sums){all(0.0f), all(0.0f)};
     int64_t c = 0;
     for (; c + STEP <= ins; c += STEP) {
@@ -99,7 +99,7 @@ static void store_number(const Call *call, int64_t row, int64_t out, float sum) 
 
 void linear(const void *given, int64_t part) {
     const Call *call = given;
-    float found[MAX_ROWS] = {0};
+    float found[MOST_ROWS] = {0};
     int64_t rows = call->rows, ins = call->ins, groups = (rows + AT_ONCE - 1) / AT_ONCE;
     int64_t most = (rows + groups - 1) / groups; /* 9 rows are 5 and 4, not 8 and 1 */
     int64_t begin = part * call->size, end = begin + call->size < call->outs ? begin + call->size : call->outs;

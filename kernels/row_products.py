@@ -11,7 +11,7 @@ import torch
 from ..utils.native_code import processor_level
 from . import native, team
 
-MAX_ROWS = 12
+MOST_ROWS = 12
 """Rows up to which this is faster than torch's product."""
 
 PART_BYTES = 1 << 18

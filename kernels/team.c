@@ -21,7 +21,7 @@ Workers sleep without spinning: between two calls the caller runs Python, which 
 #include <sys/syscall.h>
 #endif
 
-#define MAX_WORKERS 255
+#define MOST_WORKERS 255
 #define SPINS 200            /* of the caller before it sleeps, about 10 us */
 #define SHORTEST_REST 1000000 /* ns */
 #define LONGEST_REST 200000000
@@ -48,7 +48,7 @@ static struct {
     int started;
     /* Nanoseconds that workers have saved lately, and how long the team works alone. */
     int64_t saved, rest, alone_until;
-    Worker workers[MAX_WORKERS];
+    Worker workers[MOST_WORKERS];
 } team = {.busy = PTHREAD_MUTEX_INITIALIZER, .rest = SHORTEST_REST};
 
 static int64_t nanoseconds(clockid_t clock) {
@@ -146,7 +146,7 @@ static void in_child(void) {
     team.members = 0;
     team.parts = 0;
     team.busy = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    for (int i = 0; i < MAX_WORKERS; i++) team.workers[i].sleeping = team.workers[i].thread = 0;
+    for (int i = 0; i < MOST_WORKERS; i++) team.workers[i].sleeping = team.workers[i].thread = 0;
 }
 
 static void start(int workers) {
@@ -186,7 +186,7 @@ static void judge(int64_t own, int64_t total, int64_t parts, int64_t helped) {
 
 /* Calls function(call, part) for each part in [0, parts), by up to `threads` threads, this one included. */
 void team_run(Function function, const void *call, int64_t parts, int threads) {
-    if (threads > MAX_WORKERS + 1) threads = MAX_WORKERS + 1;
+    if (threads > MOST_WORKERS + 1) threads = MOST_WORKERS + 1;
     if (threads < 2 || parts < 2 || parts > UINT32_MAX || pthread_mutex_trylock(&team.busy)) {
         run_alone(function, call, parts);
         return;

@@ -83,7 +83,7 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
     if min(slots) < parts:
         lses.fill_(-torch.inf)
     group = heads // kv_heads
-    for rows, block in zip(tables, (max_queries(d, q.itemsize), 16), strict=True):
+    for rows, block in zip(tables, (most_queries(d, q.itemsize), 16), strict=True):
         if not rows:
             continue
         queries = max((row[8] - row[7]) * group for row in rows)
@@ -98,7 +98,7 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
     return out.view(heads, batch, d), lse.view(heads, batch)
 
 
-def max_queries(d: int, itemsize: int) -> int:
+def most_queries(d: int, itemsize: int) -> int:
     """Return the most queries per program for a shared run. float32 products do not use tensor cores and get 16."""
     if itemsize == 4:
         return 16

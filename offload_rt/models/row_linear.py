@@ -12,7 +12,7 @@ TILE_BYTES = 1 << 22
 
 
 class RowLinear(nn.Linear):
-    """`nn.Linear` that computes up to `MAX_ROWS` input rows with `kernels.row_products`.
+    """`nn.Linear` that computes up to `MOST_ROWS` input rows with `kernels.row_products`.
 
     There, each row is summed separately, so its result does not depend on the number of rows. Larger inputs use torch,
     with tiles of the weight distributed over threads.
@@ -22,7 +22,7 @@ class RowLinear(nn.Linear):
         """Apply the layer to `[..., in]`. Return `[..., out]`."""
         if torch.is_grad_enabled() or input.dtype != self.weight.dtype or not input.numel():
             return super().forward(input)
-        if input.numel() > row_products.MAX_ROWS * self.in_features:
+        if input.numel() > row_products.MOST_ROWS * self.in_features:
             return self._by_parts(input)
         code = row_products.takes(self.weight)
         return super().forward(input) if code is None else code.linear(input, self.weight, self.bias)

@@ -4,9 +4,9 @@
 #include "check.h"
 #include "check_numbers.h"
 
-enum { HEADS = 2, MAX_QUERIES = 70, MAX_TOKENS = 200, GROUP = 3 };
+enum { HEADS = 2, MOST_QUERIES = 70, MOST_TOKENS = 200, GROUP = 3 };
 
-#define MAX_ERROR (BFLOAT16 ? 0.02 : 2e-5) /* bfloat16: weights and outputs are rounded to 8 bits */
+#define MOST_ERROR (BFLOAT16 ? 0.02 : 2e-5) /* bfloat16: weights and outputs are rounded to 8 bits */
 
 static double score_of(const Call *call, int64_t query, int64_t at, int64_t token) {
     const Number *q = call->q + query * call->q_head + at * call->q_token;
@@ -33,7 +33,7 @@ static double expected_row(const Call *call, int64_t query, int64_t at, double *
 }
 
 static int check_call(int64_t m, int64_t n, int64_t window, float softcap, int with_sinks, int with_lse) {
-    static float sinks[] = {-1, 0, 1, 2, 3, 0.5f}, lse[HEADS * GROUP * MAX_QUERIES], got[HEAD_DIM];
+    static float sinks[] = {-1, 0, 1, 2, 3, 0.5f}, lse[HEADS * GROUP * MOST_QUERIES], got[HEAD_DIM];
     double want[HEAD_DIM], want_lse;
     int64_t tiles = (GROUP * m + TILE - 1) / TILE, rows = HEADS * GROUP * m;
     Call call = {.q = random_numbers(rows * HEAD_DIM, 2), .k = random_numbers(HEADS * n * HEAD_DIM, 2),
@@ -56,7 +56,7 @@ static int check_call(int64_t m, int64_t n, int64_t window, float softcap, int w
         for (int c = 0; c < HEAD_DIM; c++)
             got[c] = with_lse || !BFLOAT16 ? ((float *)call.out)[row * HEAD_DIM + c]
                                            : number(((uint16_t *)call.out)[row * HEAD_DIM + c]);
-        failed += differ("attention", got, want, HEAD_DIM, MAX_ERROR);
+        failed += differ("attention", got, want, HEAD_DIM, MOST_ERROR);
         if (with_lse) failed += differ("lse of attention", &lse[row], &want_lse, 1, 1e-4);
     }
     return failed;
@@ -64,5 +64,5 @@ static int check_call(int64_t m, int64_t n, int64_t window, float softcap, int w
 
 static int check_attention(void) {
     return check_call(1, 1, 1, 0, 0, 1) + check_call(5, 130, 130, 0, 0, 1) + check_call(5, 65, 65, 3, 1, 0) +
-           check_call(MAX_QUERIES, MAX_TOKENS, MAX_TOKENS, 0, 0, 0) + check_call(MAX_QUERIES, 129, 20, 2, 1, 0);
+           check_call(MOST_QUERIES, MOST_TOKENS, MOST_TOKENS, 0, 0, 0) + check_call(MOST_QUERIES, 129, 20, 2, 1, 0);
 }

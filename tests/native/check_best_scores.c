@@ -1,14 +1,14 @@
 #include "../../kernels/best_scores.c"
 #include "check.h"
 
-enum { HEADS = 2, MAX_TOKENS = 3000 };
+enum { HEADS = 2, MOST_TOKENS = 3000 };
 
 /* Chooses token after token: the one with the largest value that passes, of equals the first. */
 static int expected_differ(const Call *call) {
     int failed = 0;
     for (int64_t head = 0; head < HEADS; head++) {
         const int64_t *chosen = call->chosen + head * call->most;
-        char taken[MAX_TOKENS] = {0};
+        char taken[MOST_TOKENS] = {0};
         for (int64_t i = 0; i < call->most; i++) {
             int64_t best = -1;
             float largest = -INFINITY;
@@ -33,7 +33,7 @@ static int expected_differ(const Call *call) {
 }
 
 static int check_choice(int64_t group, int64_t n, float alpha, double fraction) {
-    enum { PER_PART = 1024, STRIDE = MAX_TOKENS + 64 };
+    enum { PER_PART = 1024, STRIDE = MOST_TOKENS + 64 };
     float *scores = room_for(sizeof(float) * (size_t)(HEADS * group * STRIDE)), peaks[64], lses[64];
     int64_t parts = (n + PER_PART - 1) / PER_PART, within[8], total = 0, expected = 0;
     for (int64_t query = 0; query < HEADS * group; query++) {

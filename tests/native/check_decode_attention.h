@@ -4,7 +4,7 @@
 #include "check.h"
 #include "check_numbers.h"
 
-enum { HEADS = 2, MAX_GROUP = 9, MAX_TOKENS = 300, PER_PART = 128, MAX_PARTS = 3 };
+enum { HEADS = 2, MOST_GROUP = 9, MOST_TOKENS = 300, PER_PART = 128, MOST_PARTS = 3 };
 
 static void expected_row(const Call *call, int64_t query, double *out, double *lse) {
     const Number *q = call->q + query * HEAD_DIM;
@@ -27,11 +27,11 @@ static void expected_row(const Call *call, int64_t query, double *out, double *l
 }
 
 static int check_step(int64_t group, int64_t n, int scattered, float softcap) {
-    enum { RESULTS = HEADS * MAX_PARTS * MAX_GROUP };
-    static float outs[RESULTS * HEAD_DIM], peaks[RESULTS], sums[RESULTS], out[HEADS * MAX_GROUP * HEAD_DIM];
-    static float lse[HEADS * MAX_GROUP];
-    static double want[HEADS * MAX_GROUP * HEAD_DIM], want_lse[HEADS * MAX_GROUP];
-    static int64_t ids[HEADS * MAX_TOKENS];
+    enum { RESULTS = HEADS * MOST_PARTS * MOST_GROUP };
+    static float outs[RESULTS * HEAD_DIM], peaks[RESULTS], sums[RESULTS], out[HEADS * MOST_GROUP * HEAD_DIM];
+    static float lse[HEADS * MOST_GROUP];
+    static double want[HEADS * MOST_GROUP * HEAD_DIM], want_lse[HEADS * MOST_GROUP];
+    static int64_t ids[HEADS * MOST_TOKENS];
     for (int64_t i = 0; i < HEADS * n; i++) ids[i] = random_bits() % (uint32_t)(HEADS * n);
     Call call = {.q = random_numbers(HEADS * group * HEAD_DIM, 2), .k = random_numbers(HEADS * n * HEAD_DIM, 2),
                  .v = random_numbers(HEADS * n * HEAD_DIM, 2),
@@ -48,6 +48,6 @@ static int check_step(int64_t group, int64_t n, int scattered, float softcap) {
 }
 
 static int check_decode_attention(void) {
-    return check_step(1, 1, 0, 0) + check_step(2, 63, 0, 3) + check_step(3, MAX_TOKENS, 1, 0) +
-           check_step(MAX_GROUP, 130, 0, 0) + check_step(4, MAX_TOKENS, 1, 2);
+    return check_step(1, 1, 0, 0) + check_step(2, 63, 0, 3) + check_step(3, MOST_TOKENS, 1, 0) +
+           check_step(MOST_GROUP, 130, 0, 0) + check_step(4, MOST_TOKENS, 1, 2);
 }

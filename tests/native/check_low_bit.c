@@ -89,8 +89,8 @@ static int check_group(int64_t group, float softcap) {
         .part_outs = random_floats(queries * PARTS * HEAD_DIM, 1), .mixed_sums = random_floats(queries * PARTS, 1),
         .outs = random_floats(queries * HEAD_DIM, 1), .mixed_lses = random_floats(queries, 1),
     };
-    double *scores = room_for(sizeof(double) * (size_t)queries * BLOCKS * BLOCK), peaks[2 * MAX_QUERIES];
-    double lses[2 * MAX_QUERIES], *outs = room_for(sizeof(double) * (size_t)queries * HEAD_DIM);
+    double *scores = room_for(sizeof(double) * (size_t)queries * BLOCKS * BLOCK), peaks[2 * MOST_QUERIES];
+    double lses[2 * MOST_QUERIES], *outs = room_for(sizeof(double) * (size_t)queries * HEAD_DIM);
     for (int part = 0; part < HEADS * PARTS; part++) score(&call, part);
     finish_scores(&call);
     expected_scores(&call, scores, peaks, lses);

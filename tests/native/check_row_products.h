@@ -4,9 +4,9 @@
 #include "check.h"
 #include "check_numbers.h"
 
-enum { ROWS = 12, OUTS = 21, MAX_INS = 416, PER_PART = 8 };
+enum { ROWS = 12, OUTS = 21, MOST_INS = 416, PER_PART = 8 };
 
-#define MAX_ERROR (BFLOAT16 ? 0.063 : 1e-4) /* bfloat16: of outputs below 32, which are rounded to 8 bits */
+#define MOST_ERROR (BFLOAT16 ? 0.063 : 1e-4) /* bfloat16: of outputs below 32, which are rounded to 8 bits */
 
 static int check_product(int64_t rows, int64_t ins, int biased) {
     static float got[ROWS * OUTS];
@@ -21,12 +21,12 @@ static int check_product(int64_t rows, int64_t ins, int biased) {
         want[i] = biased ? as_float(call.bias[i % OUTS]) : 0;
         for (int64_t c = 0; c < ins; c++) want[i] += (double)as_float(x[c]) * as_float(w[c]);
     }
-    return differ("row products", got, want, rows * OUTS, MAX_ERROR);
+    return differ("row products", got, want, rows * OUTS, MOST_ERROR);
 }
 
 static int check_products(void) {
     int failed = 0;
     for (int64_t rows = 1; rows <= ROWS; rows++)
-        failed += check_product(rows, 32, 0) + check_product(rows, MAX_INS, 1);
+        failed += check_product(rows, 32, 0) + check_product(rows, MOST_INS, 1);
     return failed;
 }

@@ -49,7 +49,7 @@ def test_outputs_are_those_of_float64(
     keys, values = torch.full((2, 3 * n, d), torch.nan, dtype=dtype)
     keys[ids], values[ids] = k, v
     for least in (1 << 20, 64):
-        monkeypatch.setattr(decode_attention, "MIN_TOKENS", least)
+        monkeypatch.setattr(decode_attention, "LEAST_TOKENS", least)
         for got in (
             code.attend(q, k, v, 0.2, cap),
             code.attend_scattered(q, ScatteredRows(keys, values, ids), 0.2, cap),
@@ -63,7 +63,7 @@ def test_threads_and_other_queries_change_no_bit(
     dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_attention, "WORTH_THREADS", 0)
-    monkeypatch.setattr(decode_attention, "MIN_TOKENS", 64)
+    monkeypatch.setattr(decode_attention, "LEAST_TOKENS", 64)
     monkeypatch.setattr(team, "threads", lambda: threads)
     q, k, v = inputs(6, 1500, 64, dtype)
     code, found = decode_attention.takes(q), []

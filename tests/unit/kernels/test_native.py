@@ -79,7 +79,7 @@ def test_a_level_that_the_processor_does_not_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_shapes_that_the_code_does_not_take() -> None:
-    assert native.low_bit(48, 2, 1) is None and native.low_bit(64, 2, native.MAX_QUERIES + 1) is None
+    assert native.low_bit(48, 2, 1) is None and native.low_bit(64, 2, native.MOST_QUERIES + 1) is None
 
 
 def test_without_a_compiler_torch_computes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
