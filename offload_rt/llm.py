@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .config import EngineConfig, StoreOptions
-from .core import ModelGeometry
 from .engine.build import build, build_beside
 from .engine.checks import (
     check_token_ids,
@@ -57,6 +56,13 @@ class LLM:
             are lists of token ids.
         **fields: Fields of `EngineConfig` that override `config`, such as `host_memory="200GiB"`.
 
+    Attributes:
+        runner: The loaded model with its policy and KV cache. Sequences made with it must be freed by the caller.
+        config: The configuration, with all options of the policy filled in.
+        name: The model's name, folder or hub id.
+        geometry: The model's dimensions.
+        tokenizer: The model's tokenizer, if it has one.
+
     Raises:
         ConfigError: An option is unknown or invalid.
         ModelError: The model is unsupported, incomplete, or fails load-time verification.
@@ -79,7 +85,8 @@ class LLM:
     def _begin(self, runner: Runner, family: WeakValueDictionary[int, LLM]) -> None:
         # `family`: runtimes that share the weights, by number. Each has its own swap folder.
         self._progress = Progress(enabled=runner.config.progress)
-        self._runner, self._family = runner, family
+        self.runner, self._family, self.config, self.name = runner, family, runner.config, runner.model.name
+        self.geometry, self.tokenizer = runner.adapter.geometry, runner.model.tokenizer
         number = next(n for n in itertools.count() if n not in family)
         family[number], folder = self, runner.config.swap
         own = folder if folder is None or not number else folder / f"under-{number}"
@@ -95,7 +102,7 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        runner, pool = self._runner, self._runner.pool
+        runner, pool = self.runner, self.runner.pool
         made = f"policy={runner.policy.name!r}, device={str(runner.adapter.device)!r}, dtype={self.config.dtype!r}"
         return f"LLM({self.name!r}, {made}, host_memory={format_size(pool.limit_bytes)!r})"
 
@@ -136,33 +143,8 @@ class LLM:
         self._check_open()
         other = LLM.__new__(LLM)
         given = {} if policy_options is None else policy_options
-        other._begin(build_beside(self._runner, policy, given, exact), self._family)
+        other._begin(build_beside(self.runner, policy, given, exact), self._family)
         return other
-
-    @property
-    def config(self) -> EngineConfig:
-        """The configuration, with all options of the policy filled in."""
-        return self._runner.config
-
-    @property
-    def runner(self) -> Runner:
-        """The loaded model with its policy and KV cache. Sequences made with it must be freed by the caller."""
-        return self._runner
-
-    @property
-    def name(self) -> str:
-        """The model's name, folder or hub id."""
-        return self._runner.model.name
-
-    @property
-    def geometry(self) -> ModelGeometry:
-        """The model's dimensions."""
-        return self._runner.adapter.geometry
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The model's tokenizer, if it has one."""
-        return self._runner.model.tokenizer
 
     def get_default_sampling_params(self, **fields: Any) -> SamplingParams:
         """Return the sampling parameters that are used if none are given.
@@ -170,12 +152,12 @@ class LLM:
         They come from the model's `generation_config.json` (temperature, top_k, top_p, min_p, repetition_penalty,
         max_new_tokens). `fields` of `SamplingParams` override them. Raises ConfigError.
         """
-        return configured(SamplingParams, self._runner.model.sampling, fields)
+        return configured(SamplingParams, self.runner.model.sampling, fields)
 
     @property
     def max_model_len(self) -> int:
         """Maximum length of prompt and answer together, by the model's positions, host memory and device memory."""
-        return max_length(self.geometry.max_positions, self._runner.check_fits)
+        return max_length(self.geometry.max_positions, self.runner.check_fits)
 
     @property
     def last_stats(self) -> Stats | None:
@@ -183,7 +165,7 @@ class LLM:
 
         None before the first `stream`, and after `generate` or `score`, whose results hold their own statistics.
         """
-        return self._last.stats(self._runner) if self._last is not None else None
+        return self._last.stats(self.runner) if self._last is not None else None
 
     def stream(
         self,
@@ -207,7 +189,7 @@ class LLM:
             ModelError, PoolFullError: The model has too few positions, or the KV cache is too small.
         """
         self._check_open()
-        params = sampling(sampling_params, self._runner.model.sampling)
+        params = sampling(sampling_params, self.runner.model.sampling)
         if params.n > 1 or params.num_beams > 1:
             raise InputError("stream returns one completion: use generate for n or num_beams above 1")
         if record is not None and self.config.exact is not None:
@@ -219,8 +201,8 @@ class LLM:
         self, prompt: list[int], params: SamplingParams, cache_salt: str, record: Path | None
     ) -> Iterator[TokenOutput]:
         with ExitStack() as ends, self._progress.bar("prefill", self.geometry.layers) as on_prefill:
-            engine = Engine(self._runner, max_num_seqs=1, on_prefill=lambda _, layers: on_prefill(layers))
-            recorder = None if record is None else RunWriter(record, RunInfo.of(self._runner, prompt))
+            engine = Engine(self.runner, max_num_seqs=1, on_prefill=lambda _, layers: on_prefill(layers))
+            recorder = None if record is None else RunWriter(record, RunInfo.of(self.runner, prompt))
             self._last = request = engine.add(prompt, params, recorder, cache_salt)
             if recorder is not None:
                 ends.callback(lambda: recorder.close(request.tokens or prompt, self.tokenizer))
@@ -306,9 +288,9 @@ class LLM:
     def _generate(
         self, encoded: list[list[int]], texts: Sequence[str | None], sampling_params: object, cache_salt: str
     ) -> list[RequestOutput]:
-        each, self._last = sampling_of_each(sampling_params, len(encoded), self._runner.model.sampling), None
+        each, self._last = sampling_of_each(sampling_params, len(encoded), self.runner.model.sampling), None
         for prompt, one in zip(encoded, each, strict=True):
-            self._runner.cache_manager.check(len(prompt), len(prompt) + one.max_tokens)
+            self.runner.cache_manager.check(len(prompt), len(prompt) + one.max_tokens)
         engine = self.make_engine()
         requests = [engine.add(prompt, one, cache_salt=cache_salt) for prompt, one in zip(encoded, each, strict=True)]
         try:
@@ -326,7 +308,7 @@ class LLM:
     def make_engine(self, **callbacks: Any) -> Engine:
         """Return an engine for front ends that add requests and run steps themselves. Callbacks as `Engine`."""
         self._check_open()
-        return Engine(self._runner, max_num_seqs=self.config.max_num_seqs, swap=self._swap, **callbacks)
+        return Engine(self.runner, max_num_seqs=self.config.max_num_seqs, swap=self._swap, **callbacks)
 
     def score(
         self,
@@ -357,9 +339,9 @@ class LLM:
         self._last = None
         encoded = [self.encode(prompt) for prompt in first]
         targets = [self.encode(text, special_tokens=False) for text in then]
-        with self._progress.items("score", len(encoded)) as on_done, self._runner.pool.lock:
+        with self._progress.items("score", len(encoded)) as on_done, self.runner.pool.lock:
             most = batch or self.config.max_num_seqs
-            return score(self._runner, encoded, targets, decode_from=decode_from, batch=most, on_done=on_done)
+            return score(self.runner, encoded, targets, decode_from=decode_from, batch=most, on_done=on_done)
 
     def session(
         self,
@@ -386,7 +368,7 @@ class LLM:
             ConfigError: An option is invalid, the policy's KV cannot be restored, or `eviction` is set.
             StoreError: The store cannot be opened or is in use by another process.
         """
-        with self._runner.pool.lock:
+        with self.runner.pool.lock:
             known = self.session_store(store, options, **fields)
             try:
                 session = known.open(name)
@@ -414,7 +396,7 @@ class LLM:
         KV of queued turns is loaded from disk before they start, and is not evicted. At most `max_num_seqs` turns are
         decoded together (None: as configured). Other arguments and errors as `session`.
         """
-        with self._runner.pool.lock:
+        with self.runner.pool.lock:
             most = whole_or_none("max_num_seqs", max_num_seqs, 1) or self.config.max_num_seqs
             return TurnQueue(self.session_store(store, options, **fields), most)
 
@@ -425,14 +407,14 @@ class LLM:
         known = self._stores.get(folder)
         if known is None or known.closed:
             chosen = configured(StoreOptions, options, fields)
-            known = self._stores[folder] = SessionStore.on_disk(self._runner, folder, chosen)
+            known = self._stores[folder] = SessionStore.on_disk(self.runner, folder, chosen)
         return known
 
     def reset_prefix_cache(self) -> bool:
         """Free the KV of prefixes that no request and no open session uses. Return whether no prefix is left."""
         self._check_open()
-        with self._runner.pool.lock:
-            return self._runner.pool.drop_prefixes()
+        with self.runner.pool.lock:
+            return self.runner.pool.drop_prefixes()
 
     def encode(self, prompt: PromptLike | object, *, special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, or the ids themselves.
@@ -447,5 +429,5 @@ class LLM:
             ids = encode_rendered(self.tokenizer, ids, special_tokens=special_tokens)
         if not ids:
             raise InputError("the prompt is empty: it needs at least one token")
-        check_token_ids(ids, self._runner.model)
+        check_token_ids(ids, self.runner.model)
         return ids

@@ -84,25 +84,13 @@ class CudaRows(RowFetch):
         self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
     ) -> PendingFetch:
         if selection is not None:
-            return self._fetch_selected([blocks], layer, [visible], [selection])[0]
-        return self._fetch_range(blocks, layer, visible.candidates, visible)
-
-    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
-        return self._fetch_range(blocks, layer, tokens)
-
-    def fetch_together(
-        self,
-        block_tables: Sequence[BlockTable],
-        layer: int,
-        visible: Sequence[VisibleTokens],
-        selections: Sequence[Selection],
-    ) -> list[PendingFetch]:
-        return self._fetch_selected(block_tables, layer, visible, selections)
+            return self.fetch_together([blocks], layer, [visible], [selection])[0]
+        return self.fetch_range(blocks, layer, visible.candidates, visible)
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        return self._fetch_selected([blocks], layer, [None], [extra])[0]
+        return self.fetch_together([blocks], layer, [None], [extra])[0]
 
-    def _fetch_range(
+    def fetch_range(
         self, blocks: BlockTable, layer: int, tokens: range, visible: VisibleTokens | None = None
     ) -> PendingFetch:
         """Start copying all KV of `tokens`. With `visible`, its resident KV comes first."""
@@ -122,15 +110,14 @@ class CudaRows(RowFetch):
             event = state.prefetch.record_event()
         return _PendingFetch(state, held, event, staged, None, None, one.residency, layer, visible)
 
-    def _fetch_selected(
+    def fetch_together(
         self,
         block_tables: Sequence[BlockTable],
         layer: int,
         visible: Sequence[VisibleTokens | None],
         selections: Sequence[Selection],
     ) -> list[PendingFetch]:
-        """Start fetching the selected KV of each block table (`RowLists.fetch`). KV that several sequences select is
-        transferred once."""
+        """Start a fetch for each sequence (`RowLists.fetch`). With `visible`, resident KV comes first."""
         state = self._state
         tokens, counts = self._listed(selections)
         pending = self._batches.lists_of(block_tables).fetch(layer, tokens, counts, overlapping=len(block_tables) > 1)
