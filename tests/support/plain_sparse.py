@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from offload_rt.models.full_attention import guessed_input, residual_after_attention
 
 from offload_rt.config import EngineConfig
 from offload_rt.core import KVPart, ModelGeometry, Selection, VisibleTokens
@@ -20,6 +19,7 @@ from offload_rt.kv_cache.kv_format import make_kv_format
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.model_runner.attention import attend, group_weights, join_tail
 from offload_rt.model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
+from offload_rt.models.full_attention import guessed_input, residual_after_attention
 from offload_rt.models.loading import LoadedModel
 from offload_rt.policies.base import Policy, PolicyState
 from offload_rt.policies.registry import make_policy

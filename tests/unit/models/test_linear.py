@@ -29,13 +29,13 @@ ERRORS = {torch.bfloat16: {"rtol": 2**-8, "atol": 1e-4}, torch.float32: {"rtol":
 def test_products_are_those_of_float64(outs: int, ins: int, bias: bool, dtype: torch.dtype, level: str) -> None:
     """A row's result does not depend on the number of rows."""
     layer = nn.Linear(ins, outs, bias=bias).to(dtype)
-    x = torch.randn(row_products.MOST_ROWS, ins * 2, dtype=dtype)[..., ::2]
+    x = torch.randn(row_products.MAX_ROWS, ins * 2, dtype=dtype)[..., ::2]
     expected = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
     use_backends(layer, CPU)
     assert type(layer) is BackendLinear
     with torch.inference_mode():
         few = layer(x)
-        fewer = [layer(x[:rows]) for rows in range(1, row_products.MOST_ROWS)]
+        fewer = [layer(x[:rows]) for rows in range(1, row_products.MAX_ROWS)]
     assert few.dtype == dtype and few.shape == expected.shape
     torch.testing.assert_close(few.double(), expected, **ERRORS[dtype])
     assert all(few[: len(rows)].equal(rows) for rows in fewer)
@@ -47,7 +47,7 @@ def test_many_bfloat16_rows_are_multiplied_in_float32(bias: bool, level: str, mo
     monkeypatch.setattr(dense, "TILE_BYTES", 4 * 96 * 3)
     monkeypatch.setattr(row_products, "torch_multiplies_bfloat16", lambda: False)
     layer = nn.Linear(96, 7, bias=bias).bfloat16()
-    x = torch.randn(2, row_products.MOST_ROWS, 96, dtype=torch.bfloat16)
+    x = torch.randn(2, row_products.MAX_ROWS, 96, dtype=torch.bfloat16)
     expected = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
     use_backends(layer, CPU)
     with torch.inference_mode():
