@@ -13,6 +13,7 @@ from ..config import EngineConfig
 from ..core import BlockTable
 from ..errors import PoolFullError
 from ..kv_cache.pool import HostPool
+from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.sequence import Sequence
 from ..model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
 from ..policies.base import Policy
@@ -20,9 +21,6 @@ from ..transfer.link import KVStorage
 from ..utils.units import format_size
 
 T = TypeVar("T")
-
-EXACT = "exact"
-"""KV provenance of exact attention: prefill, or policy "full"."""
 
 
 def salt_provenance(cache_salt: str) -> str:

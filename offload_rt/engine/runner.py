@@ -14,8 +14,9 @@ import torch
 from ..config import EngineConfig
 from ..core import CHUNK, BlockTable
 from ..kernels.team import engine_threads
-from ..kv_cache.disk.disk_use import DiskUse
+from ..kv_cache.disk.file_arena import DiskUse
 from ..kv_cache.pool import HostPool
+from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.batch import DecodeBatch
 from ..model_runner.batched import StepModes
 from ..model_runner.cuda_graphs import steps_for
@@ -32,7 +33,7 @@ from ..transfer.link import Link
 from ..transfer.streams import device_guard
 from ..transfer.weights.host_weights import NOTHING_USED, HostWeights, WeightUse
 from ..utils.allocator import give_back
-from .cache_manager import EXACT, SHARED_BEHIND, CacheManager, retry_after_reclaim
+from .cache_manager import SHARED_BEHIND, CacheManager, retry_after_reclaim
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
 from .pool_order import PoolOrder
 from .thread_choice import ThreadChoice

@@ -12,7 +12,6 @@ from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from ..engine.checks import sampling
 from ..engine.engine import Engine
-from ..engine.logits_processors import check_answerable
 from ..engine.prompts import token_ids
 from ..errors import InputError, ModelError
 from ..outputs import Stats, TokenOutput
@@ -23,7 +22,7 @@ from .history import History, check_name
 from .host_tier import HostTier
 from .session_kv import SessionKV
 from .truncate import SINKS, tokens_after, truncate
-from .turn import Turn, said
+from .turn import Turn, check_turn, said
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -110,7 +109,6 @@ class Session:
 
     @property
     def last_stats(self) -> Stats | None:
-        """Statistics of the last turn, or None before the first."""
         return self.kv.last_stats
 
     @property
@@ -176,11 +174,7 @@ class Session:
             InputError: A parameter is not supported in sessions, or the prompt is invalid.
             ModelError, PoolFullError: The turn with `max_tokens` new tokens does not fit.
         """
-        if params.n > 1 or params.num_beams > 1:
-            raise InputError("a session has one answer to a turn: n and num_beams must be 1")
-        if params.prompt_logprobs is not None:
-            raise InputError("a session's earlier turns are not computed again: prompt_logprobs are for generate")
-        check_answerable(params, self.kv.runner.model)
+        check_turn(params, self.kv.runner.model)
         tokens = self._tokens(prompt)
         new = len(tokens.added) + params.max_tokens
         self._check_overflow(new - tokens.dropped)
@@ -394,6 +388,5 @@ class Session:
             raise InputError(f"session {self.name!r} is answering: take all events first, or close their iterator")
 
     def check_integrity(self) -> None:
-        """Assert that history, sequence and tiers are consistent."""
         self.kv.check_integrity()
         self.host.check_integrity()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -11,45 +12,62 @@ import torch
 
 from ..core import CHUNK, BlockTable
 from ..errors import DiskError
+from ..kv_cache.disk.extents import StoredExtent
+from ..kv_cache.disk.file_arena import FileArena
 from ..kv_cache.disk.file_layout import chunk_layer_bytes
-from ..kv_cache.disk.homes import Home
 from ..kv_cache.pool import HostPool
 from ..kv_cache.stored_rows import Span
 from ..transfer.link import KVStorage
 from .chunk_store import ChunkSink, ChunkWriter, NamedChunk
+from .disk_store import DiskChunkWriter
 
 WRITE_BUFFER = 1 << 28
 """Maximum bytes waiting to be written."""
 
 
 @dataclass(eq=False)
+class Entry:
+    """A block that is being saved.
+
+    Attributes:
+        chunk: The block with its key.
+        identity: Pool id of the block.
+        span: Position of the block in the pool.
+        writer: Writer of the store, when it is open.
+        extent: File of the store to which the KV pool writes the block directly, if any.
+        refused: Whether the store did not accept the block.
+        moved: Whether the block table has replaced the block since. It is then not committed.
+    """
+
+    chunk: NamedChunk
+    identity: int
+    span: Span
+    writer: ChunkWriter | None = None
+    extent: StoredExtent | None = None
+    refused: bool = False
+    moved: bool = False
+
+    def give_up(self) -> None:
+        """Discard what was written to the store."""
+        if self.writer is not None:
+            self.writer.abort()
+        self.writer = self.extent = None
+
+
+@dataclass(eq=False)
 class Saving:
-    """Blocks that are being saved. Dictionaries and sets are keyed by the position in `chunks`.
+    """Blocks that are being saved.
 
     Attributes:
         blocks: Block table that holds the KV.
-        chunks: The blocks, parents first.
-        ids: Pool id of each block.
-        spans: Position of each block in the pool.
-        writers: Store writers of the blocks.
-        homes: Files to which the KV pool writes blocks directly (`HomeSaver`).
-        refused: Blocks that the store did not accept.
+        entries: The blocks, parents first.
         buffered: Number of blocks that wait in the write buffer.
-        begun: Whether the writers have been opened.
-        moved: Blocks that the block table has replaced since. They are not committed.
         ended: Whether all blocks are committed or given up.
     """
 
     blocks: BlockTable
-    chunks: list[NamedChunk] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    writers: dict[int, ChunkWriter] = field(default_factory=dict)
-    homes: dict[int, Home] = field(default_factory=dict)
-    refused: set[int] = field(default_factory=set)
+    entries: list[Entry] = field(default_factory=list)
     buffered: int = 0
-    begun: bool = False
-    moved: set[int] = field(default_factory=set)
     ended: bool = False
 
 
@@ -66,12 +84,24 @@ class Saver:
     At most `buffer_bytes` wait. `begin` accepts only as many blocks as fit, and the computation never waits for the
     rest. The caller submits the rest again later; sessions do so at the end of a turn and when they are saved.
 
+    For a pool on disk, blocks are saved after their last layer. If the store keeps each block in a file of its own, the
+    pool writes full blocks there directly, and goes on reading them there (`kv_cache.disk.extents`):
+
+    * A full block of which nothing is computed yet gets its stored extent in `begin`.
+    * A block that is complete and still in memory is written to one after its last layer.
+    * All other blocks are read from the pool and written to the store: partial blocks, blocks that are already in the
+      pool's own file, blocks beyond the limit of open files, and blocks that have left their stored extent.
+
+    A block is not committed if any of its writes failed. Its unnamed file remains the extent of the pool block, unless
+    the KV was never complete (`abort`). Files are created on the compute thread, which waits for the disk in any case.
+
     Call `begin`, `layer_done`, `flush`, `abort` and `close` on the compute thread. The worker reads the pool, after
     `KVStorage.settle`, and writes to the store.
     """
 
     def __init__(self, store: ChunkSink, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER) -> None:
-        self._store, self._pool, self._rows = store, pool, rows
+        self._store, self._pool, self._rows, self._file = store, pool, rows, pool.file
+        self._last = len(pool.groups.group) - 1
         self._buffer_bytes = buffer_bytes
         self._waiting = 0
         self._active: list[Saving] = []
@@ -86,30 +116,58 @@ class Saver:
         with self._mutex:
             room = max(0, (self._buffer_bytes - self._waiting) // self._pool.chunk_bytes)
         saving = Saving(blocks)
-        for i, chunk in enumerate(chunks):
-            identity = self._identity(blocks, chunk)
-            if not self._house(saving, i, chunk, identity):
+        for chunk in chunks:
+            tokens = range(chunk.index * CHUNK, chunk.index * CHUNK + chunk.count)
+            [span] = self._pool.spans(blocks, chunk.group, tokens)
+            entry = Entry(chunk, self._identity(blocks, chunk), span)
+            if not self._attach(saving, entry):
                 if saving.buffered == room:
                     break
                 saving.buffered += 1
-            tokens = range(chunk.index * CHUNK, chunk.index * CHUNK + chunk.count)
-            saving.chunks.append(chunk)
-            saving.ids.append(identity)
-            saving.spans += self._pool.spans(blocks, chunk.group, tokens)
-        if not saving.chunks:
+            saving.entries.append(entry)
+        if not saving.entries:
             return None
         with self._mutex:
             self._waiting += saving.buffered * self._pool.chunk_bytes
         self._active.append(saving)
         return saving
 
-    def _house(self, saving: Saving, i: int, chunk: NamedChunk, identity: int) -> bool:
-        """Return whether the i-th block, with pool id `identity`, bypasses the write buffer."""
-        return False
-
     def layer_done(self, saving: Saving, layer: int) -> None:
         """Mark `layer` of the blocks as complete, or as complete once pending transfers end. Layers come in order."""
+        if self._file is not None:
+            if layer < self._last:
+                return
+            for entry in saving.entries:
+                self._move(self._file, entry)
         self._jobs.put((saving, layer))
+
+    def _attach(self, saving: Saving, entry: Entry) -> bool:
+        """Give a block a stored extent if it is full and has no KV yet. Return whether it has one now."""
+        file, chunk = self._file, entry.chunk
+        if file is None or chunk.count < CHUNK or entry.identity < 0 or chunk.index * CHUNK < saving.blocks.length:
+            return False
+        if file.blank(entry.identity) and (extent := self._begin_extent(entry)) is not None:
+            if file.attach(entry.identity, extent):
+                return True
+            entry.give_up()
+        return False
+
+    def _move(self, file: FileArena, entry: Entry) -> None:
+        """Write a complete block to a stored extent if its KV is in memory."""
+        if entry.extent is not None or entry.chunk.count < CHUNK or not file.buffered(entry.identity):
+            return
+        layers = len(self._pool.groups.layers_of(entry.chunk.group))
+        if (extent := self._begin_extent(entry)) is not None and not file.move_to(entry.identity, extent, layers):
+            entry.give_up()
+
+    def _begin_extent(self, entry: Entry) -> StoredExtent | None:
+        """Create a file of the store that can be the extent of a block. Return None if that is not possible."""
+        writer = self._begin_writer(entry)
+        if isinstance(writer, DiskChunkWriter):
+            entry.extent = writer.extent()
+        if entry.extent is None:
+            entry.give_up()
+        return entry.extent
 
     def save(self, blocks: BlockTable, chunks: Seq[NamedChunk]) -> int:
         """Save all layers of complete blocks. Return the number of accepted blocks."""
@@ -118,7 +176,7 @@ class Saver:
             return 0
         for layer in range(len(self._pool.groups.group)):
             self.layer_done(saving, layer)
-        return len(saving.chunks)
+        return len(saving.entries)
 
     def _identity(self, blocks: BlockTable, chunk: NamedChunk) -> int:
         """Return the id of the pool block that holds the KV, or -1 if the block table no longer holds it."""
@@ -135,16 +193,25 @@ class Saver:
         with self._mutex:
             self._active = [saving for saving in self._active if not saving.ended]
             for saving in self._active:
-                for i, (chunk, identity) in enumerate(zip(saving.chunks, saving.ids, strict=True)):
-                    if self._identity(saving.blocks, chunk) != identity:
-                        saving.moved.add(i)
-                        given_up.add(chunk.key)
+                for entry in saving.entries:
+                    if self._identity(saving.blocks, entry.chunk) != entry.identity:
+                        entry.moved = True
+                        given_up.add(entry.chunk.key)
         return given_up
 
     def abort(self, saving: Saving) -> None:
-        """Give up blocks with incomplete layers. Wait for pending writes first."""
+        """Give up blocks with incomplete layers, and discard their KV in extents. Wait for pending writes first."""
         self.flush()
+        unfinished = [
+            entry.identity
+            for entry in saving.entries
+            if entry.extent is not None
+            and (entry.chunk.index + 1) * CHUNK > saving.blocks.length
+            and self._identity(saving.blocks, entry.chunk) == entry.identity
+        ]
         self._give_up(saving)
+        if self._file is not None:
+            self._file.discard(unfinished)
 
     def flush(self) -> None:
         """Wait until all completed layers are written. Re-raise an exception of the worker thread."""
@@ -172,54 +239,66 @@ class Saver:
         self._jobs.task_done()
 
     def _write(self, saving: Saving, layer: int) -> None:
-        """Write one layer of every block. After the last layer, commit the blocks, parents first."""
+        """Write one layer of every block, or all layers for a pool on disk. Then commit the blocks, parents first."""
         if saving.ended:
             return
         self._rows.settle(saving.blocks)
-        if not saving.begun:
-            saving.begun = True
-            for i, chunk in enumerate(saving.chunks):
-                self._begin_writer(saving, i, chunk)
-        groups = self._pool.groups
-        for i, writer in saving.writers.items():
-            if saving.chunks[i].group == groups.group[layer]:
-                writer.write(groups.place[layer], layer_block(self._pool, layer, saving.spans[i]))
-        if layer == len(groups.group) - 1:
-            for i, writer in saving.writers.items():
-                self._appear(saving, i, writer)
+        for entry in saving.entries:
+            if self._file is not None:
+                self._write_stored(self._file, entry)
+            elif (writer := self._begin_writer(entry)) is not None:
+                self._write_layers(writer, entry, [layer])
+                if layer == self._last:
+                    self._appear(writer, entry)
+        if layer == self._last:
             self._end(saving)
 
-    def _begin_writer(self, saving: Saving, i: int, chunk: NamedChunk) -> ChunkWriter | None:
-        """Open the writer of the i-th block. Return None if the store already has the block or does not accept it."""
-        size = layer_bytes(self._pool, chunk.count)
-        writer = self._store.begin(chunk.parent, chunk.provenance_key, chunk.tokens, size)
-        if writer is None:
-            saving.refused.add(i)
-        else:
-            saving.writers[i] = writer
-        return writer
+    def _write_stored(self, file: FileArena, entry: Entry) -> None:
+        """Commit a block of a pool on disk, after copying its KV if it is not in the store's file."""
+        try:
+            if entry.extent is not None and file.extent(entry.identity) is not entry.extent:
+                entry.give_up()
+            if (writer := self._begin_writer(entry)) is not None:
+                if entry.extent is None:
+                    self._write_layers(writer, entry, range(self._last + 1))
+                self._appear(writer, entry)
+        except DiskError:  # KV that cannot be read or was not written is recomputed
+            entry.give_up()
 
-    def _appear(self, saving: Saving, i: int, writer: ChunkWriter) -> None:
-        """Commit the i-th block after all its layers are written. Abort it if the block table has replaced it."""
-        self._fill_up(writer, saving.chunks[i])
+    def _write_layers(self, writer: ChunkWriter, entry: Entry, layers: Iterable[int]) -> None:
+        """Write those of `layers` that belong to the group of a block."""
+        groups = self._pool.groups
+        for layer in layers:
+            if groups.group[layer] == entry.chunk.group:
+                writer.write(groups.place[layer], layer_block(self._pool, layer, entry.span))
+
+    def _begin_writer(self, entry: Entry) -> ChunkWriter | None:
+        """Return the writer of a block, opened if needed, or None if the store has the block or does not accept it."""
+        if entry.writer is None and not entry.refused:
+            chunk, size = entry.chunk, layer_bytes(self._pool, entry.chunk.count)
+            entry.writer = self._store.begin(chunk.parent, chunk.provenance_key, chunk.tokens, size)
+            entry.refused = entry.writer is None
+        return entry.writer
+
+    def _appear(self, writer: ChunkWriter, entry: Entry) -> None:
+        """Commit a block after all its layers are written. Abort it if the block table has replaced it."""
+        # Write zeros for the layers that a stored block has in addition to those of its group.
+        for place in range(len(self._pool.groups.layers_of(entry.chunk.group)), self._store.layers):
+            writer.write(place, memoryview(bytes(layer_bytes(self._pool, entry.chunk.count))))
         with self._mutex:  # all KV has been read, so later changes are harmless
-            moved = i in saving.moved
+            moved = entry.moved
         writer.abort() if moved else writer.commit()
 
-    def _fill_up(self, writer: ChunkWriter, chunk: NamedChunk) -> None:
-        """Write zeros for the layers that a stored block has in addition to those of its group."""
-        for place in range(len(self._pool.groups.layers_of(chunk.group)), self._store.layers):
-            writer.write(place, memoryview(bytes(layer_bytes(self._pool, chunk.count))))
-
     def _give_up(self, saving: Saving) -> None:
-        for writer in saving.writers.values():
-            writer.abort()
+        for entry in saving.entries:
+            entry.give_up()
         self._end(saving)
 
     def _end(self, saving: Saving) -> None:
         if not saving.ended:
             saving.ended = True
-            saving.homes.clear()
+            for entry in saving.entries:
+                entry.extent = None  # closes files that are no longer in use
             with self._mutex:
                 self._waiting -= saving.buffered * self._pool.chunk_bytes
 

@@ -232,20 +232,6 @@ def test_writing_behind_a_cut_in_a_published_chunk_leaves_it_to_the_tree() -> No
     pool.check_integrity()
 
 
-def test_room_is_made_from_the_tree_before_the_pool_is_full() -> None:
-    pool = make_pool(6, slab_chunks=6)
-    old = pool.new_block_table(0)
-    append(pool, old, 4 * CHUNK)
-    pool.publish(old, text(1, 2, 3, 4), "exact")
-    pool.release(old)
-    new = pool.new_block_table(3 * CHUNK)
-    assert pool.idle_chunks == 3 and pool.free_chunks == 0
-    assert pool.match([*text(1, 2, 3, 4), 0], "exact").length == 3 * CHUNK, "the leaf went first"
-    with pytest.raises(MemoryError, match=r"only 0 are free or can be evicted"):
-        pool.reserve(new, 4 * CHUNK)
-    pool.check_integrity()
-
-
 def test_an_overwritten_chunk_leaves_the_tree_for_good() -> None:
     pool = make_pool(12)
     tokens = [*text(1, 2, 3), 0]

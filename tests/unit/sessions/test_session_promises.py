@@ -6,6 +6,7 @@ import dataclasses
 import os
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,18 @@ import pytest
 import torch
 from support.disk_chunks import FILE_BYTES, load, named, open_store, save, tokens_of
 from support.outputs import completed
+from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, EngineError, InputError, PoolFullError, SamplingParams, StoreError
 from offload_rt.engine.runner import Runner
-from offload_rt.sessions.session import Session
+from offload_rt.storage.chunk_file import FileChunk
 from offload_rt.storage.disk_store import DiskStore
 
 SHORT = SamplingParams(max_tokens=8, temperature=0)
 
 
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable fsync. These tests do not simulate a machine failure."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
 def make_llm(chunks: int = 100, **options: Any) -> LLM:
@@ -34,10 +33,7 @@ def make_llm(chunks: int = 100, **options: Any) -> LLM:
     return LLM(model, dtype="float64", host_memory=chunks * size, **({"policy": "full"} | options))
 
 
-def answer(session: Session, turn: list[int]) -> list[int]:
-    found = [event.token_id for event in session.send(turn, SHORT)]
-    session.check_integrity()
-    return found
+answer = partial(take_turn, params=SHORT)
 
 
 def test_forks_that_say_the_same_are_saved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +124,8 @@ def test_a_hit_counts_when_it_has_arrived(tmp_path: Path, monkeypatch: pytest.Mo
     answer(session, tiny_prompt(200, seed=1))
     session.close()
     session = make_llm().session("s", tmp_path)
-    real, broken = DiskStore.read_layer, session.history.chunk_keys[2]
-    monkeypatch.setattr(DiskStore, "read_layer", lambda s, c, n, i: real(s, c, n, i) and (n < 2 or c.key != broken))
+    real, broken = FileChunk.read_layer, session.history.chunk_keys[2]
+    monkeypatch.setattr(FileChunk, "read_layer", lambda c, n, into: real(c, n, into) and (n < 2 or c.key != broken))
     answer(session, tiny_prompt(30, seed=2))
     stats = session.last_stats
     assert stats is not None and (stats.reused_tokens, stats.diverged_at) == (128, 128)
@@ -144,7 +140,7 @@ def test_what_ends_the_reading_of_rows_is_heard_of(tmp_path: Path, monkeypatch: 
     session.close()
     session = make_llm().session("s", tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(DiskStore, "read_layer", lambda *args: 1 // 0)
+        patch.setattr(FileChunk, "read_layer", lambda *args: 1 // 0)
         with pytest.raises(EngineError, match="ZeroDivisionError"):
             answer(session, tiny_prompt(30, seed=2))
     session.check_integrity()
