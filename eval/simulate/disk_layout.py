@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.recording import Recording
-from ...kv_cache.disk.direct_file import BLOCK
-from ...kv_cache.disk.extents import merged
+from ...kv_cache.disk.requests import BLOCK, merged
 from ...kv_cache.disk.row_cache import DECAY
 from ...kv_cache.disk.speed import DiskSpeed
 from ..core.report import Column, Report, Row

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ...kv_cache.disk.disk_use import DiskUse
+from ...kv_cache.disk.file_arena import DiskUse
 from ...llm import LLM
 from ...sampling_params import SamplingParams
 from ..core.report import Column, Report, Row

@@ -20,9 +20,9 @@ import torch
 from ...core import CHUNK, ModelGeometry, Selection, Visible
 from ...engine.recording import Recording
 from ...errors import InputError
-from ...kv_cache.disk.direct_file import BLOCK, DirectFile, aligned
+from ...kv_cache.disk.direct_file import DirectFile, aligned
 from ...kv_cache.disk.disk_tier import DiskTier
-from ...kv_cache.disk.requests import Requests
+from ...kv_cache.disk.requests import BLOCK, Requests
 from ...kv_cache.disk.speed import SEQUENTIAL, DiskSpeed, fill, measure
 from ...kv_cache.pool import HostPool
 from ...model_runner.attention import attend

@@ -24,7 +24,8 @@ from ...core import CHUNK
 from ...llm import LLM
 from ...outputs import TokenOutput
 from ...sampling_params import SamplingParams
-from ...storage.disk_store import DiskChunk, DiskStore
+from ...storage.chunk_file import FileChunk
+from ...storage.disk_store import DiskStore
 from ..core.report import Column, Report, Row
 
 TURN = 64
@@ -168,17 +169,17 @@ def timed_fork(
 
 
 def throttle(disk: DiskStore, bandwidth: float) -> None:
-    """Limit the reads of `disk` to `bandwidth` bytes per second in total over all threads."""
-    real, alone = disk.read_layer, threading.Lock()
+    """Limit the reads of all stores to `bandwidth` bytes per second in total over all threads."""
+    real, alone = FileChunk.read_layer, threading.Lock()
 
-    def slow(chunk: DiskChunk, layer: int, into: memoryview) -> bool:
+    def slow(chunk: FileChunk, layer: int, into: memoryview) -> bool:
         with alone:
             until = time.perf_counter() + len(into) / bandwidth
             whole = real(chunk, layer, into)
             time.sleep(max(0.0, until - time.perf_counter()))
         return whole
 
-    disk.read_layer = slow  # type: ignore[method-assign]
+    FileChunk.read_layer = slow  # type: ignore[assignment,method-assign]
 
 
 def buffers(timed: TimedModel, history: int, folder: Path, bandwidths: Sequence[float]) -> list[Row]:

@@ -11,13 +11,11 @@ from ..config import EngineConfig
 from ..core import BlockTable
 from ..errors import PoolFullError
 from ..kv_cache.pool import HostPool
+from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.sequence import Sequence
 from ..model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
 from ..policies.base import Policy
 from ..transfer.link import KVStorage
-
-EXACT = "exact"
-"""KV provenance of exact attention: prefill, or policy "full"."""
 
 
 def salt_provenance(cache_salt: str) -> str:

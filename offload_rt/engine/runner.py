@@ -13,8 +13,9 @@ import torch
 from ..config import EngineConfig
 from ..core import CHUNK, BlockTable
 from ..kernels.team import engine_threads
-from ..kv_cache.disk.disk_use import DiskUse
+from ..kv_cache.disk.file_arena import DiskUse
 from ..kv_cache.pool import HostPool
+from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.batch import DecodeBatch
 from ..model_runner.batched import StrategyCache
 from ..model_runner.cuda_graphs import steps_for
@@ -35,7 +36,7 @@ from .checks import check_drafts, check_evictable, check_positions, check_token_
 from .own_device import on_own_device
 from .pool_order import PoolOrder
 from .reclaim import retry_after_reclaim
-from .room import EXACT, SHARED_BEHIND, Room
+from .room import SHARED_BEHIND, Room
 from .segments import segment_tokens
 from .stats import Accounting
 from .thread_choice import ThreadChoice

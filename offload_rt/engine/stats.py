@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config import EngineConfig
-from ..kv_cache.disk.disk_use import DiskUse
+from ..kv_cache.disk.file_arena import DiskUse
 from ..kv_cache.pool import HostPool
 from ..model_runner.sequence import Sequence
 from ..model_runner.trace import Trace

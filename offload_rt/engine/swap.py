@@ -1,4 +1,7 @@
-"""Swap preempted sequences to disk if that is estimated to be faster than recomputation (PagedAttention §4.5)."""
+"""Swap preempted sequences to disk if that is estimated to be faster than recomputation (PagedAttention §4.5).
+
+A preempted sequence is stored as a session is, with the same names, saver and loader, but in an unnamed file.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import shutil
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +18,14 @@ import torch
 
 from ..config import StoreOptions
 from ..core import CHUNK, BlockTable
-from ..kv_cache.prefix_tree import chunk_key, pack_tokens
+from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.sequence import Sequence
 from ..storage.chunk_store import NamedChunk, PlacedChunk
 from ..storage.folder import spaces
 from ..storage.loader import ChunkLoader, DamagedChunkError
 from ..storage.nameless_store import NamelessStore
+from ..storage.naming import Lineage, name_chunks, window_chunks
 from ..storage.saver import Saver, layer_bytes
-from .room import EXACT
 from .runner import Runner
 
 BYTES_PER_SECOND = 500e6  # assumed speed of a disk until it has been measured
@@ -32,10 +34,9 @@ FOLDER = "preempted"  # subfolder of the user's folder, so that nothing else the
 
 @dataclass(frozen=True)
 class SwappedSequence:
-    """A sequence on disk: its blocks, those of sliding layers, and arguments of `Runner.adopt`."""
+    """A sequence on disk: its blocks, also those of sliding layers, and arguments of `Runner.adopt`."""
 
     names: Seq[NamedChunk]
-    windows: Seq[NamedChunk]
     position: int
     exact: int
     shift: int
@@ -45,7 +46,7 @@ class SwappedSequence:
     @property
     def keys(self) -> list[bytes]:
         """Keys of all blocks."""
-        return [name.key for name in (*self.names, *self.windows)]
+        return [name.key for name in self.names]
 
 
 class Swap:
@@ -89,7 +90,7 @@ class Swap:
         if not self._restorable(sequence):
             return None
         swapped = self._swapped(sequence)
-        fresh = [name for name in (*swapped.names, *swapped.windows) if name.key not in self._disk]
+        fresh = [name for name in swapped.names if name.key not in self._disk]
         token_bytes = self._runner.pool.chunk_bytes // CHUNK
         written = sum(name.count for name in fresh) * token_bytes
         read = sequence.position * token_bytes
@@ -166,29 +167,19 @@ class Swap:
 
     def _swapped(self, sequence: Sequence) -> SwappedSequence:
         """Return the names of the blocks to write: those of full-attention layers, and those of sliding layers that
-        the next token attends to."""
-        groups, names = self._runner.pool.groups, list(self._names(sequence))
-        # The table may still hold a block that has just left the window. A table that is restored has no slots for it.
-        first = groups.first_seen(sequence.position, sequence.blocks.floor) // CHUNK
-        shown = [names[place] for place in range(first, len(names)) if place in sequence.blocks.windows]
-        windows = [name.window(group) for name in shown for group in groups.groups if group]
-        return SwappedSequence(
-            names if groups.full else [], windows, sequence.position, sequence.exact, sequence.shift,
-            sequence.provenance, sequence.blocks.floor,
-        )  # fmt: skip
-
-    def _names(self, sequence: Sequence) -> Iterator[NamedChunk]:
-        """Yield names for the blocks of all computed tokens.
+        the next token attends to.
 
         Blocks with exact KV are named by their tokens. The names of other blocks are unique to this sequence.
         """
-        own, parent = f"{FOLDER}-{next(self._ids)}", self._disk.root
-        for i, tokens in enumerate(pack_tokens(sequence.tokens, sequence.position)):
-            stop = min((i + 1) * CHUNK, sequence.position)
-            lineage = (EXACT if stop <= sequence.exact else own) + sequence.provenance
-            key = chunk_key(parent, lineage, tokens)
-            yield NamedChunk(i, parent, lineage, tokens, key)
-            parent = key
+        groups, position = self._runner.pool.groups, sequence.position
+        lineage = Lineage(self._disk.root, f"{FOLDER}-{next(self._ids)}", sequence.provenance)
+        names = name_chunks(lineage, sequence.tokens, position, [(sequence.exact, position)])
+        # The table may still hold a block that has just left the window. A table that is restored has no slots for it.
+        windows = window_chunks(groups, names, position, sequence.blocks.floor)
+        return SwappedSequence(
+            [*names, *windows] if groups.full else windows, position, sequence.exact, sequence.shift,
+            sequence.provenance, sequence.blocks.floor,
+        )  # fmt: skip
 
     def _known(self, swapped: SwappedSequence, tokens: Seq[int]) -> BlockTable:
         """Return cached blocks of the tokens that an exact prefill computed."""
@@ -198,8 +189,8 @@ class Swap:
         return self._runner.pool.match(tokens[: swapped.exact + 1], lineage, floor=swapped.floor)
 
     def _find(self, swapped: SwappedSequence, blocks: BlockTable) -> list[PlacedChunk] | None:
-        names = [*swapped.names[blocks.length // CHUNK :]]
-        names += [name for name in swapped.windows if name.index not in blocks.windows]
+        known = range(blocks.length // CHUNK), blocks.windows
+        names = [name for name in swapped.names if name.index not in known[name.group > 0]]
         chunks = [self._disk.find(name.parent, name.lineage, name.tokens) for name in names]
         each = zip(names, chunks, strict=True)
         found = [PlacedChunk(name.index, chunk, name.group) for name, chunk in each if chunk is not None]

@@ -34,17 +34,14 @@ class ChunkTable:
 
     @property
     def slabs(self) -> int:
-        """Number of slabs."""
         return len(self._refs) // self.slab_chunks
 
     @property
     def used(self) -> int:
-        """Number of allocated blocks."""
         return len(self._refs) - self.free
 
     @property
     def largest_run(self) -> int:
-        """Size of the longest free run in blocks."""
         return self._by_size[-1][0] if self._by_size else 0
 
     def refs(self, chunk: int) -> int:
@@ -52,7 +49,6 @@ class ChunkTable:
         return self._refs[chunk]
 
     def add_slab(self) -> int:
-        """Add a slab of free blocks and return its number."""
         start = len(self._refs)
         self._refs.extend([0] * self.slab_chunks)
         self._insert(start, self.slab_chunks)
@@ -145,7 +141,6 @@ class ChunkTable:
         return list(range(start, start + count))
 
     def _give(self, start: int, count: int) -> None:
-        """Free a run and merge it with free neighbours in the same slab."""
         self.free += count
         behind = start + count
         if behind in self._size and behind % self.slab_chunks:

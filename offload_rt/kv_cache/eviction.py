@@ -36,7 +36,6 @@ class SlotState:
 
     @classmethod
     def empty(cls, layers: int, slots: int, device: torch.device | str = "cpu") -> SlotState:
-        """Create a state of empty slots."""
         return cls(
             torch.full((layers, slots), -1, dtype=torch.int64, device=device),
             torch.zeros((layers, slots), dtype=torch.int64, device=device),
@@ -45,7 +44,6 @@ class SlotState:
         )
 
     def grown(self, slots: int) -> SlotState:
-        """Return a copy extended to `slots` slots with empty ones."""
         grown = SlotState.empty(self.position.shape[0], slots, self.position.device)
         for old, new in zip(self._tables(), grown._tables(), strict=True):
             new[:, : old.shape[1]] = old
@@ -62,7 +60,6 @@ class SlotState:
                 table[layer, target] = table[layer, slot]
 
     def clone(self) -> SlotState:
-        """Return an independent copy."""
         return SlotState(*(table.clone() for table in self._tables()))
 
     def _tables(self) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -18,43 +17,6 @@ from ..utils.config_fields import check_choice
 GROUP = 64  # maximum numbers that share a scale
 
 
-class KVFormat(Protocol):
-    """Converts vectors of d numbers to vectors of `width` stored elements and back."""
-
-    @property
-    def name(self) -> str:
-        """The value of `kv_cache_dtype`, or the name of the model's dtype for "auto"."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the model."""
-        ...
-
-    @property
-    def storage(self) -> torch.dtype:
-        """Data type of the stored elements."""
-        ...
-
-    @property
-    def width(self) -> int:
-        """Stored elements per vector."""
-        ...
-
-    @property
-    def exact(self) -> bool:
-        """Whether the stored vectors equal the originals, so that attention can read them in place."""
-        ...
-
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Encode `[..., d]` as stored elements `[..., width]`."""
-        ...
-
-    def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Decode stored elements `[..., width]` to `[..., d]` in the model's dtype."""
-        ...
-
-
 @dataclass(frozen=True)
 class Native:
     """Stores the model's dtype. `encode` and `decode` return their argument."""
@@ -62,29 +24,26 @@ class Native:
     dtype: torch.dtype
     head_dim: int
 
+    exact = True  # the stored vectors equal the originals, so that attention can read them in place
+
     @property
     def name(self) -> str:
-        """The dtype's name."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def storage(self) -> torch.dtype:
-        """The model's dtype."""
+        """Data type of the stored elements."""
         return self.dtype
 
     @property
     def width(self) -> int:
-        """d."""
+        """Stored elements per vector."""
         return self.head_dim
 
-    exact = True
-
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return `rows` unchanged."""
         return rows
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return `stored` unchanged."""
         return stored
 
 
@@ -101,15 +60,12 @@ class Quantised:
     dtype: torch.dtype
     head_dim: int
 
-    @property
-    def name(self) -> str:
-        """int8, int4 or int2."""
-        return f"int{self.bits}"
+    exact = False
+    storage = torch.uint8
 
     @property
-    def storage(self) -> torch.dtype:
-        """uint8."""
-        return torch.uint8
+    def name(self) -> str:
+        return f"int{self.bits}"
 
     @property
     def groups(self) -> int:
@@ -128,8 +84,6 @@ class Quantised:
     @property
     def _group_size(self) -> int:
         return math.ceil(self.head_dim / self.groups)
-
-    exact = False
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Encode rows `[..., d]` as bytes `[..., width]`: the packed codes, then minimum and step of each group."""
@@ -171,6 +125,10 @@ class Quantised:
         fields = [(packed >> (self.bits * field)) & ((1 << self.bits) - 1) for field in range(8 // self.bits)]
         codes: torch.Tensor = torch.stack(fields, dim=-1).flatten(-2)
         return codes
+
+
+KVFormat = Native | Quantised
+"""Converts vectors `[..., d]` of the model's dtype to stored elements `[..., width]` (`encode`) and back (`decode`)."""
 
 
 def _resize(codes: torch.Tensor, count: int) -> torch.Tensor:

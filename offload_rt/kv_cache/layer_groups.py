@@ -32,7 +32,6 @@ class LayerGroups:
 
     @classmethod
     def of(cls, geometry: ModelGeometry) -> LayerGroups:
-        """Group the layers of a model."""
         sliding = geometry.sliding
         full = [layer for layer in range(geometry.layers) if layer not in sliding]
         size = len(full) or geometry.layers
@@ -46,16 +45,13 @@ class LayerGroups:
 
     @property
     def full(self) -> bool:
-        """Whether the model has full-attention layers."""
         return 0 in self.group
 
     @property
     def groups(self) -> range:
-        """Groups that have layers."""
         return range(0 if self.full else 1, 1 + self.sliding)
 
     def layers_of(self, group: int) -> list[int]:
-        """Return the layers of a group in the order of their places."""
         return [layer for layer, own in enumerate(self.group) if own == group]
 
     def first_seen(self, position: int, floor: int = 0) -> int:

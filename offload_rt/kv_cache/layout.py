@@ -97,12 +97,10 @@ class ArenaLayout:
 
     @property
     def head_rows(self) -> int:
-        """Distance in rows from one head to the next."""
         return 2 * self.plane_rows
 
     @property
     def layer_rows(self) -> int:
-        """Distance in rows from one layer to the next."""
         return self.kv_heads * self.head_rows
 
     @property

@@ -13,13 +13,14 @@ from ..errors import PoolFullError
 from .arena import Arena
 from .chunks import ChunkTable
 from .disk.disk_tier import DiskTier, open_file_arena
+from .disk.file_arena import FileArena
 from .kv_format import make_kv_format
 from .layer_groups import LayerGroups
 from .layout import SLAB_TOKENS, ArenaLayout
 from .machine import memory_limit, pool_full
 from .prefix_tree import PrefixTree
 from .process_lock import ProcessLock
-from .stored_rows import Rows, StoredRows, chunks_for
+from .stored_rows import StoredRows, chunks_for
 from .window_chunks import WindowChunks
 
 MOST_TOKENS = 1 << 24  # size of a pool without `limit_bytes`: 16 Mi tokens exceed a batch of the longest contexts
@@ -79,7 +80,7 @@ class HostPool(StoredRows):
         limit = memory_limit(limit_bytes, at_most=stored.kv_bytes(MOST_TOKENS, format.storage))
         if disk is None:
             layout = ArenaLayout.fit(stored, format.storage, limit, slab_tokens)
-            arena: Rows = Arena(layout, format.storage, pin=pin)
+            arena: Arena | FileArena = Arena(layout, format.storage, pin=pin)
         else:
             arena = open_file_arena(disk, stored, format, limit, slab_tokens)
         self.limit_bytes = limit if disk is None else arena.layout.chunks * arena.layout.chunk_bytes
@@ -97,17 +98,14 @@ class HostPool(StoredRows):
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one block."""
         return self.layout.chunk_bytes
 
     @property
     def chunk_count(self) -> int:
-        """Capacity of the pool in blocks."""
         return self.layout.chunks
 
     @property
     def free_chunks(self) -> int:
-        """Number of blocks without any reference."""
         return self.chunk_count - self._held.used
 
     @property
@@ -131,7 +129,6 @@ class HostPool(StoredRows):
         return (self._held.used - self.idle_chunks) * self.chunk_bytes
 
     def bytes_of(self, blocks: BlockTable) -> int:
-        """Return the bytes of the blocks in a block table."""
         return (self.groups.full * len(blocks.chunks) + self.groups.sliding * len(blocks.windows)) * self.chunk_bytes
 
     def bytes_for(self, tokens: int) -> int:
@@ -310,7 +307,6 @@ class HostPool(StoredRows):
         return BlockTable(chunks, len(chunks) * CHUNK, self._windows.take(chunks, floor), floor)
 
     def known_tokens(self, tokens: Sequence[int], *lineages: str) -> int:
-        """Return the length of the longest published prefix in tokens (`PrefixTree.known_tokens`)."""
         return self._tree.known_tokens(tokens, *lineages)
 
     def publish(self, blocks: BlockTable, tokens: Sequence[int], lineage: str) -> list[int]:
@@ -383,7 +379,6 @@ class HostPool(StoredRows):
         self.truncate(blocks, 0)
 
     def check_integrity(self) -> None:
-        """Assert that ids, counts and bytes are consistent."""
         if self.file is not None:
             self.file.check_integrity()
         self._chunks.check_integrity()
@@ -407,8 +402,7 @@ class HostPool(StoredRows):
 
     def _provide_held(self, count: int) -> None:
         """Evict idle blocks until `count` blocks are free. Raise PoolFullError, before any change, if impossible."""
-        if (lacking := count - self.free_chunks - self.idle_chunks) > 0:
-            raise self._full(count, lacking)
+        self._check_free(count)
         while (missing := count - self.free_chunks) > 0:
             gone = self._tree.evict(missing) if self.groups.full else []
             self._forget(gone)
@@ -444,7 +438,6 @@ class HostPool(StoredRows):
         return self._chunks.refs(chunk) == 1
 
     def _drop(self, chunks: Sequence[int]) -> None:
-        """Drop the references of a sequence on `chunks`."""
         self._claimed.difference_update(self._chunks.decref(chunks))
         self._tree.release(filter(self._alone, chunks))
 

@@ -13,6 +13,9 @@ from ..core import CHUNK
 
 TOKEN_BYTES = 8
 
+EXACT = "exact"
+"""KV provenance key of exact attention: prefill, or policy "full"."""
+
 
 def root_key(namespace: str) -> bytes:
     """Return the parent key of first blocks: a digest of `namespace` (the model and its KV format)."""
@@ -204,7 +207,6 @@ class PrefixTree:
         return self._remove(self._of[chunk])
 
     def check_integrity(self, refs: Callable[[int], int]) -> None:
-        """Assert that keys, links, idle flags, queue and reference counts are consistent."""
         assert len(self._of) == len(self._nodes)
         assert all(node.key == key and self._of[node.chunk] is node for key, node in self._nodes.items())
         assert sum(node.idle for node in self._nodes.values()) == self.idle
@@ -224,7 +226,6 @@ class PrefixTree:
         assert seen == len(self._nodes)
 
     def _find(self, parent: _Node | None, lineage: str, data: bytes) -> _Node | None:
-        """Return the child of `parent` with these tokens and provenance, or None."""
         node = self._nodes.get(chunk_key(parent.key if parent else self._root, lineage, data))
         if node is None or node.parent is not parent or node.lineage != lineage or node.tokens != data:
             return None
@@ -245,7 +246,6 @@ class PrefixTree:
             heapq.heappush(self._leaves, (node.used, node.key, node))
 
     def _remove(self, node: _Node) -> list[int]:
-        """Remove `node` and its subtree. Return their block ids."""
         del self._children(node.parent)[node.key]
         if node.parent is not None:
             self._queue(node.parent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +11,6 @@ from .arena import Arena
 from .disk.file_arena import FileArena
 from .kv_format import KVFormat
 from .layer_groups import LayerGroups
-from .layout import ArenaLayout
 
 
 class Span(NamedTuple):
@@ -22,36 +21,13 @@ class Span(NamedTuple):
     size: int
 
 
-class Rows(Protocol):
-    """Storage of KV: memory (`Arena`) or a file (`FileArena`)."""
-
-    layout: ArenaLayout
-    active: int
-
-    def activate(self) -> None:
-        """Make the next slab usable. Raise MemoryLimitError or PoolFullError."""
-        ...
-
-    def view(self, slab: int, place: int, offset: int, size: int) -> KVPart:
-        """Return K and V `[Hkv, size, width]` of contiguous slots of a slab in one layer, for reading."""
-        ...
-
-    def fill(self, slab: int, place: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k, v `[Hkv, n, width]` to contiguous slots of a slab in one layer."""
-        ...
-
-    def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` slots of block `source` to block `target` in all layers."""
-        ...
-
-
 class StoredRows:
     """Accesses the KV of an arena by block table, layer and token, in the storage format `format`.
 
     Does not allocate blocks or count references.
     """
 
-    def __init__(self, arena: Rows, groups: LayerGroups, format: KVFormat) -> None:
+    def __init__(self, arena: Arena | FileArena, groups: LayerGroups, format: KVFormat) -> None:
         self._arena, self.groups, self.format, self.layout = arena, groups, format, arena.layout
 
     @property
@@ -67,11 +43,9 @@ class StoredRows:
 
     @property
     def lost(self) -> set[int]:
-        """Blocks that could not be written to disk, as far as known."""
         return set() if self.file is None else self.file.lost
 
     def readable(self, blocks: BlockTable) -> bool:
-        """Return whether no block of a table is lost, as far as known."""
         lost = self.lost
         return not lost or lost.isdisjoint([*blocks.chunks, *(one for own in blocks.windows.values() for one in own)])
 
@@ -92,7 +66,6 @@ class StoredRows:
         self._arena.fill(span.slab, self.groups.place[layer], span.offset, k, v)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy the stored KV of slot `source` to slot `target`."""
         [row] = self.stored(blocks, layer, range(source, source + 1))
         self.fill(blocks, layer, target, row.k, row.v)
 
@@ -171,7 +144,6 @@ class StoredRows:
 
 
 def chunks_for(tokens: int) -> int:
-    """Return the number of blocks for `tokens` tokens."""
     return -(-tokens // CHUNK)
 
 

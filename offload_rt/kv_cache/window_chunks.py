@@ -27,7 +27,6 @@ class WindowChunks:
 
     @property
     def idle(self) -> int:
-        """Number of window blocks that no sequence holds."""
         return len(self._idle) * self._groups.sliding
 
     def keep(self, chunk: int, window: tuple[int, ...]) -> None:
@@ -73,7 +72,6 @@ class WindowChunks:
             self._idle[chunk] = None
 
     def forget(self, chunks: Iterable[int]) -> None:
-        """Drop the cached window blocks of blocks that left the tree."""
         for chunk in chunks:
             if (window := self._kept.pop(chunk, None)) is not None:
                 del self._of[window[0]]
@@ -81,7 +79,6 @@ class WindowChunks:
                 self._table.decref(window)
 
     def forget_lost(self, lost: set[int]) -> None:
-        """Drop all entries with a window block that could not be written to disk."""
         self.forget([chunk for chunk, window in self._kept.items() if not lost.isdisjoint(window)])
 
     def evict(self, count: int) -> None:

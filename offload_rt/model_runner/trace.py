@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ..core import Visible
-from ..kv_cache.disk.disk_use import DiskUse
+from ..kv_cache.disk.file_arena import DiskUse
 from ..transfer.link import Ticket
 from ..transfer.weights.host_weights import NOTHING_USED, WeightUse
 

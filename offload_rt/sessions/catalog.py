@@ -14,7 +14,6 @@ from ..storage.folder import chunk_paths, spaces
 from ..storage.index import DOCUMENTS
 from .deletion import Removed, remove_session
 from .history import SINKS, History, document_name
-from .old_format import OldSession, old_sessions, remove_old_chunks
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class StoredSession:
         own_bytes: Bytes of the blocks that no other session uses.
         used: Time of the last use in seconds since 1970.
         damage: Why the newest history cannot be read; `history` is then the one before it. Empty if it is intact.
-        old: Files of the session if an earlier version wrote it.
     """
 
     document: str
@@ -50,11 +48,9 @@ class StoredSession:
     own_bytes: int
     used: float
     damage: str
-    old: OldSession | None = None
 
     @property
     def bytes(self) -> int:
-        """Bytes of all blocks of the session on disk."""
         return sum(chunk.bytes for chunk in self.chunks)
 
     def bytes_unused_since(self, time: float) -> int:
@@ -72,11 +68,9 @@ class DamagedSession:
 
     Attributes:
         document: Document name in the store, as "namespace digest/name".
-        old: Files of the session if an earlier version wrote it.
     """
 
     document: str
-    old: OldSession | None = None
 
     @property
     def space(self) -> str:
@@ -90,8 +84,7 @@ class DamagedSession:
 
     def is_called(self, name: str, model: str | None) -> bool:
         """Return whether this is the session or document `name` in the namespace `model` (None: any namespace)."""
-        own = self.name == document_name(name) if self.old is None else self.old.is_called(name)
-        return (own or self.name == name) and model in (None, self.space)
+        return self.name in (document_name(name), name) and model in (None, self.space)
 
 
 @dataclass(frozen=True)
@@ -112,6 +105,7 @@ def read_catalog(folder: Path) -> Catalog:
 
     Raises:
         InputError: The folder does not exist.
+        StoreError: An earlier version wrote the store.
     """
     if not folder.is_dir():
         raise InputError(f"there is no store at {str(folder)!r}: give the folder that `chat --store` was given")
@@ -135,12 +129,6 @@ def read_catalog(folder: Path) -> Catalog:
         used = max([told.get(name, 0.0), *(chunk.used for chunk in chunks.values())])
         damage = "" if document is None else document.damage
         sessions.append(StoredSession(name, history, tuple(chunks.values()), own, used, damage))
-    for old in old_sessions(folder):
-        name = f"{old.space}/{old.stem}"
-        if old.history is None:
-            damaged.append(DamagedSession(name, old))
-        else:
-            sessions.append(StoredSession(name, old.history, (), 0, old.used, "", old))
     sessions.sort(key=lambda one: (one.history.name, one.document))
     return Catalog(tuple(sessions), tuple(sorted(damaged, key=lambda one: one.document)))
 
@@ -219,10 +207,7 @@ def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
     space, _, document = one.document.partition("/")
     store = DiskStore(folder, "", 0)
     try:
-        remove_old_chunks(folder)
-        removed = remove_session(store, space, document) if one.old is None else Removed()
-        if one.old is not None:
-            one.old.remove()
+        removed = remove_session(store, space, document)
     finally:
         store.close()
     if isinstance(one, DamagedSession):

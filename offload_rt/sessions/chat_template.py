@@ -108,6 +108,5 @@ def _render_turns(tokenizer: PreTrainedTokenizerBase, turns: Seq[tuple[str, str]
 
 
 def _common(one: Seq[int], other: Seq[int]) -> int:
-    """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

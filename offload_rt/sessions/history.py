@@ -14,7 +14,7 @@ from ..core import CHUNK, ranges_of
 from ..errors import InputError
 
 FORMAT = 2
-"""Format version of history documents. `sessions.old_format` reads format 1."""
+"""Format version of history documents. Stores with format 1 are refused (`storage.folder`)."""
 
 SINKS = "sinks"
 """Name prefix of documents that hold original keys of attention sinks."""
@@ -73,7 +73,6 @@ class History:
     salt: str = ""
 
     def to_bytes(self) -> bytes:
-        """Serialize the history as JSON."""
         return json.dumps({"format": FORMAT, **asdict(self)}).encode()
 
     @classmethod
@@ -91,7 +90,6 @@ class History:
             return None
 
     def _possible(self) -> bool:
-        """Return whether all fields have valid types and consistent values."""
         # The document may have been edited or damaged, and file names are built from some of its fields.
         texts = (self.name, self.model, self.truncation_id, self.tail, self.system, self.salt)
         counts = (self.computed, self.shift, self.sinks, self.sink_shift, self.floor, *self.tokens)
@@ -115,12 +113,10 @@ class History:
 
     @property
     def document(self) -> str:
-        """Name of the document in the store."""
         return document_name(self.name)
 
     @property
     def chunk_keys(self) -> list[bytes]:
-        """Keys of the blocks on disk, in order."""
         return [bytes.fromhex(key) for key in self.keys]
 
     def fork(self, name: str) -> History:
@@ -139,7 +135,6 @@ class History:
 
     @property
     def sinks_document(self) -> str:
-        """Name of the document with the original keys of the sinks, which all forks share."""
         return f"{SINKS}-{self.id}-{self.sinks:x}"
 
     @property
@@ -175,7 +170,6 @@ class History:
 
 
 def document_name(name: str) -> str:
-    """Return the name of the history document of the session `name`."""
     # A digest, because a session name may be any text, and file systems differ in the characters they allow and in
     # case folding and Unicode normalization.
     return f"session-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"

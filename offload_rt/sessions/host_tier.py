@@ -217,7 +217,6 @@ class HostTier:
             return
 
     def check_integrity(self) -> None:
-        """Assert that every parked session has a sequence in host memory."""
         parked = set(self._order.ranked())
         assert parked == set(self._since)
         assert all(kv.sequence is not None for kv in parked)

@@ -110,7 +110,6 @@ class Session:
 
     @property
     def last_stats(self) -> Stats | None:
-        """Statistics of the last turn, or None before the first."""
         return self.kv.last_stats
 
     @property
@@ -394,6 +393,5 @@ class Session:
             raise InputError(f"session {self.name!r} is answering: take all events first, or close their iterator")
 
     def check_integrity(self) -> None:
-        """Assert that history, sequence and tiers are consistent."""
         self.kv.check_integrity()
         self.host.check_integrity()

@@ -11,10 +11,10 @@ from ..model_runner.sequence import Sequence
 from ..outputs import Stats
 from ..storage.chunk_store import NamedChunk, PlacedChunk, StoredChunk, read_through
 from ..storage.loader import ChunkLoader, DamagedChunkError, fits
+from ..storage.naming import Lineage, name_chunks, window_chunks
 from ..storage.saver import layer_bytes
 from .context import SessionContext
 from .history import History
-from .naming import Lineage, name_chunks
 
 
 class SessionKV:
@@ -196,7 +196,6 @@ class SessionKV:
         return [*found, *windows], known
 
     def _find_one(self, name: NamedChunk) -> StoredChunk | None:
-        """Return the stored block `name`, or None if it is missing, known to be damaged, or of another layout."""
         chunk = self.context.storage.find(name.parent, name.lineage, name.tokens)
         right = chunk is not None and fits(self.runner.pool, chunk, name.count)
         return chunk if right and name.key not in self._broken else None
@@ -232,19 +231,13 @@ class SessionKV:
     # --------------------------------------------------------------------------------------------------------- saving
 
     def names(self, stop: int) -> list[NamedChunk]:
-        """Return the names of the blocks of tokens [0, stop)."""
         return name_chunks(self._lineage, self.history.tokens, stop, self.history.decoded)
 
     def _shown(self, stop: int) -> list[NamedChunk]:
         """Return the sliding-layer blocks within the windows of token `stop`."""
-        groups = self.runner.pool.groups
-        if not groups.sliding:
-            return []
-        names = self.names(stop)[groups.first_seen(stop, self.history.floor) // CHUNK :]
-        return [name.window(group) for name in names for group in groups.groups if group]
+        return window_chunks(self.runner.pool.groups, self.names(stop), stop, self.history.floor)
 
     def stored(self, stop: int) -> list[NamedChunk]:
-        """Return the full-attention blocks of tokens [0, stop)."""
         return self.names(stop) if self.runner.pool.groups.full else []
 
     def all_names(self) -> list[NamedChunk]:
@@ -297,7 +290,6 @@ class SessionKV:
         return []
 
     def _arrived(self) -> None:
-        """Wait until all pending writes have ended."""
         try:
             self.context.saver.flush()
         finally:
@@ -317,7 +309,6 @@ class SessionKV:
         self._pin(name.key for name in names)
 
     def _remove(self, keys: Seq[bytes]) -> None:
-        """Remove blocks from disk."""
         # A pending write that ends after the removal would store the block again.
         if any(key in self._enqueued and key not in self.context.storage for key in keys):
             self.context.saver.flush()
@@ -360,7 +351,6 @@ class SessionKV:
         self._enqueued.clear()
 
     def unpin(self) -> None:
-        """Allow the store to evict the session's blocks."""
         self.context.storage.unpin(self._pinned)
         self._pinned.clear()
 
@@ -393,7 +383,6 @@ class SessionKV:
         self.unpin()
 
     def check_integrity(self) -> None:
-        """Assert that history and sequence are consistent."""
         if self.sequence is not None:
             assert self.sequence.position == self.history.computed or self.loader is not None
             assert self.sequence.tokens == self.history.tokens

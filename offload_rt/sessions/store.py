@@ -2,32 +2,73 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, get_args
 
-from ..config import StoreOptions
+import torch
+
+from ..config import DType, KVFormatName, StoreOptions
 from ..engine.reclaim import Holding
 from ..engine.runner import Runner
 from ..errors import ConfigError, InputError, StoreError
+from ..kv_cache.prefix_tree import root_key
+from ..storage.chunk_file import LAYOUT_VERSION
 from ..storage.chunk_store import StorageTier
 from ..storage.disk_store import DiskStore
-from ..storage.home_saver import HomeSaver
 from ..storage.index import DOCUMENTS
 from ..storage.saver import Saver
 from .context import SessionContext
 from .deletion import Removed, remove_session
 from .history import History, check_name, document_name
 from .host_tier import HostTier
-from .namespace import Namespace
-from .old_format import OldSession, old_sessions, remove_old_chunks
 from .session import Session
 from .session_kv import SessionKV
 
 OpenTier = Callable[[str, int], StorageTier]
 """Function that opens a storage tier, given a namespace (model, number format and layout) and the number of layers."""
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Identity of the KV of a model. KV is used only in its own namespace.
+
+    Attributes:
+        fingerprint: Fingerprint of the model.
+        dtype: Number format of the computation.
+        kv_cache_dtype: Name of the `KVFormat`; for "auto", the name of `dtype`.
+    """
+
+    fingerprint: str
+    dtype: torch.dtype
+    kv_cache_dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.fingerprint} {self.dtype} {self.kv_cache_dtype} v{LAYOUT_VERSION}"
+
+    @property
+    def folder_name(self) -> str:
+        return root_key(str(self)).hex()
+
+    @property
+    def options(self) -> str:
+        """Number format, written as arguments of `LLM`."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        shown = "auto" if self.kv_cache_dtype == dtype else self.kv_cache_dtype
+        return f"dtype={dtype!r} and kv_cache_dtype={shown!r}"
+
+    def siblings(self) -> Iterator[Namespace]:
+        """Yield the namespaces of the same model with all other number formats."""
+        dtypes = [name for name in get_args(DType) if name != "auto"]
+        for dtype, kv_cache_dtype in itertools.product(dtypes, get_args(KVFormatName)):
+            stored = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+            sibling = replace(self, dtype=getattr(torch, dtype), kv_cache_dtype=stored)
+            if sibling != self:
+                yield sibling
 
 
 class Holder(Protocol):
@@ -62,8 +103,7 @@ class SessionStore:
         runner.model.check_weights_unchanged()
         space = Namespace(runner.model.fingerprint, runner.adapter.dtype, runner.pool.format.name)
         storage = open_tier(str(space), runner.pool.groups.layers)
-        make_saver = Saver if runner.pool.file is None else HomeSaver
-        saver = make_saver(storage, runner.pool, runner.link.storage)
+        saver = Saver(storage, runner.pool, runner.link.storage)
         self.context = SessionContext(runner, storage, saver, options or StoreOptions())
         self.host = HostTier(self.context)
         self.closed = False
@@ -81,12 +121,7 @@ class SessionStore:
             ConfigError, ModelError, StoreError: As the constructor.
         """
 
-        def open_tier(namespace: str, layers: int) -> DiskStore:
-            tier = DiskStore(folder, namespace, layers, options)
-            remove_old_chunks(folder)
-            return tier
-
-        store = cls(runner, open_tier, options)
+        store = cls(runner, lambda namespace, layers: DiskStore(folder, namespace, layers, options), options)
         store._folder = folder
         return store
 
@@ -108,9 +143,7 @@ class SessionStore:
         if name in self._open:
             raise InputError(f"session {name!r} is open already: close it first, or fork it")
         history = self._history(name)
-        if history is not None:
-            self._finish_take_over(history)
-        elif (history := self._take_over(name)) is None:
+        if history is None:
             if not prompts_are_whole:
                 self._check_number_format(name)
             history = History(name, self.context.runner.model.name)
@@ -128,33 +161,6 @@ class SessionStore:
                 f"session {name!r} is stored with {other}, and this runtime has {own}: KV of one number format cannot "
                 f"be continued in another. Load the model with {other}, delete the session, or use another name"
             )
-
-    def _take_over(self, name: str) -> History | None:
-        """Convert a session of an earlier version to the current format, and remove the old files.
-
-        Return its history, or None if there is none. Raise StoreError if it cannot be written.
-        """
-        for old, history in self._old(name):
-            self.context.storage.put(history.document, history.to_bytes())
-            old.remove()
-            return history
-        return None
-
-    def _finish_take_over(self, known: History) -> None:
-        """Remove old files left by a process that ended between writing the new document and removing them."""
-        for old, history in self._old(known.name):
-            if history.id == known.id:
-                old.remove()
-
-    def _old(self, name: str) -> list[tuple[OldSession, History]]:
-        """Return sessions of format 1 with this name and model whose tokens are in the vocabulary."""
-        model, vocab = self.context.runner.model.name, self.context.runner.adapter.geometry.vocab
-        return [
-            (old, history)
-            for old in (old_sessions(self._folder) if self._folder is not None else ())
-            if (history := old.history) is not None and old.is_called(name)
-            if history.model == model and max(history.tokens, default=0) < vocab
-        ]
 
     def _history(self, name: str) -> History | None:
         """Read the stored history of a session, or return None. Raise StoreError if it is unreadable or invalid."""
@@ -186,7 +192,6 @@ class SessionStore:
         return history
 
     def enter(self, history: History) -> Session:
-        """Register and return an open session with this history."""
         session = Session(SessionKV(self.context, history), self.host, self)
         self._open[history.name] = session
         return session
@@ -197,12 +202,10 @@ class SessionStore:
         return self._open.get(name) or self.open(name, prompts_are_whole=prompts_are_whole)
 
     def exists(self, name: str) -> bool:
-        """Return whether a session is open or stored, even if its history is damaged."""
         try:
-            known = name in self._open or self.context.storage.get(document_name(name)) is not None
+            return name in self._open or self.context.storage.get(document_name(name)) is not None
         except StoreError:
             return True
-        return known or bool(self._old(name))
 
     def delete(self, name: str) -> Removed:
         """Delete an open or stored session, even if its history is damaged. Do nothing if there is none.
@@ -221,13 +224,9 @@ class SessionStore:
         """Delete a stored session and all blocks that no other session needs. Raise StoreError if a deletion fails."""
         storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
         held = {key for session in others for key in session.kv.needed(answering=session.busy)}
-        removed = remove_session(storage, storage.root.hex(), document_name(name), held)
-        for old, _ in self._old(name):
-            old.remove()
-        return removed
+        return remove_session(storage, storage.root.hex(), document_name(name), held)
 
     def left(self, session: Session) -> None:
-        """Unregister a closed session, and close the store if it is idle."""
         self._open.pop(session.name, None)
         self.close_if_idle()
 
@@ -236,7 +235,6 @@ class SessionStore:
         self._holders.add(holder)
 
     def release(self, holder: Holder) -> None:
-        """Release a hold, and close the store if it is idle."""
         self._holders.discard(holder)
         self.close_if_idle()
 
@@ -255,7 +253,6 @@ class SessionStore:
         return found
 
     def close_if_idle(self) -> None:
-        """Close the store if no session is open and no holder is registered."""
         if not (self._open or self._holders):
             self.close()
 

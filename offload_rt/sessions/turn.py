@@ -74,7 +74,6 @@ class Turn(SampledRequest):
 
     @property
     def _kept(self) -> list[int]:
-        """Tokens of the session that precede this turn."""
         return self._before[: len(self._before) - self._tokens.dropped]
 
     def start(self, runner: Runner) -> Prefill:
@@ -146,7 +145,6 @@ class Turn(SampledRequest):
         )
 
     def _ready(self, runner: Runner, capacity: int) -> Sequence:
-        """Return the session's sequence with capacity for `capacity` tokens."""
         kv = self.kv
         while True:
             sequence = self._host.retry_after_reclaim(lambda: kv.ready(capacity))
@@ -225,7 +223,6 @@ class Turn(SampledRequest):
         self.sequence = None
 
     def _count_arrived(self, trace: Trace) -> None:
-        """Subtract tokens from `reused_tokens` whose KV is not loaded yet."""
         if self.kv.loader is not None:
             trace.reused_tokens -= self._known[0]
 

@@ -35,16 +35,13 @@ class QueuedTurn:
 
     @property
     def text(self) -> str:
-        """Text of the answer so far."""
         return "" if self.turn is None else self.turn.text
 
     @property
     def token_ids(self) -> list[int]:
-        """Token ids of the answer so far."""
         return [] if self.turn is None else list(self.turn.new_tokens)
 
     def cancel(self) -> None:
-        """Mark a turn as cancelled before it started."""
         self._cancelled = True
 
 
@@ -69,17 +66,14 @@ class TurnQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether no turn is waiting or running."""
         return not self._backlog and self._engine.idle
 
     @property
     def stats(self) -> TierStats:
-        """Host tier statistics over all turns of the store."""
         return self.store.host.stats
 
     @property
     def last_stats(self) -> dict[str, Stats | None]:
-        """Statistics of the last turn of each session."""
         return {name: session.last_stats for name, session in self._opened.items()}
 
     def add(self, name: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> QueuedTurn:
@@ -130,7 +124,6 @@ class TurnQueue:
             yield from self.step()
 
     def cancel(self) -> None:
-        """End all running turns and cancel waiting ones. Tokens generated so far are kept."""
         for queued in self._backlog:
             queued.cancel()
         self._backlog.clear()
@@ -192,7 +185,6 @@ class TurnQueue:
         return list(dict.fromkeys([*begun, *behind]))
 
     def check_integrity(self) -> None:
-        """Assert that queue, engine, sessions and tiers are consistent."""
         self._engine.check_integrity()
         self.store.host.check_integrity()
         for session in self._opened.values():

@@ -42,12 +42,10 @@ class WholePrompts:
 
     @property
     def stats(self) -> TierStats:
-        """Sources of the history tokens of all turns."""
         return self.store.host.stats
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all files of the store."""
         return self.store.context.storage.bytes_used
 
     def turn(

@@ -6,7 +6,7 @@
     layer 0, layer 1, ...                           (`[Hkv, n, 2 (K, V), d]` each, in the data type of the pool)
 
 A block of fewer than 64 tokens is the last one of a session. The layers of a full block are zero-padded to a multiple
-of 4096 bytes, so that an on-disk pool can read the KV in place, bypassing the page cache (`kv_cache.disk.homes`).
+of 4096 bytes, so that an on-disk pool can read the KV in place, bypassing the page cache (`kv_cache.disk.extents`).
 
 The key is a 256-bit BLAKE2b digest of the namespace, all preceding blocks, the KV provenance and the tokens. It fully
 identifies a block: a collision takes 2^128 attempts, so equal keys mean equal contents. The file does not contain the
@@ -16,17 +16,21 @@ tokens, because they would remain there in clear text after their session was de
 from __future__ import annotations
 
 import json
+import os
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
+from ..kv_cache.disk.direct_file import write_all
+
 LAYOUT_VERSION = 2
 """Version of the key derivation and of the histories. It is part of every namespace, so other versions are misses."""
 
 FILE_VERSION = 3
-"""Version of the file format. Versions 1 and 2 held tokens in clear text; `sessions.old_format` removes them."""
+"""Version of the file format. Versions 1 and 2 held tokens in clear text; `storage.folder` refuses such stores."""
 
 KEY_BYTES = 32
 MAGIC = b"OFFLDKV\n"
@@ -51,12 +55,10 @@ class ChunkHeader:
 
     @property
     def data_offset(self) -> int:
-        """Byte offset of layer 0."""
         return data_offset(len(self.checksums))
 
     @property
     def file_bytes(self) -> int:
-        """File size in bytes."""
         return self.data_offset + len(self.checksums) * self.layer_bytes
 
     def encode(self) -> bytes:
@@ -96,14 +98,12 @@ def header_bytes(data: bytes) -> int:
 
 
 def data_offset(layers: int) -> int:
-    """Return the byte offset of layer 0."""
     # The offset is known before the checksums are, because these have a fixed width.
     size = _FIXED.size + len(_body(bytes(KEY_BYTES), 0, (0,) * layers)) + 20  # 20: maximum digits of layer_bytes
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def checksum(block: bytes | bytearray | memoryview) -> int:
-    """Return the xxh3-64 of the data of a layer."""
     return xxhash.xxh3_64_intdigest(block)
 
 
@@ -115,3 +115,117 @@ def _body(key: bytes, layer_bytes: int, checksums: tuple[int, ...]) -> bytes:
         "checksums": [f"{value:016x}" for value in checksums],
     }
     return json.dumps(fields, sort_keys=True).encode()
+
+
+@dataclass(frozen=True)
+class FileChunk:
+    """A KV block in a file (`chunk_store.StoredChunk`).
+
+    Attributes:
+        key: Key of the block.
+        count: Number of tokens n.
+        layer_bytes: Stored bytes per layer.
+        checksums: xxh3-64 of each layer.
+        offset: Byte of the file where layer 0 begins.
+        open: Opens the file for reading and returns its descriptor. Raises OSError.
+        damaged: Called if a layer differs from what was written.
+    """
+
+    key: bytes
+    count: int
+    layer_bytes: int
+    checksums: Sequence[int]
+    offset: int
+    open: Callable[[], int]
+    damaged: Callable[[], None]
+
+    def read_layer(self, layer: int, into: memoryview) -> bool:
+        """Read one layer into `into`, a buffer of `layer_bytes` bytes. Return False, a miss, if it is damaged."""
+        if len(into) != self.layer_bytes:
+            return False
+        try:
+            handle = self.open()
+        except OSError:
+            return False
+        try:
+            return self.read_from(handle, layer, into)
+        finally:
+            os.close(handle)
+
+    def read_from(self, handle: int, layer: int, into: memoryview) -> bool:
+        """Like `read_layer`, but read from the open file."""
+        try:
+            size = os.preadv(handle, [into], self.offset + layer * self.layer_bytes)
+        except OSError:
+            size = 0
+        if size == self.layer_bytes and checksum(into) == self.checksums[layer]:
+            return True
+        self.damaged()
+        return False
+
+
+class FileChunkWriter:
+    """Write one KV block to a part of a file (`chunk_store.ChunkWriter`).
+
+    Args:
+        layers: Layers of the block.
+        layer_bytes: Bytes per layer.
+        offset: Byte of the file where layer 0 begins.
+        open: Opens the file for writing and returns its descriptor. Raises OSError.
+        finish: Makes the block visible, given the checksums of its layers. Raises OSError.
+        give_up: Called instead, with the error if a write failed.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        layer_bytes: int,
+        offset: int,
+        open: Callable[[], int],
+        finish: Callable[[Sequence[int]], None],
+        give_up: Callable[[OSError | None], None],
+    ) -> None:
+        self.layers, self.layer_bytes, self.offset = layers, layer_bytes, offset
+        self._file, self._finish, self._give_up = open, finish, give_up
+        self._checksums: dict[int, int] = {}
+        self._open = True
+
+    def write(self, layer: int, block: memoryview) -> None:
+        """Write the data of one layer. If that fails, the block is given up."""
+        assert layer not in self._checksums and len(block) == self.layer_bytes
+        self.note(layer, block)
+        if not self._open:
+            return
+        try:
+            handle = self._file()
+            try:
+                write_all(handle, self.offset + layer * self.layer_bytes, block)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            self._end(error)
+
+    def note(self, layer: int, block: memoryview) -> None:
+        """Record the checksum of a layer that is written elsewhere."""
+        self._checksums[layer] = checksum(block)
+
+    def commit(self) -> bool:
+        """Make the block durable, then visible. Return False if a write failed or a layer is missing."""
+        if len(self._checksums) < self.layers:
+            self.abort()
+        if self._open:
+            try:
+                self._finish([self._checksums[layer] for layer in range(self.layers)])
+            except OSError as error:
+                self._end(error)
+        done, self._open = self._open, False
+        return done
+
+    def abort(self) -> None:
+        """Discard the block. Has no effect after `commit`."""
+        if self._open:
+            self._end(None)
+
+    def _end(self, error: OSError | None) -> None:
+        self._open = False
+        self._give_up(error)

@@ -1,7 +1,4 @@
-"""Interfaces of the storage tiers below host memory.
-
-To add a tier, implement `StorageTier`, or only `ChunkStore` if the tier never holds sessions.
-"""
+"""Interfaces of the storage tiers below host memory. To add a tier, implement `StorageTier`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ..kv_cache.disk.homes import Home
 from ..kv_cache.prefix_tree import chunk_key
 
 
@@ -70,17 +66,6 @@ class StoredChunk(Protocol):
         """
         ...
 
-    def home(self) -> Home | None:
-        """Open the block's file so that an on-disk KV pool can read KV entries in place.
-
-        The file stays readable after the block is evicted. Returns None if the tier cannot provide such a file.
-        """
-        ...
-
-    def check_layer(self, layer: int, home: Home, into: memoryview) -> bool:
-        """Like `read_layer`, but read from `home` into aligned memory (`kv_cache.disk.direct_file.aligned`)."""
-        ...
-
 
 class PlacedChunk(NamedTuple):
     """A stored block with its index in a block table and the layer group whose KV it holds."""
@@ -97,13 +82,6 @@ class ChunkWriter(Protocol):
     be found before `commit`. The data of a layer is `[Hkv, n, 2 (K, V), width]`. For full blocks, it is zero-padded to
     the disk alignment (`kv_cache.disk.file_layout.chunk_layer_bytes`).
     """
-
-    def home(self) -> Home | None:
-        """Open the block's file so that an on-disk KV pool can write layers to it, in place of `write`.
-
-        The file stays readable after the block is evicted. Returns None if the tier cannot provide such a file.
-        """
-        ...
 
     def write(self, layer: int, block: memoryview) -> None:
         """Write the KV `[Hkv, n, 2 (K, V), width]` of `layer`, as bytes."""
@@ -137,10 +115,26 @@ class ChunkSink(Protocol):
         ...
 
 
-class ChunkStore(ChunkSink, Protocol):
-    """Thread-safe store of KV blocks by key, with one byte string per layer.
+@dataclass(frozen=True)
+class Document:
+    """Content of an intact document.
 
-    Lookups return only data that was written. Damaged, evicted or mismatching blocks are misses.
+    Attributes:
+        data: Content of the document.
+        damage: Empty if `data` is the newest generation. Otherwise, the reason why the newest generation cannot be
+            read, and `data` is the generation before it.
+    """
+
+    data: bytes
+    damage: str = ""
+
+
+class StorageTier(ChunkSink, Protocol):
+    """Storage tier below host memory: KV blocks by key, and small named documents, such as session histories.
+
+    Thread-safe. Lookups return only data that was written. Damaged, evicted or mismatching blocks are misses. Documents
+    are never evicted. The name of a document consists of a kind and a digest (`storage.folder.NAME`). It never contains
+    text chosen by a user.
     """
 
     @property
@@ -201,31 +195,6 @@ class ChunkStore(ChunkSink, Protocol):
         """Undo one `pin`."""
         ...
 
-    def close(self) -> None:
-        """Close the store. Only `close` may be called afterwards."""
-        ...
-
-
-@dataclass(frozen=True)
-class Document:
-    """Content of an intact document.
-
-    Attributes:
-        data: Content of the document.
-        damage: Empty if `data` is the newest generation. Otherwise, the reason why the newest generation cannot be
-            read, and `data` is the generation before it.
-    """
-
-    data: bytes
-    damage: str = ""
-
-
-class DocumentStore(Protocol):
-    """Store of small named documents, such as session histories. Documents are never evicted.
-
-    A name consists of a kind and a digest (`storage.folder.NAME`). It never contains text chosen by a user.
-    """
-
     def put(self, name: str, data: bytes) -> None:
         """Write a document atomically and keep the previous generation. Raises StoreError on failure."""
         ...
@@ -259,12 +228,12 @@ class DocumentStore(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Close the store. Only `close` may be called afterwards."""
+        ...
 
-class StorageTier(ChunkStore, DocumentStore, Protocol):
-    """Storage tier below host memory that holds the KV blocks and the histories of sessions."""
 
-
-def read_through(store: ChunkStore, name: NamedChunk) -> bool:
+def read_through(store: StorageTier, name: NamedChunk) -> bool:
     """Read every layer of a block so that the store detects damage. Return whether the block is stored and intact."""
     chunk = store.find(name.parent, name.lineage, name.tokens)
     if chunk is None:

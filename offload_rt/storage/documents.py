@@ -95,7 +95,7 @@ class Documents:
         os.replace(temporary, before)
         # `os.replace` does nothing if a crash left both names linked to the same file.
         temporary.unlink(missing_ok=True)
-        self._folder.enter(before, len(record))
+        self._folder.index.enter(before, len(record))
 
     def get(self, name: str) -> Document | None:
         """Return the newest intact generation of a document, or None if the document does not exist.

@@ -96,7 +96,6 @@ def read_header(path: Path) -> ChunkHeader | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder so that its file names are durable. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

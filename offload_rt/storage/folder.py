@@ -8,14 +8,14 @@ import itertools
 import os
 import re
 import stat
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from errno import ELOOP
 from pathlib import Path
 
 from ..config import StoreOptions
 from ..errors import StoreError
 from ..utils.private_files import make_private, make_private_folder, open_private
+from .files import read_document
 from .index import BEFORE, DOCUMENTS, DiskIndex
 
 CHUNKS, DAMAGED = ".kv", ".damaged"
@@ -26,6 +26,7 @@ SPACE = re.compile(r"[0-9a-f]{32}")
 
 _TEMPORARY, _LOCK = ".tmp", "lock"
 _FAN = re.compile(r"[0-9a-f]{2}")
+_OLD_CHUNK, _OLD_HISTORY = re.compile(r"[0-9a-f]{32}\.kv"), re.compile(rb'\{"format": 1,')
 _CHUNK_FILE = re.compile(r"[0-9a-f]{64}(\.kv|\.\d+\.\d+\.tmp)")
 NAME = re.compile(r"[a-z]+-[0-9a-f]{32,64}(?:-[0-9a-f]{1,4})?")
 DOCUMENT_FILE = re.compile(rf"{NAME.pattern}(\.doc|\.before|\.damaged|\.\d+\.\d+\.tmp)")
@@ -41,9 +42,7 @@ class StoreFolder:
 
     One process writes under an advisory lock (`fcntl.flock`), which the kernel releases when the process ends. Any
     number of processes read. The index is built at start from file names, sizes and modification times.
-    `options.policy` defines the eviction order from the modification times, which `touch` updates, and from the paths
-    given to `expect`. Pinned files are not evicted. Thread-safe: `mutex` guards the index, and callers hold it to
-    combine several calls.
+    Thread-safe: `mutex` guards the index, and callers hold it to combine several calls.
 
     Files are readable only by their owner. Opening for writing repairs the modes of the store's files and subfolders.
     It repairs the mode of `path` itself if the folder holds only files of the store. Symbolic links in place of
@@ -62,12 +61,13 @@ class StoreFolder:
     def __init__(self, path: Path, options: StoreOptions, *, read_only: bool, clock: Callable[[], int]) -> None:
         self.path, self.read_only = path, read_only
         self.last_error = ""
-        self.mutex = threading.RLock()
-        self._index = DiskIndex(options.limit, options.policy, options.ttl, clock)
+        self.index = DiskIndex(options.limit, options.policy, options.ttl, clock)
+        self.mutex = self.index.mutex
         self._temporaries = 0
         self._lock = -1
         try:
             with self.usable():
+                _refuse_old(path)
                 if not read_only:
                     make_private_folder(path)
                     self._take_lock()
@@ -78,14 +78,6 @@ class StoreFolder:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def bytes_used(self) -> int:
-        """Bytes of all files. Files being written count at full size."""
-        return self._index.bytes_used
-
-    def __contains__(self, path: Path) -> bool:
-        return path in self._index
 
     @contextlib.contextmanager
     def usable(self) -> Iterator[None]:
@@ -100,31 +92,6 @@ class StoreFolder:
                 "room where you may write"
             ) from error
 
-    # ------------------------------------------------------------------------------------------------- eviction order
-
-    def touch(self, paths: Sequence[Path]) -> None:
-        """Mark `paths` as used now. Later paths are evicted before earlier ones. Has no effect with the fifo policy."""
-        if self.read_only:
-            return
-        with self.mutex:
-            for path in reversed(paths):
-                self._index.use(path)
-
-    def expect(self, paths: Sequence[Path]) -> None:
-        """Set the complete list of paths that will be used, soonest first. Unknown paths are allowed."""
-        with self.mutex:
-            self._index.window(paths)
-
-    def pin(self, paths: Iterable[Path]) -> None:
-        """Protect `paths`, known or not, from eviction. Pins are counted; each needs one `unpin`."""
-        with self.mutex:
-            self._index.pin(paths)
-
-    def unpin(self, paths: Iterable[Path]) -> None:
-        """Undo one `pin`."""
-        with self.mutex:
-            self._index.unpin(paths)
-
     # ---------------------------------------------------------------------------------------------------------- space
 
     def make_room(self, size: int, *, pinned: bool = False) -> bool:
@@ -138,10 +105,10 @@ class StoreFolder:
             False if the space cannot be made. If too few bytes can be evicted, no file is removed.
         """
         with self.mutex:
-            victims = self._index.victims(size, pinned=pinned)
+            victims = self.index.victims(size, pinned=pinned)
             for path in victims or ():
                 self.discard(path)
-            return victims is not None and not any(path in self._index for path in victims)
+            return victims is not None and not any(path in self.index for path in victims)
 
     def make_disk_room(self, size: int) -> bool:
         """Remove block files in eviction order until a full disk has `size` more bytes.
@@ -149,7 +116,7 @@ class StoreFolder:
         Returns False and removes nothing if all block files together are too small.
         """
         with self.mutex:
-            chunks = self._index.chunks()
+            chunks = self.index.chunks()
             if sum(have for _, have in chunks) < size:
                 return False
             for path, have in chunks:
@@ -164,7 +131,7 @@ class StoreFolder:
         Returns the temporary file to write, or None if `path` already exists or there is no space.
         """
         with self.mutex:
-            if path in self._index or not self.make_room(size):
+            if path in self.index or not self.make_room(size):
                 return None
             return self.hold(path, size)
 
@@ -174,11 +141,10 @@ class StoreFolder:
         The caller has made the space. Returns the temporary file to write; pass it to `finish` or `give_up`.
         """
         with self.mutex:
-            self._index.reserved += size
+            self.index.reserved += size
             return self.temporary(path)
 
     def temporary(self, path: Path) -> Path:
-        """Return the name of a new temporary file in the folder of `path`."""
         with self.mutex:
             self._temporaries += 1
             return path.with_name(f"{path.stem}.{os.getpid()}.{self._temporaries}{_TEMPORARY}")
@@ -187,22 +153,17 @@ class StoreFolder:
         """Rename a completely written and synced temporary file to `path`. Raises OSError."""
         with self.mutex:
             os.replace(temporary, path)
-            self._index.reserved -= size
-            self._index.enter(path, size)
+            self.index.reserved -= size
+            self.index.enter(path, size)
 
     def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
         """Remove a temporary file and release its reservation. If `error` is given, set `last_error`."""
         with self.mutex:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            self._index.reserved -= size
+            self.index.reserved -= size
             if error is not None:
                 self.last_error = f"cannot write {str(temporary)!r}: {error.strerror or error}"
-
-    def enter(self, path: Path, size: int) -> None:
-        """Add a written or replaced file to the index."""
-        with self.mutex:
-            self._index.enter(path, size)
 
     def put_aside(self, path: Path) -> None:
         """Rename a damaged document. The store no longer finds it, but the file can still be inspected."""
@@ -210,9 +171,9 @@ class StoreFolder:
             aside = path.with_suffix(DAMAGED)
             status = path.lstat()
             os.replace(path, aside)
-            self._index.forget(path)
+            self.index.forget(path)
             if stat.S_ISREG(status.st_mode):
-                self._index.enter(aside, status.st_size)
+                self.index.enter(aside, status.st_size)
 
     def discard(self, path: Path) -> None:
         """Remove a damaged or unneeded file. Has no effect in a read-only store."""
@@ -221,7 +182,7 @@ class StoreFolder:
         with self.mutex, contextlib.suppress(OSError):  # a file that cannot be removed still counts
             self._check_inside(path)
             path.unlink(missing_ok=True)
-            self._index.forget(path)
+            self.index.forget(path)
 
     def remove(self, paths: Iterable[Path]) -> int:
         """Remove files and return their total size in bytes.
@@ -238,9 +199,9 @@ class StoreFolder:
                     if not stat.S_ISDIR(status.st_mode):  # a folder in place of a file is not part of the store
                         path.unlink()
                         freed += status.st_size
-                    self._index.forget(path)
+                    self.index.forget(path)
             except FileNotFoundError:
-                self._index.forget(path)
+                self.index.forget(path)
             except OSError as error:
                 refused = f"cannot delete {str(path)!r}: {error.strerror or error}"
         if refused:
@@ -293,9 +254,9 @@ class StoreFolder:
                 elif path.suffix != _TEMPORARY:
                     status = path.stat()
                     found.append((status.st_mtime_ns, path, status.st_size))
-        for path in self._index.load(found):
+        for path in self.index.load(found):
             if not self.read_only:
-                self._index.write_stamp(path)
+                self.index.write_stamp(path)
 
     def _protect(self) -> None:
         """Restrict the store's folders and files to their owner, including files written by earlier versions."""
@@ -323,17 +284,31 @@ class StoreFolder:
                     yield path
 
     def check_integrity(self) -> None:
-        """Assert that the index, the files and the limit agree. No write may be in progress."""
         with self.mutex:
-            self._index.check_integrity()
-            files, there = self._index.files, set(self._ours())
+            self.index.check_integrity()
+            files, there = self.index.files, set(self._ours())
             assert there == set(files), there ^ set(files)
             assert all(path.stat().st_size == file.size for path, file in files.items())
 
 
 def spaces(folder: Path) -> list[Path]:
-    """Return the namespace folders of the store at `folder`."""
     return sorted(path for path in folder.iterdir() if SPACE.fullmatch(path.name) and _is_folder(path))
+
+
+def _refuse_old(folder: Path) -> None:
+    """Raise StoreError if the folder holds sessions of version 0.1 before 2026-11-24, named by the user's text."""
+    for space in spaces(folder) if folder.is_dir() else ():
+        for path in space.iterdir():
+            if _FAN.fullmatch(path.name) and _is_folder(path):
+                old = any(_OLD_CHUNK.fullmatch(file.name) for file in path.iterdir())
+            else:
+                named = path.suffix in (DOCUMENTS, BEFORE) and not DOCUMENT_FILE.fullmatch(path.name)
+                old = named and _OLD_HISTORY.match((read_document(path).data or b"")[:100]) is not None
+            if old:
+                raise StoreError(
+                    f"the store {str(folder)!r} was written by an earlier version, with tokens in clear text "
+                    f"({str(path)!r}), and cannot be read: continue it with that version, or delete the folder"
+                )
 
 
 def chunk_paths(space: Path) -> Iterator[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class DiskIndex:
     """Index files by path, in the eviction order of `policy`.
 
     Time stamps increase monotonically, so a clock that goes backwards does not change the order. Time stamps in the
-    future are replaced by the current time. Not thread-safe: the store's lock guards the index.
+    future are replaced by the current time. Thread-safe: callers hold `mutex` to combine several calls.
 
     Args:
         limit_bytes: Maximum total size; None for no limit.
@@ -49,10 +50,10 @@ class DiskIndex:
         self._wanted: set[Path] = set()
         self._stored = 0
         self._stamp = 0
+        self.mutex = threading.RLock()
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of all files. Files being written count at full size."""
         return self._stored + self.reserved
 
     def __contains__(self, path: Path) -> bool:
@@ -75,41 +76,45 @@ class DiskIndex:
         return ahead
 
     def enter(self, path: Path, size: int) -> None:
-        """Add a written or replaced file."""
-        self.forget(path)
-        self.files[path] = _File(size, 0)
-        self._stored += size
-        self._order.enter(path)
-        if path in self._wanted:
-            self._order.expect(path, 0)
-        self._mark(path)
-
-    def use(self, path: Path) -> None:
-        """Mark a file as used now. Unknown files are ignored, and the fifo policy ignores all uses."""
-        if self._renew and path in self.files:
+        with self.mutex:
+            self.forget(path)
+            self.files[path] = _File(size, 0)
+            self._stored += size
             self._order.enter(path)
+            if path in self._wanted:
+                self._order.expect(path, 0)
             self._mark(path)
 
+    def use(self, paths: Sequence[Path]) -> None:
+        """Mark files as used now. Later ones are evicted before earlier ones. The fifo policy ignores all uses."""
+        with self.mutex:
+            for path in reversed(paths):
+                if self._renew and path in self.files:
+                    self._order.enter(path)
+                    self._mark(path)
+
     def forget(self, path: Path) -> None:
-        """Remove a file from the index."""
-        if (file := self.files.pop(path, None)) is not None:
-            self._stored -= file.size
-            self._order.leave(path)
+        with self.mutex:
+            if (file := self.files.pop(path, None)) is not None:
+                self._stored -= file.size
+                self._order.leave(path)
 
     def window(self, paths: Sequence[Path]) -> None:
         """Set the files that waiting requests will use, soonest first. Lookahead evicts them last, from the end on."""
-        self._wanted = set(paths)
-        for path in self._order.window(paths):
-            self._mark(path)
+        with self.mutex:
+            self._wanted = set(paths)
+            for path in self._order.window(paths):
+                self._mark(path)
 
     def pin(self, paths: Iterable[Path]) -> None:
         """Exclude `paths`, known or not, from `victims`. Pins are counted; each needs one `unpin`."""
-        self._pins.update(paths)
+        with self.mutex:
+            self._pins.update(paths)
 
     def unpin(self, paths: Iterable[Path]) -> None:
-        """Undo one `pin`."""
-        self._pins.subtract(Counter(paths))
-        self._pins += Counter()
+        with self.mutex:
+            self._pins.subtract(Counter(paths))
+            self._pins += Counter()
 
     def victims(self, size: int, *, pinned: bool = False) -> list[Path] | None:
         """Return the files to evict so that `size` more bytes fit.
@@ -147,7 +152,6 @@ class DiskIndex:
         return [(path, self.files[path].size) for path in ranked if path.suffix not in _STAYING]
 
     def check_integrity(self) -> None:
-        """Assert that the sizes, the order and the limit agree."""
         assert self.reserved >= 0
         assert self.limit_bytes is None or self.bytes_used <= self.limit_bytes
         ranked = list(self._order.ranked())
@@ -157,7 +161,6 @@ class DiskIndex:
         assert self._stored == sum(file.size for file in self.files.values())
 
     def _mark(self, path: Path) -> None:
-        """Set the last use of a file to now, in the index and on disk for later scans."""
         self._stamp = max(self._clock(), self._stamp + 1)
         self.files[path].used = self._stamp
         self.write_stamp(path)

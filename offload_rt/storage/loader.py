@@ -14,11 +14,12 @@ import torch
 
 from ..core import CHUNK, BlockTable
 from ..kv_cache.disk.direct_file import aligned
+from ..kv_cache.disk.extents import StoredExtent
 from ..kv_cache.disk.file_layout import chunk_layer_bytes
-from ..kv_cache.disk.homes import Home
 from ..kv_cache.pool import HostPool
 from ..kv_cache.stored_rows import Span
 from .chunk_store import PlacedChunk, StoredChunk
+from .disk_store import DiskChunk
 
 READERS = min(4, os.cpu_count() or 1)
 """Threads that read, verify and copy the blocks of a layer.
@@ -59,8 +60,8 @@ class ChunkLoader:
     Loading stays at most `ahead` layers ahead of the computed layer, and the first `ahead` layers are loaded at once.
     With 0, a layer is loaded when `wait` requests it, and the computation waits for the whole layer.
 
-    If the pool is on disk, full blocks are not copied. Their files become homes of the pool blocks
-    (`kv_cache.disk.homes`), and loading a layer only verifies its checksum.
+    If the pool is on disk, full blocks are not copied. Their files become extents of the pool blocks
+    (`kv_cache.disk.extents`), and loading a layer only verifies its checksum.
 
     The block table must hold the blocks, must not be shared, and must not be released before `close`. Each block of a
     layer is written by one reader thread. The KV of a layer may be read only after `wait` returns for it, when all
@@ -83,7 +84,7 @@ class ChunkLoader:
         self._blocks: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(READERS):
             self._blocks.put(aligned(max(1, largest)))
-        self._homes = [adopt(pool, placed.chunk, span) for placed, span in zip(chunks, self._spans, strict=True)]
+        self._extents = [attach(pool, placed.chunk, span) for placed, span in zip(chunks, self._spans, strict=True)]
         self._wanted, self._done = -1, 0
         self._damaged: bytes | None = None
         self._failure: BaseException | None = None
@@ -96,7 +97,6 @@ class ChunkLoader:
 
     @property
     def finished(self) -> bool:
-        """Whether all layers are loaded without damage."""
         with self._changed:
             return self._done == self._layers and self._damaged is None
 
@@ -161,8 +161,8 @@ class ChunkLoader:
 
     def _load_layer(self, layer: int, readers: ThreadPoolExecutor) -> bytes | None:
         """Load all blocks of a layer. Return the key of the first damaged block, or None."""
-        group, parts = self._pool.groups.group[layer], zip(self._chunks, self._spans, self._homes, strict=True)
-        mine = [(placed.chunk, span, home) for placed, span, home in parts if placed.group == group]
+        group, parts = self._pool.groups.group[layer], zip(self._chunks, self._spans, self._extents, strict=True)
+        mine = [(placed.chunk, span, extent) for placed, span, extent in parts if placed.group == group]
         whole = list(readers.map(lambda each: self._fill(each[0], layer, *each[1:]), mine))
         return next((chunk.key for (chunk, *_), right in zip(mine, whole, strict=True) if not right), None)
 
@@ -172,14 +172,15 @@ class ChunkLoader:
             self._changed.wait_for(lambda: self._closed or layer <= self._wanted + self._ahead)
             return not self._closed
 
-    def _fill(self, chunk: StoredChunk, layer: int, span: Span, home: Home | None) -> bool:
+    def _fill(self, chunk: StoredChunk, layer: int, span: Span, extent: StoredExtent | None) -> bool:
         """Load and verify one layer of one block. Copy it to the pool unless it is read in place. Return success."""
         layout, format, place = self._pool.layout, self._pool.format, self._pool.groups.place[layer]
         block = self._blocks.get()
         try:
             own = block.numpy().data[: chunk.layer_bytes]
-            if home is not None:
-                return chunk.check_layer(place, home, own)
+            if extent is not None:
+                assert isinstance(chunk, DiskChunk)
+                return chunk.read_from(extent.file.handle, place, own)
             if not chunk.read_layer(place, own):
                 return False
             rows = block[: 2 * layout.kv_heads * span.size * layout.row_bytes].view(format.storage)
@@ -195,10 +196,10 @@ def fits(pool: HostPool, chunk: StoredChunk, tokens: int) -> bool:
     return chunk.layer_bytes == chunk_layer_bytes(tokens, pool.layout)
 
 
-def adopt(pool: HostPool, chunk: StoredChunk, span: Span) -> Home | None:
-    """Make the file of a stored block the home of the pool block at `span`. Return None if that is not possible."""
+def attach(pool: HostPool, chunk: StoredChunk, span: Span) -> StoredExtent | None:
+    """Make the file of a stored block the extent of the pool block at `span`. Return None if that is not possible."""
     file, number = pool.file, span.slab * pool.layout.slab_chunks + span.offset // CHUNK
-    if file is None or span.size < CHUNK or not file.blank(number):
+    if file is None or not isinstance(chunk, DiskChunk) or span.size < CHUNK or not file.blank(number):
         return None
-    home = chunk.home()
-    return home if home is not None and file.house(number, home, range(pool.layout.layers)) else None
+    extent = chunk.extent()
+    return extent if extent is not None and file.attach(number, extent, range(pool.layout.layers)) else None

@@ -86,32 +86,26 @@ class ByAge(Generic[K]):
         self._renew = renew
 
     def enter(self, item: K, next_use: int = NEVER) -> None:
-        """Make the item the youngest; with `renew=False`, only if it is new."""
         if self._renew or item not in self._items:
             self._items[item] = None
             self._items.move_to_end(item)
 
     def leave(self, item: K) -> None:
-        """Remove an item."""
         del self._items[item]
 
     def expect(self, item: K, request: int) -> None:
         """Do nothing: this policy ignores waiting requests."""
 
     def window(self, items: Sequence[K]) -> list[K]:
-        """Do nothing: there is no window. Return an empty list."""
         return []
 
     def wants(self, item: K) -> bool:
-        """Return False: there is no window."""
         return False
 
     def ranked(self) -> Iterator[K]:
-        """Iterate over all items, the oldest first."""
         return iter(self._items)
 
     def victim(self) -> K:
-        """Return the oldest item."""
         return next(self.ranked())
 
 
@@ -127,18 +121,15 @@ class LookAhead(Generic[K]):
         self._wanted: OrderedDict[K, None] = OrderedDict()
 
     def enter(self, item: K, next_use: int = NEVER) -> None:
-        """Make the item the youngest outside the window. Items already in the window stay there."""
         if item not in self._wanted:
             self._others[item] = None
             self._others.move_to_end(item)
 
     def leave(self, item: K) -> None:
-        """Remove an item."""
         self._others.pop(item, None)
         self._wanted.pop(item, None)
 
     def expect(self, item: K, request: int) -> None:
-        """Move the item into the window."""
         if self._others.pop(item, NEVER) is None:
             self._wanted[item] = None
 
@@ -148,7 +139,6 @@ class LookAhead(Generic[K]):
             self._others[item] = None
 
     def window(self, items: Sequence[K]) -> list[K]:
-        """Set the window to `items` and return the items that left it."""
         now = dict.fromkeys(items)
         left = [item for item in self._wanted if item not in now]
         for item in left:
@@ -160,16 +150,13 @@ class LookAhead(Generic[K]):
         return left
 
     def wants(self, item: K) -> bool:
-        """Return whether the item is in the window."""
         return item in self._wanted
 
     def ranked(self) -> Iterator[K]:
-        """Iterate over the items outside the window, the oldest first, then over the window from its end."""
         yield from self._others
         yield from reversed(self._wanted)
 
     def victim(self) -> K:
-        """Return the next item to evict."""
         return next(self.ranked())
 
 
@@ -182,32 +169,26 @@ class Belady(Generic[K]):
         self._entries = 0
 
     def enter(self, item: K, next_use: int = NEVER) -> None:
-        """Add an item or record its use; request `next_use` is the next to use it."""
         self._next[item] = next_use
         self._entries += 1  # tie-breaker, because items need not be comparable
         heapq.heappush(self._heap, (-next_use, self._entries, item))
 
     def leave(self, item: K) -> None:
-        """Remove an item."""
         del self._next[item]
 
     def expect(self, item: K, request: int) -> None:
         """Do nothing: `enter` already recorded the next use."""
 
     def window(self, items: Sequence[K]) -> list[K]:
-        """Do nothing: there is no window. Return an empty list."""
         return []
 
     def wants(self, item: K) -> bool:
-        """Return False: there is no window."""
         return False
 
     def ranked(self) -> Iterator[K]:
-        """Iterate over all items, the farthest next use first."""
         return iter(sorted(self._next, key=lambda item: -self._next[item]))
 
     def victim(self) -> K:
-        """Return the item with the farthest next use. Drops outdated heap entries."""
         while True:
             use, _, item = self._heap[0]
             if self._next.get(item) == -use:

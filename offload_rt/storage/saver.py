@@ -11,12 +11,14 @@ import torch
 
 from ..core import CHUNK, BlockTable
 from ..errors import DiskError
+from ..kv_cache.disk.extents import StoredExtent
+from ..kv_cache.disk.file_arena import FileArena
 from ..kv_cache.disk.file_layout import chunk_layer_bytes
-from ..kv_cache.disk.homes import Home
 from ..kv_cache.pool import HostPool
 from ..kv_cache.stored_rows import Span
 from ..transfer.link import KVStorage
 from .chunk_store import ChunkSink, ChunkWriter, NamedChunk
+from .disk_store import DiskChunkWriter
 
 WRITE_BUFFER = 1 << 28
 """Maximum bytes waiting to be written."""
@@ -32,7 +34,7 @@ class Saving:
         ids: Pool id of each block.
         spans: Position of each block in the pool.
         writers: Store writers of the blocks.
-        homes: Files to which the KV pool writes blocks directly (`HomeSaver`).
+        extents: Files to which the KV pool writes blocks directly.
         refused: Blocks that the store did not accept.
         buffered: Number of blocks that wait in the write buffer.
         begun: Whether the writers have been opened.
@@ -45,7 +47,7 @@ class Saving:
     ids: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     writers: dict[int, ChunkWriter] = field(default_factory=dict)
-    homes: dict[int, Home] = field(default_factory=dict)
+    extents: dict[int, StoredExtent] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
     buffered: int = 0
     begun: bool = False
@@ -66,12 +68,24 @@ class Saver:
     At most `buffer_bytes` wait. `begin` accepts only as many blocks as fit, and the computation never waits for the
     rest. The caller submits the rest again later; sessions do so at the end of a turn and when they are saved.
 
+    For a pool on disk, blocks are saved after their last layer. If the store keeps each block in a file of its own, the
+    pool writes full blocks there directly, and goes on reading them there (`kv_cache.disk.extents`):
+
+    * A full block of which nothing is computed yet gets its stored extent in `begin`.
+    * A block that is complete and still in memory is written to one after its last layer.
+    * All other blocks are read from the pool and written to the store: partial blocks, blocks that are already in the
+      pool's own file, blocks beyond the limit of open files, and blocks that have left their stored extent.
+
+    A block is not committed if any of its writes failed. Its unnamed file remains the extent of the pool block, unless
+    the KV was never complete (`abort`). Files are created on the compute thread, which waits for the disk in any case.
+
     Call `begin`, `layer_done`, `flush`, `abort` and `close` on the compute thread. The worker reads the pool, after
     `KVStorage.settle`, and writes to the store.
     """
 
     def __init__(self, store: ChunkSink, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER) -> None:
-        self._store, self._pool, self._rows = store, pool, rows
+        self._store, self._pool, self._rows, self._file = store, pool, rows, pool.file
+        self._last = len(pool.groups.group) - 1
         self._buffer_bytes = buffer_bytes
         self._waiting = 0
         self._active: list[Saving] = []
@@ -88,7 +102,7 @@ class Saver:
         saving = Saving(blocks)
         for i, chunk in enumerate(chunks):
             identity = self._identity(blocks, chunk)
-            if not self._house(saving, i, chunk, identity):
+            if not self._attach(saving, i, chunk, identity):
                 if saving.buffered == room:
                     break
                 saving.buffered += 1
@@ -103,13 +117,45 @@ class Saver:
         self._active.append(saving)
         return saving
 
-    def _house(self, saving: Saving, i: int, chunk: NamedChunk, identity: int) -> bool:
-        """Return whether the i-th block, with pool id `identity`, bypasses the write buffer."""
-        return False
-
     def layer_done(self, saving: Saving, layer: int) -> None:
         """Mark `layer` of the blocks as complete, or as complete once pending transfers end. Layers come in order."""
+        if self._file is not None and layer < self._last:
+            return
+        for i, chunk in enumerate(saving.chunks if self._file is not None else ()):
+            self._move(saving, i, chunk)
         self._jobs.put((saving, layer))
+
+    def _attach(self, saving: Saving, i: int, chunk: NamedChunk, identity: int) -> bool:
+        """Give the i-th block, with pool id `identity`, a stored extent if it is full and has no KV yet."""
+        if self._file is None or chunk.count < CHUNK or identity < 0 or chunk.index * CHUNK < saving.blocks.length:
+            return False
+        if not self._file.blank(identity) or not self._begin_extent(saving, i, chunk):
+            return False
+        return self._file.attach(identity, saving.extents[i]) or self._no_extent(saving, i)
+
+    def _move(self, saving: Saving, i: int, chunk: NamedChunk) -> None:
+        """Write the i-th block, which is complete, to a stored extent if its KV is in memory."""
+        if self._file is None or i in saving.extents or chunk.count < CHUNK:
+            return
+        if self._file.buffered(saving.ids[i]) and self._begin_extent(saving, i, chunk):
+            layers = len(self._pool.groups.layers_of(chunk.group))
+            if not self._file.move_to(saving.ids[i], saving.extents[i], layers):
+                self._no_extent(saving, i)
+
+    def _begin_extent(self, saving: Saving, i: int, chunk: NamedChunk) -> bool:
+        """Create a file of the store for the i-th block. Return whether it can be a stored extent."""
+        if i in saving.refused or (writer := self._begin_writer(saving, i, chunk)) is None:
+            return False
+        extent = writer.extent() if isinstance(writer, DiskChunkWriter) else None
+        if extent is None:
+            return self._no_extent(saving, i)
+        saving.extents[i] = extent
+        return True
+
+    def _no_extent(self, saving: Saving, i: int) -> bool:
+        saving.extents.pop(i, None)
+        saving.writers.pop(i).abort()
+        return False
 
     def save(self, blocks: BlockTable, chunks: Seq[NamedChunk]) -> int:
         """Save all layers of complete blocks. Return the number of accepted blocks."""
@@ -142,9 +188,17 @@ class Saver:
         return given_up
 
     def abort(self, saving: Saving) -> None:
-        """Give up blocks with incomplete layers. Wait for pending writes first."""
+        """Give up blocks with incomplete layers, and discard their KV in extents. Wait for pending writes first."""
         self.flush()
+        unfinished = [
+            saving.ids[i]
+            for i in saving.extents
+            if (saving.chunks[i].index + 1) * CHUNK > saving.blocks.length
+            and self._identity(saving.blocks, saving.chunks[i]) == saving.ids[i]
+        ]
         self._give_up(saving)
+        if self._file is not None:
+            self._file.discard(unfinished)
 
     def flush(self) -> None:
         """Wait until all completed layers are written. Re-raise an exception of the worker thread."""
@@ -172,22 +226,47 @@ class Saver:
         self._jobs.task_done()
 
     def _write(self, saving: Saving, layer: int) -> None:
-        """Write one layer of every block. After the last layer, commit the blocks, parents first."""
+        """Write one layer of every block, or all layers for a pool on disk. Then commit the blocks, parents first."""
         if saving.ended:
             return
         self._rows.settle(saving.blocks)
+        if self._file is not None:
+            for i, chunk in enumerate(saving.chunks):
+                self._write_stored(self._file, saving, i, chunk)
+            self._end(saving)
+            return
         if not saving.begun:
             saving.begun = True
             for i, chunk in enumerate(saving.chunks):
                 self._begin_writer(saving, i, chunk)
-        groups = self._pool.groups
         for i, writer in saving.writers.items():
-            if saving.chunks[i].group == groups.group[layer]:
-                writer.write(groups.place[layer], layer_block(self._pool, layer, saving.spans[i]))
-        if layer == len(groups.group) - 1:
+            if saving.chunks[i].group == self._pool.groups.group[layer]:
+                self._write_layer(writer, layer, saving.spans[i])
+        if layer == self._last:
             for i, writer in saving.writers.items():
                 self._appear(saving, i, writer)
             self._end(saving)
+
+    def _write_stored(self, file: FileArena, saving: Saving, i: int, chunk: NamedChunk) -> None:
+        """Commit the i-th block of a pool on disk, after copying its KV if it is not in the store's file."""
+        writer = saving.writers.get(i)
+        try:
+            if i in saving.extents and file.extent(saving.ids[i]) is not saving.extents[i]:
+                saving.writers.pop(i).abort()
+                writer = None
+            if writer is None:
+                writer = None if i in saving.refused else self._begin_writer(saving, i, chunk)
+                if writer is None:
+                    return
+                for layer in self._pool.groups.layers_of(chunk.group):
+                    self._write_layer(writer, layer, saving.spans[i])
+            self._appear(saving, i, writer)
+        except DiskError:  # KV that cannot be read or was not written is recomputed
+            if writer is not None:
+                writer.abort()
+
+    def _write_layer(self, writer: ChunkWriter, layer: int, span: Span) -> None:
+        writer.write(self._pool.groups.place[layer], layer_block(self._pool, layer, span))
 
     def _begin_writer(self, saving: Saving, i: int, chunk: NamedChunk) -> ChunkWriter | None:
         """Open the writer of the i-th block. Return None if the store already has the block or does not accept it."""
@@ -219,7 +298,7 @@ class Saver:
     def _end(self, saving: Saving) -> None:
         if not saving.ended:
             saving.ended = True
-            saving.homes.clear()
+            saving.extents.clear()
             with self._mutex:
                 self._waiting -= saving.buffered * self._pool.chunk_bytes
 

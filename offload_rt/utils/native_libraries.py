@@ -78,7 +78,7 @@ LIBRARIES = {
     ),
     "row_products": NativeLibrary("kernels/row_products.c", KERNEL_FLAGS, _TORCH, {"BFLOAT16": (0, 1)}),
     "team": NativeLibrary("kernels/team.c", SYSTEM_FLAGS, "kernels run on one thread"),
-    "extents": NativeLibrary("kv_cache/disk/extents.c", SYSTEM_FLAGS, "requests are merged by numpy"),
+    "merge": NativeLibrary("kv_cache/disk/merge.c", SYSTEM_FLAGS, "requests are merged by numpy"),
     "requests": NativeLibrary("kv_cache/disk/requests.c", SYSTEM_FLAGS, "disk reads are made by threads"),
     "rows": NativeLibrary("kv_cache/disk/rows.c", SYSTEM_FLAGS, "rows are copied by torch"),
     "row_cache": NativeLibrary("kv_cache/disk/row_cache.c", ("-O3", "-std=gnu11"), "cached rows are found by numpy"),

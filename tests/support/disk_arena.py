@@ -16,7 +16,7 @@ LAYOUT = ArenaLayout(layers=2, kv_heads=2, head_dim=17, itemsize=4, slab_chunks=
 WIDTH = 2 * LAYOUT.head_dim
 
 
-def arena(folder: Path, limit: int = 100_800) -> FileArena:
+def arena(folder: Path, limit: int = 92_600) -> FileArena:
     """Return an arena with all slabs active. The limit is room for 16 cached KV entries and one block being written."""
     made = FileArena(LAYOUT, torch.float32, DirectFile(folder), limit)
     while made.active < LAYOUT.slabs:

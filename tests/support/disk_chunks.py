@@ -48,7 +48,7 @@ def load(store: DiskStore, number: int, parent: bytes | None = None) -> list[byt
     blocks = []
     for layer in range(LAYERS):
         into = bytearray(LAYER_BYTES)
-        if not store.read_layer(found, layer, memoryview(into)):
+        if not found.read_layer(layer, memoryview(into)):
             return None
         blocks.append(bytes(into))
     return blocks

@@ -1,12 +1,15 @@
-"""An unnamed temporary file with direct I/O, deleted when the process ends."""
+"""Files with direct I/O, among them the pool's unnamed temporary file, deleted when the process ends."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,14 +18,47 @@ import torch
 
 from ...errors import ConfigError
 from ...utils.private_files import make_private_folder
-from .block_file import BlockFile
-from .file_table import FILE_BITS, FileTable
-from .requests import Reader, Requests, reader
+from .requests import FILE_BITS, FileTable, Reader, Requests, reader
 from .row_copy import RowCopies
 
-BLOCK = 4096  # bytes; direct I/O needs this alignment in the file and in memory
-
 NAMED = ".offload-rt-"  # prefix of the temporary name if the file system does not support unnamed files
+
+
+class BlockFile:
+    """The open file `handle`, read and written in whole disk blocks, closed when the object is deleted. Thread-safe.
+
+    `direct` is True if reads and writes bypass the page cache. If the file system does not support that, the kernel is
+    advised to drop the pages.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self.direct = _set_direct(handle)
+        self._end = weakref.finalize(self, os.close, handle)
+
+    def allocate(self, offset: int, size: int) -> None:
+        """Allocate the bytes [offset, offset + size), so that later writes there cannot run out of space.
+
+        Raises OSError and restores the length of the file if there is no space.
+        """
+        try:
+            os.posix_fallocate(self.handle, offset, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self.handle, offset)
+                raise
+            os.ftruncate(self.handle, offset + size)
+
+    def write(self, offset: int, data: torch.Tensor) -> None:
+        """Write `data` (whole blocks, uint8, from `aligned`) at `offset`. Raise OSError."""
+        write_all(self.handle, offset, data.numpy().data)
+        if not self.direct:
+            os.fdatasync(self.handle)
+            os.posix_fadvise(self.handle, offset, len(data), os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        self._end()
 
 
 class DirectFile(BlockFile):
@@ -92,3 +128,20 @@ def nameless_file(folder: Path) -> int:
     for path in (Path(name), *folder.glob(f"{NAMED}*.rows")):  # also files of killed processes
         path.unlink(missing_ok=True)
     return handle
+
+
+def write_all(handle: int, offset: int, data: memoryview) -> None:
+    """Write `data` at `offset`, in as many calls as needed. Raise OSError."""
+    while data:
+        count = os.pwrite(handle, data, offset)
+        offset, data = offset + count, data[count:]
+
+
+def _set_direct(handle: int) -> bool:
+    """Enable direct I/O. Return False if the file system does not support it."""
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
+        os.pread(handle, 0, 0)
+    except OSError:
+        return False
+    return True

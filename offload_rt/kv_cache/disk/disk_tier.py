@@ -10,11 +10,9 @@ from ...core import ModelGeometry
 from ...errors import MemoryLimitError
 from ...utils.units import format_size
 from ..kv_format import KVFormat
-from ..layout import SLAB_TOKENS, ArenaLayout
 from .direct_file import DirectFile
 from .file_arena import FileArena
-from .file_layout import FileLayout, fitting
-from .host_shares import HostShares
+from .file_layout import FileLayout, HostShares
 from .speed import USUAL, DiskSpeed
 
 TIMES_HOST = 16  # default limit of the disk space, as a multiple of the host memory
@@ -54,15 +52,6 @@ def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
     return limit
 
 
-def file_layout(limit: int, geometry: ModelGeometry, format: KVFormat, slab_tokens: int = SLAB_TOKENS) -> FileLayout:
-    """Return the layout of a file of at most `limit` bytes.
-
-    The head dimension of `geometry` must be the width of `format`. Raises MemoryLimitError if no block fits.
-    """
-    rows = fitting(limit, geometry.head_dim * format.storage.itemsize)
-    return FileLayout(ArenaLayout.fit(geometry, format.storage, rows, slab_tokens))
-
-
 def open_file_arena(
     disk: DiskTier, geometry: ModelGeometry, format: KVFormat, host_bytes: int, slab_tokens: int
 ) -> FileArena:
@@ -71,6 +60,6 @@ def open_file_arena(
     Raises ConfigError if the folder cannot be used, and MemoryLimitError if a limit is too large or too small.
     """
     limit = disk_limit(disk.folder, disk.limit, host_bytes)
-    layout = file_layout(limit, geometry, format, slab_tokens)
+    layout = FileLayout.fit(limit, geometry, format, slab_tokens)
     HostShares.of(host_bytes, layout)  # check before the file is created
     return FileArena(layout.arena, format.storage, DirectFile(disk.folder), host_bytes, disk.speed)

@@ -1,92 +1,175 @@
-"""Merge scattered reads into few requests. Reading through a short gap is cheaper than a new request."""
+"""Extents: where the KV of each block lies on disk.
+
+Every block has an extent in the pool's own file. A file of a session store may take its place, so that KV which belongs
+to a session is written once and read in place. In both, one layer of a block is `[Hkv, 64, 2 (K, V), width]`, padded to
+whole disk blocks (`file_layout.py`).
+"""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+import resource
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
-from ...utils import native_libraries
-from .direct_file import BLOCK
-from .requests import Offsets, Requests
-from .row_copy import address
+from .direct_file import BlockFile, DirectFile
+from .file_layout import FileLayout
+from .requests import Offsets, place
+
+SPARE_FILES = 512  # open files left to the rest of the process
 
 
-class Reads(NamedTuple):
-    """Requests of whole blocks into consecutive parts of a buffer, and the pieces they contain, in file order.
+def ignore(layer: int, block: memoryview) -> None:
+    """Do nothing."""
+
+
+@dataclass(eq=False)
+class StoredExtent:
+    """A file of a store that holds the KV of one block. Each layer is written once, as a whole.
 
     Attributes:
-        requests: The requests.
-        pieces: int64 `[n]`, index of each piece.
-        places: int64 `[n]`, byte of the buffer where each piece begins.
-        first: int64 `[requests + 1]`, first piece of each request, and n.
+        file: The open file.
+        offset: Byte where the first layer begins.
+        layer_bytes: Bytes per layer (`FileLayout.layer`).
+        written: Called after each layer was written, with its index and bytes, on the writer thread.
     """
 
-    requests: Requests
-    pieces: Offsets
-    places: Offsets
-    first: Offsets
+    file: BlockFile
+    offset: int
+    layer_bytes: int
+    written: Callable[[int, memoryview], None] = ignore
 
-    def batches(self, room: int) -> Iterator[Reads]:
-        """Split into batches for a buffer of `room` bytes. No request may be larger."""
-        (offset, size, at), done, count = self.requests, 0, len(self.first) - 1
-        if count and at[-1] + size[-1] <= room:
-            yield self
+    def write(self, offset: int, data: torch.Tensor) -> None:
+        """Write the data of one layer at `offset`. Raise OSError."""
+        self.file.write(offset, data)
+        self.written((offset - self.offset) // self.layer_bytes, data.numpy().data)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A stored extent, the number of its file in the file table, and the layers that were assigned to it."""
+
+    extent: StoredExtent
+    number: int
+    places: set[int] = field(default_factory=set)
+
+
+class Extents:
+    """Maps each block to its extent, and KV entries to places in open files.
+
+    All calls need the arena's lock. Reads must happen inside `with extents:`. A stored extent that its block leaves
+    stays open until such reads have ended, because they use its file number, which a later file may reuse. Pending
+    writes (`WriteBehind`) also keep it open. Open files count against the process limit, which is raised to its
+    maximum. At the limit, further blocks keep the extent in the pool's file.
+    """
+
+    def __init__(self, file: DirectFile, layout: FileLayout) -> None:
+        self._file, self._layout = file, layout
+        self._stored: dict[int, _Entry] = {}
+        # Place of layer 0 of each block, and the distance from one layer to the next.
+        self._base = layout.base(np.arange(layout.arena.chunks, dtype=np.int64))
+        self._step = np.full(layout.arena.chunks, layout.step, np.int64)
+        self._left: list[_Entry] = []
+        self._reading = 0
+        self._mutex = threading.Lock()
+        self._most: int | None = None
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._stored
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def get(self, chunk: int) -> StoredExtent | None:
+        entry = self._stored.get(chunk)
+        return None if entry is None else entry.extent
+
+    def room(self) -> bool:
+        """Return whether one more file can be opened."""
+        if self._most is None:
+            self._most = most_files() - SPARE_FILES
+        return len(self._stored) + len(self._left) < self._most
+
+    def enter(self, chunk: int, extent: StoredExtent, places: Sequence[int] = ()) -> None:
+        """Move a block without KV to a stored extent, which already holds the layers at `places`."""
+        assert chunk not in self._stored and extent.layer_bytes == self._layout.layer
+        with self._mutex:
+            number = self._file.files.add(extent.file.handle, direct=extent.file.direct)
+        self._stored[chunk] = _Entry(extent, number, set(places))
+        self._base[chunk], self._step[chunk] = place(number, extent.offset), extent.layer_bytes
+
+    def leave(self, chunk: int) -> None:
+        """Move a block back to the pool's file, without its KV."""
+        if (entry := self._stored.pop(chunk, None)) is not None:
+            self._base[chunk], self._step[chunk] = self._layout.base(chunk), self._layout.step
+            with self._mutex:
+                self._left.append(entry)
+            self._forget_left()
+
+    def takes(self, chunk: int, place: int) -> bool:
+        """Return whether the layer at `place` may be written: always in the pool's file, once in a stored extent."""
+        return (entry := self._stored.get(chunk)) is None or place not in entry.places
+
+    def target(self, chunk: int, place: int) -> tuple[StoredExtent | DirectFile, int]:
+        """Return the file and offset for writing the layer at `place`, and record the write."""
+        if (entry := self._stored.get(chunk)) is None:
+            return self._file, int(self.layers(chunk, place))
+        assert place not in entry.places
+        entry.places.add(place)
+        return entry.extent, entry.extent.offset + place * entry.extent.layer_bytes
+
+    def layers(self, chunks: Offsets | int, place: Offsets | int) -> Offsets:
+        """Return the places in the file table where layers of blocks begin. The arguments are broadcast."""
+        found: Offsets = self._base[chunks] + place * self._step[chunks]
+        return found
+
+    def entries(self, ids: Offsets, place: int) -> Offsets:
+        """Return the places of KV entries (`FileLayout.ids`) of the layer at `place`."""
+        rows = ids % self._layout.layer_pairs
+        return self.layers(ids // self._layout.chunk_pairs, place) + rows * self._layout.pair_bytes
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def __enter__(self) -> None:
+        """Begin a read. Places stay valid until it ends, even if blocks leave their extents."""
+        with self._mutex:
+            self._reading += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._mutex:
+            self._reading -= 1
+        self._forget_left()
+
+    def _forget_left(self) -> None:
+        if not self._left:
             return
-        while done < count:
-            stop = int(np.searchsorted(at + size, at[done] + room, side="right"))
-            own, pieces = slice(done, stop), slice(self.first[done], self.first[stop])
-            requests = Requests(offset[own], size[own], at[own] - at[done])
-            first = self.first[done : stop + 1] - self.first[done]
-            yield Reads(requests, self.pieces[pieces], self.places[pieces] - at[done], first)
-            done = stop
+        with self._mutex:
+            if self._reading:
+                return
+            for entry in self._left:
+                self._file.files.remove(entry.number)
+            self._left.clear()
+
+    def check_integrity(self) -> None:
+        """Assert that blocks, files and places are consistent."""
+        own = self._layout.base(np.arange(len(self._base), dtype=np.int64))
+        assert set(np.flatnonzero(self._base != own).tolist()) == self._stored.keys()
+        numbers = [entry.number for entry in (*self._stored.values(), *self._left)]
+        assert len(set(numbers)) == len(numbers) and 0 not in numbers
+        for chunk, entry in self._stored.items():
+            assert self._base[chunk] == place(entry.number, entry.extent.offset)
+            assert self._file.files.handles[entry.number] == entry.extent.file.handle
 
 
-def merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
-    """Merge reads of distinct pieces of a file.
-
-    Args:
-        offsets: int64 `[n]`, start of each piece, in any order.
-        size: Bytes per piece.
-        gap: Pieces at most this many bytes apart share a request.
-        most: Maximum bytes per request, whole blocks and larger than a piece.
-    """
-    if (library := _library()) is None:
-        return _merged(offsets, size, gap, most)
-    n, offsets = len(offsets), np.ascontiguousarray(offsets, np.int64)
-    count, (order, places, first, offset, length, at) = 0, np.zeros((6, n + 1), np.int64)
-    if n and (count := library.merge(n, size, BLOCK, gap, most, address(offsets), address(order))) < 0:
-        raise MemoryError
-    return Reads(Requests(offset[:count], length[:count], at[:count]), order[:n], places[:n], first[: count + 1])
-
-
-def _merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
-    """Merge reads without compiled code."""
-    order = np.argsort(offsets, kind="stable")
-    ordered = offsets[order]
-    first = ordered // BLOCK * BLOCK
-    stop = -(-(ordered + size) // BLOCK) * BLOCK
-    starts = np.ones(len(ordered), bool)
-    np.greater(first[1:] - stop[:-1], gap, out=starts[1:])
-    begin = 0
-    for i in np.flatnonzero(~starts).tolist():
-        begin = i - 1 if starts[i - 1] else begin
-        starts[i] = stop[i] - first[begin] > most
-    heads = np.append(np.flatnonzero(starts), len(ordered))
-    lengths = stop[heads[1:] - 1] - first[heads[:-1]]
-    at = np.cumsum(lengths) - lengths
-    request = np.cumsum(starts) - 1
-    places = at[request] + ordered - first[heads[:-1]][request]
-    return Reads(Requests(first[heads[:-1]], lengths, at), order, places, heads)
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    library = native_libraries.load("extents")
-    if library is not None:
-        library.merge.restype = ctypes.c_int64
-        library.merge.argtypes = [ctypes.c_int64] * 5 + [ctypes.c_void_p] * 2
-    return library
+def most_files() -> int:
+    """Raise the limit of open files to its maximum and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20

@@ -1,13 +1,13 @@
-"""Memory layout of a KV cache on disk: arithmetic on bytes.
+"""Memory layout of a KV cache on disk, and the division of its host memory: arithmetic on bytes.
 
-The file consists of equal slabs, each
+The pool's file consists of equal slabs, each
 
-    [layer, kv_head, slab_chunks, 64 tokens, 2 (K, V), d]
+    [layer, slab_chunks, kv_head, 64 tokens, 2 (K, V), d]
 
 K and V of a token are adjacent, because they are always read together and a disk reads whole disk blocks. Tokens of
-one layer and KV head are contiguous, because a head selects many tokens of a layer at once, often adjacent ones
-(measured: `eval/results/disk`). KV blocks are aligned to disk blocks. A block with a home (`homes.py`) is in a file of
-a store instead, as `[layer, kv_head, 64 tokens, 2 (K, V), d]`, with each layer padded to whole disk blocks.
+one head of a block are contiguous, because a head selects many tokens of a layer at once, often adjacent ones
+(measured: `eval/results/disk`). The layers of a block are aligned to disk blocks. Files of session stores hold the
+layers of one block in the same format, one after the other.
 """
 
 from __future__ import annotations
@@ -15,13 +15,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
-from ...core import CHUNK
-from ..layout import ArenaLayout
-from .direct_file import BLOCK
-from .requests import Offsets
+from ...core import CHUNK, ModelGeometry
+from ...errors import MemoryLimitError
+from ...utils.units import format_size
+from ..kv_format import KVFormat
+from ..layout import SLAB_TOKENS, ArenaLayout
+from .requests import BLOCK, Offsets
+from .row_cache import SLOT_BYTES
+
+LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20  # bytes of a staging buffer: a few requests to more than a full queue
+
+Ids = TypeVar("Ids", int, Offsets)
 
 
 @dataclass(frozen=True)
@@ -30,56 +38,46 @@ class FileLayout:
 
     arena: ArenaLayout
 
+    @classmethod
+    def fit(cls, limit: int, geometry: ModelGeometry, format: KVFormat, slab_tokens: int = SLAB_TOKENS) -> FileLayout:
+        """Return the layout of a file of at most `limit` bytes.
+
+        The head dimension of `geometry` must be the width of `format`. Raises MemoryLimitError if no block fits.
+        """
+        own = geometry.kv_heads * CHUNK * 2 * geometry.head_dim * format.storage.itemsize
+        rows = limit * own // whole_blocks(own)
+        return cls(ArenaLayout.fit(geometry, format.storage, rows, slab_tokens))
+
     @cached_property
     def pair_bytes(self) -> int:
         """Bytes of a KV entry: K and V of one token, layer and head."""
         return 2 * self.arena.row_bytes
 
     @cached_property
-    def piece(self) -> int:
-        """Bytes of one layer and head of a block, rounded up to whole disk blocks."""
-        return whole_blocks(CHUNK * self.pair_bytes)
-
-    @cached_property
     def layer(self) -> int:
-        """Bytes of one layer of a block in its home (`homes.py`), rounded up to whole disk blocks."""
+        """Bytes of one layer of a block, padded to whole disk blocks."""
         return chunk_layer_bytes(CHUNK, self.arena)
 
     @cached_property
-    def plane(self) -> int:
-        """Bytes of one layer and head of a slab."""
-        return self.arena.slab_chunks * self.piece
+    def step(self) -> int:
+        """Bytes from one layer of a block to the next in the pool's file."""
+        return self.arena.slab_chunks * self.layer
 
     @cached_property
     def slab(self) -> int:
-        """Bytes of a slab."""
-        return self.arena.layers * self.arena.kv_heads * self.plane
+        return self.arena.layers * self.step
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the whole file."""
-        return self.arena.slabs * self.slab
-
-    @property
-    def pairs(self) -> int:
-        """Maximum number of KV entries."""
-        return self.arena.chunks * self.chunk_pairs
+    @cached_property
+    def layer_pairs(self) -> int:
+        return self.arena.kv_heads * CHUNK
 
     @cached_property
     def chunk_pairs(self) -> int:
-        """KV entries per block."""
-        return self.arena.layers * self.arena.kv_heads * CHUNK
+        return self.arena.layers * self.layer_pairs
 
-    def offset(self, slab: int, place: int, head: int, slot: int) -> int:
-        """Return the byte where block slot `slot` of a slab begins, for the layer at `place` and a head."""
-        return slab * self.slab + (place * self.arena.kv_heads + head) * self.plane + slot * self.piece
-
-    def piece_offsets(self, chunk: int) -> Offsets:
-        """Return the offsets of the pieces of a block, by layer and head."""
-        slab, slot = divmod(chunk, self.arena.slab_chunks)
-        planes = np.arange(self.arena.layers * self.arena.kv_heads, dtype=np.int64)
-        found: Offsets = slab * self.slab + planes * self.plane + slot * self.piece
-        return found
+    def base(self, chunk: Ids) -> Ids:
+        """Return the byte where the first layer of a block begins in the pool's file."""
+        return chunk // self.arena.slab_chunks * self.slab + chunk % self.arena.slab_chunks * self.layer
 
     def ids(self, place: int, chunks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
         """Return the ids of KV entries of the layer at `place`.
@@ -87,32 +85,58 @@ class FileLayout:
         `chunks`, `slots` (token within the block) and `heads` are int64 and are broadcast. The ids of a layer of a
         block are consecutive.
         """
-        first: Offsets = (chunks * self.arena.layers + place) * (self.arena.kv_heads * CHUNK) + slots
+        first: Offsets = (chunks * self.arena.layers + place) * self.layer_pairs + slots
         return first + heads * CHUNK
 
     def layers(self, ids: Offsets) -> Iterator[tuple[int, Offsets]]:
         """Group ids by layer. Yield the place of each layer and the indices into `ids`."""
-        places = ids // (self.arena.kv_heads * CHUNK) % self.arena.layers
+        places = ids // self.layer_pairs % self.arena.layers
         for place in np.unique(places).tolist():
             yield place, np.flatnonzero(places == place)
 
     def ids_of(self, chunk: int, place: int) -> range:
         """Return the ids of all KV entries of one layer of a block."""
-        count = self.arena.kv_heads * CHUNK
-        first = (chunk * self.arena.layers + place) * count
-        return range(first, first + count)
+        first = (chunk * self.arena.layers + place) * self.layer_pairs
+        return range(first, first + self.layer_pairs)
 
-    def ids_of_token(self, chunk: int, place: int, slot: int) -> range:
-        """Return the ids of one token in a layer of a block, one per head."""
-        return self.ids_of(chunk, place)[slot::CHUNK]
 
-    def offsets(self, ids: Offsets) -> Offsets:
-        """Return the byte where each KV entry begins in the file."""
-        chunks, rest = np.divmod(ids, self.chunk_pairs)
-        slabs, chunk_slots = np.divmod(chunks, self.arena.slab_chunks)
-        planes, slots = np.divmod(rest, CHUNK)
-        found: Offsets = slabs * self.slab + planes * self.plane + chunk_slots * self.piece + slots * self.pair_bytes
-        return found
+@dataclass(frozen=True)
+class HostShares:
+    """Division of the host memory of a KV cache on disk.
+
+    Attributes:
+        staged: Bytes of each of three kinds of staging: reads, requested entries and pending writes.
+        chunk_buffers: Maximum number of buffers for partly filled blocks.
+        chunks: Bytes of these buffers.
+        slots: Slots of the cache for KV entries.
+        slot_bytes: Bytes per slot, including metadata.
+    """
+
+    staged: int
+    chunk_buffers: int
+    chunks: int
+    slots: int
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, limit: int, layout: FileLayout) -> HostShares:
+        """Divide `limit` bytes: 1/32 for each kind of staging, 1/16 for block buffers, the rest for the cache.
+
+        Raises MemoryLimitError if the limit is too small.
+        """
+        staged = max(LEAST_STAGED, min(MOST_STAGED, limit // 32 // BLOCK * BLOCK))
+        chunk = layout.arena.layers * layout.layer
+        buffers = max(1, limit // 16 // chunk)
+        slot = layout.pair_bytes + SLOT_BYTES
+        slots = (limit - 3 * staged - buffers * chunk) // slot
+        if slots < 1:
+            least = 3 * staged + buffers * chunk + slot
+            raise MemoryLimitError(
+                f"host_memory={format_size(limit)} ({limit} bytes) is too little for a KV cache on disk: "
+                f"{format_size(least)} ({least} bytes) are needed, of them {format_size(chunk)} for a block of {CHUNK} "
+                "tokens; raise host_memory"
+            )
+        return cls(staged, buffers, buffers * chunk, slots, slot)
 
 
 def whole_blocks(size: int) -> int:
@@ -121,15 +145,9 @@ def whole_blocks(size: int) -> int:
 
 
 def chunk_layer_bytes(tokens: int, arena: ArenaLayout) -> int:
-    """Return the bytes of a layer `[Hkv, n, 2 (K, V), width]` of a block of n tokens in its own file.
+    """Return the bytes of a layer `[Hkv, n, 2 (K, V), width]` of a block of n tokens.
 
     Full blocks are padded to whole disk blocks, so that their KV can be read with direct I/O.
     """
     own = arena.kv_heads * tokens * 2 * arena.row_bytes
     return whole_blocks(own) if tokens == CHUNK else own
-
-
-def fitting(layout_bytes: int, row_bytes: int) -> int:
-    """Return the bytes of KV that fit into a file of `layout_bytes` bytes, without the padding to disk blocks."""
-    own = CHUNK * 2 * row_bytes
-    return layout_bytes * own // whole_blocks(own)

@@ -1,4 +1,7 @@
-"""Concurrent reads of open files, with io_uring if available, else with threads."""
+"""Read scattered pieces of open files: merge them into few requests, and execute these concurrently.
+
+Reading through a short gap is cheaper than a new request. Requests run in io_uring if available, else in threads.
+"""
 
 from __future__ import annotations
 
@@ -7,43 +10,130 @@ import errno
 import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ...utils import native_libraries
-from .file_table import FILE_BITS
 from .row_copy import RowCopies, address, copy_rows
 
+BLOCK = 4096  # bytes; direct I/O needs this alignment in the file and in memory
 DEPTH = 64  # concurrent requests with io_uring
 THREADS = 16  # concurrent requests without io_uring
+FILE_BITS = 44  # low bits of a place: byte within the file (up to 16 TiB); high bits: file number (up to 2**19)
 
 Offsets = NDArray[np.int64]
 Handles = NDArray[np.int32]
 
 
+class FileTable:
+    """Handles of open files by number. `direct` is True if all of them bypass the page cache.
+
+    File numbers are reused. Remove a file only when no pending read has a place in it.
+    """
+
+    def __init__(self, first: int, *, direct: bool) -> None:
+        self.direct = direct
+        self.handles: NDArray[np.int32] = np.full(16, -1, np.int32)
+        self.handles[0] = first
+        self._free = list(range(15, 0, -1))
+
+    def add(self, handle: int, *, direct: bool) -> int:
+        self.direct &= direct
+        if not self._free:
+            count = len(self.handles)
+            self.handles = np.concatenate((self.handles, np.full(count, -1, np.int32)))
+            self._free = list(range(2 * count - 1, count - 1, -1))
+        number = self._free.pop()
+        self.handles[number] = handle
+        return number
+
+    def remove(self, number: int) -> None:
+        self.handles[number] = -1
+        self._free.append(number)
+
+
+def place(number: int, byte: int = 0) -> int:
+    return number << FILE_BITS | byte
+
+
 class Requests(NamedTuple):
-    """Reads of `size` bytes from the place `offset` (`file_table.place`) to byte `at` of a buffer; int64 `[n]` each."""
+    """Reads of `size` bytes from the place `offset` (`place`) to byte `at` of a buffer; int64 `[n]` each."""
 
     offset: Offsets
     size: Offsets
     at: Offsets
 
 
-class Reader(Protocol):
-    """Executes batches of reads."""
+class Reads(NamedTuple):
+    """Requests of whole blocks into consecutive parts of a buffer, and the pieces they contain, in file order.
 
-    def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """Read `requests` of the open `files` (`FileTable.handles`) into `buffer` and perform `copies` from it.
+    Attributes:
+        requests: The requests.
+        pieces: int64 `[n]`, index of each piece.
+        places: int64 `[n]`, byte of the buffer where each piece begins.
+        first: int64 `[requests + 1]`, first piece of each request, and n.
+    """
 
-        Raises OSError for the first failed request, including a read past the end of a file. No request writes to the
-        buffer after that.
-        """
-        ...
+    requests: Requests
+    pieces: Offsets
+    places: Offsets
+    first: Offsets
+
+    def batches(self, room: int) -> Iterator[Reads]:
+        """Split into batches for a buffer of `room` bytes. No request may be larger."""
+        (offset, size, at), done, count = self.requests, 0, len(self.first) - 1
+        if count and at[-1] + size[-1] <= room:
+            yield self
+            return
+        while done < count:
+            stop = int(np.searchsorted(at + size, at[done] + room, side="right"))
+            own, pieces = slice(done, stop), slice(self.first[done], self.first[stop])
+            requests = Requests(offset[own], size[own], at[own] - at[done])
+            first = self.first[done : stop + 1] - self.first[done]
+            yield Reads(requests, self.pieces[pieces], self.places[pieces] - at[done], first)
+            done = stop
+
+
+def merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
+    """Merge reads of distinct pieces of a file.
+
+    Args:
+        offsets: int64 `[n]`, start of each piece, in any order.
+        size: Bytes per piece.
+        gap: Pieces at most this many bytes apart share a request.
+        most: Maximum bytes per request, whole blocks and larger than a piece.
+    """
+    if (library := _merge_library()) is None:
+        return _merged(offsets, size, gap, most)
+    n, offsets = len(offsets), np.ascontiguousarray(offsets, np.int64)
+    count, (order, places, first, offset, length, at) = 0, np.zeros((6, n + 1), np.int64)
+    if n and (count := library.merge(n, size, BLOCK, gap, most, address(offsets), address(order))) < 0:
+        raise MemoryError
+    return Reads(Requests(offset[:count], length[:count], at[:count]), order[:n], places[:n], first[: count + 1])
+
+
+def _merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
+    order = np.argsort(offsets, kind="stable")
+    ordered = offsets[order]
+    first = ordered // BLOCK * BLOCK
+    stop = -(-(ordered + size) // BLOCK) * BLOCK
+    starts = np.ones(len(ordered), bool)
+    np.greater(first[1:] - stop[:-1], gap, out=starts[1:])
+    begin = 0
+    for i in np.flatnonzero(~starts).tolist():
+        begin = i - 1 if starts[i - 1] else begin
+        starts[i] = stop[i] - first[begin] > most
+    heads = np.append(np.flatnonzero(starts), len(ordered))
+    lengths = stop[heads[1:] - 1] - first[heads[:-1]]
+    at = np.cumsum(lengths) - lengths
+    request = np.cumsum(starts) - 1
+    places = at[request] + ordered - first[heads[:-1]][request]
+    return Reads(Requests(first[heads[:-1]], lengths, at), order, places, heads)
 
 
 class RingReader:
@@ -62,7 +152,11 @@ class RingReader:
         return cls(library, ring)
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """Read requests. Copies overlap with other reads."""
+        """Read `requests` of the open `files` (`FileTable.handles`) into `buffer` and perform `copies` from it.
+
+        Raises OSError for the first failed request, including a read past the end of a file. No request writes to the
+        buffer after that. Copies overlap with other reads.
+        """
         if not (count := len(requests.size)):
             return
         first, at, into, out = copies or (none := np.zeros(count + 1, np.int64), none, none, torch.empty(0, 0))
@@ -82,7 +176,7 @@ class ThreadReader:
         weakref.finalize(self, self._threads.shutdown, wait=False)
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """Read requests. Copies start after all reads."""
+        """Read as `RingReader.read`. Copies start after all reads."""
         pieces = zip(*(each.tolist() for each in requests), strict=True)
         jobs = [self._threads.submit(_read, files, offset, buffer[at : at + size]) for offset, size, at in pieces]
         failures = [job.exception() for job in jobs]
@@ -91,6 +185,9 @@ class ThreadReader:
                 raise failure
         if copies is not None:
             copy_rows(torch.frombuffer(buffer, dtype=torch.uint8), copies.at, copies.out, copies.into)
+
+
+Reader = RingReader | ThreadReader
 
 
 def reader(depth: int = DEPTH) -> Reader:
@@ -106,14 +203,6 @@ def _read(files: Handles, place: int, into: memoryview) -> None:
         if count == 0:
             raise _error(errno.ENODATA)
         offset, into = offset + count, into[count:]
-
-
-def write(file: int, offset: int, pieces: Sequence[memoryview]) -> None:
-    """Write `pieces` consecutively from `offset` on. Raise OSError."""
-    for piece in pieces:
-        while piece:
-            count = os.pwrite(file, piece, offset)
-            offset, piece = offset + count, piece[count:]
 
 
 def _error(code: int) -> OSError:
@@ -132,4 +221,13 @@ def _library() -> ctypes.CDLL | None:
             *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, *numbers, *pointers,
             ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
         ]  # fmt: skip
+    return library
+
+
+@functools.cache
+def _merge_library() -> ctypes.CDLL | None:
+    library = native_libraries.load("merge")
+    if library is not None:
+        library.merge.restype = ctypes.c_int64
+        library.merge.argtypes = [ctypes.c_int64] * 5 + [ctypes.c_void_p] * 2
     return library

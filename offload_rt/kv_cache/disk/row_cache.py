@@ -80,7 +80,6 @@ class RowCache:
         return np.flatnonzero(self._owner)
 
     def owners(self, slots: Ids) -> Ids:
-        """Return the ids of the rows in `slots`."""
         return self._owner[slots] - 1
 
     def pass_time(self, steps: float) -> None:
@@ -157,7 +156,6 @@ class RowCache:
         return sets[:, None] * self._ways + np.arange(self._ways)
 
     def _find(self, ids: Ids) -> Ids:
-        """Return the slot of each id, or -1 if it is not cached."""
         found = np.full(len(ids), -1)
         for first in range(0, len(ids), AT_A_TIME):
             own = slice(first, first + AT_A_TIME)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .direct_file import BLOCK, DirectFile, aligned
-from .requests import Requests
+from .direct_file import DirectFile, aligned
+from .requests import BLOCK, Requests
 
 SEQUENTIAL = 1 << 20  # bytes per request of a sequential read
 
@@ -28,7 +28,6 @@ class DiskSpeed:
         return int(self.seek / self.byte) // BLOCK * BLOCK
 
     def seconds(self, requests: int, size: int) -> float:
-        """Return the time of `requests` requests with `size` bytes in total."""
         return requests * self.seek + size * self.byte
 
 
@@ -45,7 +44,6 @@ class Measured:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes per second."""
         return self.size * self.requests_per_second
 
 

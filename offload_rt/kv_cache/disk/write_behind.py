@@ -8,27 +8,21 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ...errors import DiskError
-
-
-class Target(Protocol):
-    """Destination of writes: the pool's file or the home of a block."""
-
-    def write(self, offset: int, data: torch.Tensor) -> None:
-        """Write whole disk blocks at `offset`. Raise OSError."""
-        ...
+from .direct_file import BlockFile
+from .extents import StoredExtent
 
 
 class Piece(NamedTuple):
     """Whole disk blocks (`direct_file.aligned`) and their destination."""
 
-    target: Target
+    target: BlockFile | StoredExtent
     offset: int
     data: torch.Tensor
 
@@ -77,7 +71,6 @@ class WriteBehind:
 
     @property
     def lost(self) -> set[int]:
-        """Blocks with a failed write."""
         with self._changed:
             return {chunk for chunk, _ in self._lost}
 
@@ -89,7 +82,6 @@ class WriteBehind:
             self._unwanted.update(place for place in self._waiting if place[0] in gone)
 
     def drain(self) -> None:
-        """Wait for all pending writes, whether they succeed or fail."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting)
 

@@ -214,7 +214,7 @@ def test_decoded_rows_are_named_after_their_sequence(tmp_path: Path) -> None:
     for token in tiny_prompt(CHUNK, seed=9):
         sequence.tokens.append(token)
         llm.runner.decode([sequence])
-    first, second = list(swap._names(sequence)), list(swap._names(sequence))
+    first, second = swap._swapped(sequence).names, swap._swapped(sequence).names
     alike = [one.key == other.key for one, other in zip(first, second, strict=True)]
     assert alike == [True, False, False], "one chunk is exact, one in part, one decoded"
     llm.runner.free(sequence)

@@ -21,7 +21,7 @@ from offload_rt.engine.recording import Recording, RunInfo, RunWriter
 from offload_rt.errors import InputError
 from offload_rt.eval.simulate.key_clusters import places_by_cluster, recorded_places
 from offload_rt.eval.speed import disk_tier
-from offload_rt.kv_cache.disk.direct_file import BLOCK
+from offload_rt.kv_cache.disk.requests import BLOCK
 
 
 @pytest.fixture

@@ -178,7 +178,7 @@ def test_every_flipped_bit_is_a_miss_or_changes_nothing(tmp_path: Path) -> None:
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        store._folder.enter(path, len(whole))
+        store._folder.index.enter(path, len(whole))
         answer = load(store, 1)
         assert answer in (None, right)
         in_padding = used <= bit // 8 < 4096
@@ -214,7 +214,7 @@ def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, m
         disguise = store._path(chunk_key(parent, lineage, tokens))
         disguise.parent.mkdir(exist_ok=True)
         disguise.write_bytes(path.read_bytes())
-        store._folder.enter(disguise, FILE_BYTES)
+        store._folder.index.enter(disguise, FILE_BYTES)
         assert store.find(parent, lineage, tokens) is None and not disguise.exists()
     store.close()
     other = DiskStore(tmp_path, "model b", LAYERS)
@@ -222,7 +222,7 @@ def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, m
     other._path(chunk_key(other.root, "exact", tokens_of(1))).parent.mkdir(parents=True)
     forged = other._path(chunk_key(other.root, "exact", tokens_of(1)))
     forged.write_bytes(path.read_bytes())
-    other._folder.enter(forged, FILE_BYTES)
+    other._folder.index.enter(forged, FILE_BYTES)
     assert load(other, 1) is None
     other.close()
     with monkeypatch.context() as patch:
@@ -357,7 +357,7 @@ def test_one_writer_and_any_number_of_readers(tmp_path: Path) -> None:
     found = readers[0].find(store.root, "exact", tokens_of(1))
     assert found is not None
     store.remove([found.key])
-    assert not readers[0].read_layer(found, 0, memoryview(bytearray(LAYER_BYTES)))
+    assert not found.read_layer(0, memoryview(bytearray(LAYER_BYTES)))
     store.close()
     open_store(tmp_path).close()
 

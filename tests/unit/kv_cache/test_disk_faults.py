@@ -28,7 +28,7 @@ from offload_rt.engine import segments
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.speculative import drafting
 from offload_rt.errors import DiskError
-from offload_rt.kv_cache.disk.block_file import BlockFile
+from offload_rt.kv_cache.disk.direct_file import BlockFile
 from offload_rt.sessions.session import Session
 
 EVERY = "OFFLOAD_RT_STRESS" in os.environ

@@ -30,11 +30,11 @@ from offload_rt.engine import build, segments
 from offload_rt.errors import DiskError, MemoryLimitError, PoolFullError
 from offload_rt.kernels.causal import attend_causal
 from offload_rt.kernels.causal_blocks import BlockedAttention
-from offload_rt.kv_cache.disk import block_file, direct_file, extents, requests, row_cache, row_copy, speed
-from offload_rt.kv_cache.disk.direct_file import BLOCK, DirectFile, aligned
+from offload_rt.kv_cache.disk import direct_file, row_cache, row_copy, speed
+from offload_rt.kv_cache.disk.direct_file import DirectFile, aligned
 from offload_rt.kv_cache.disk.disk_tier import DiskTier
-from offload_rt.kv_cache.disk.extents import Reads, merged
-from offload_rt.kv_cache.disk.requests import Reader, Requests, RingReader, ThreadReader
+from offload_rt.kv_cache.disk.requests import BLOCK, Reader, Reads, Requests, RingReader, ThreadReader, merged
+from offload_rt.kv_cache.disk.requests import _merged as merge_plain
 from offload_rt.kv_cache.disk.row_cache import RowCache
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.model_runner.prefill import Prefill
@@ -85,7 +85,7 @@ def test_merged_requests_cover_every_piece_and_skip_what_costs_more_than_a_reque
     blocks = {block for offset in offsets.tolist() for block in range(offset // BLOCK, -(-(offset + size) // BLOCK))}
     if most == 1 << 30:
         assert requests.size.sum() <= len(blocks) * BLOCK + gap * max(0, len(places) - 1)
-    for plain, compiled in zip(_flat(extents._merged(offsets, size, gap, most)), _flat(reads), strict=True):
+    for plain, compiled in zip(_flat(merge_plain(offsets, size, gap, most)), _flat(reads), strict=True):
         assert np.array_equal(plain, compiled)
     for part in reads.batches(most):
         assert int(part.requests.size.sum()) <= most and int(part.requests.at[0]) == 0 == part.first[0]
@@ -163,7 +163,7 @@ def test_a_file_system_without_nameless_files_or_direct_access(tmp_path: Path, m
         return real(path, flags, *args, **named)
 
     monkeypatch.setattr(os, "open", refusing)
-    monkeypatch.setattr(block_file, "_set_direct", lambda handle: False)
+    monkeypatch.setattr(direct_file, "_set_direct", lambda handle: False)
     (tmp_path / f"{direct_file.NAMED}left.rows").write_bytes(b"of a process that was killed before it could unlink")
     file = DirectFile(tmp_path)
     assert list(tmp_path.iterdir()) == [] and not file.direct
@@ -225,60 +225,6 @@ def test_what_leaves_scores_least_and_was_not_used_just_now() -> None:
         held = set(cache.owners(cache.held).tolist())
         assert held >= set(wanted)
         assert wanted[0] != 6 or held & {0, 1}, "two uses of three long ago are more than one or two"
-
-
-FILL = st.tuples(st.just("fill"), st.integers(0, 1), st.integers(0, 1), st.integers(0, 191), st.integers(1, 192))
-COPY = st.tuples(st.just("copy"), st.integers(0, 5), st.integers(0, 5), st.just(0), st.integers(0, 64))
-GATHER = st.tuples(st.just("gather"), st.integers(0, 1), st.integers(0, 2**31), st.just(0), st.integers(1, 40))
-VIEW = st.tuples(st.just("view"), st.integers(0, 1), st.integers(0, 1), st.integers(0, 191), st.integers(1, 192))
-
-
-@given(st.lists(st.one_of(FILL, COPY, GATHER, VIEW), max_size=25))
-@settings(max_examples=15, deadline=None)
-def test_rows_are_those_that_were_written(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
-    _check_rows(tmp_path_factory, steps)
-
-
-@given(st.lists(st.one_of(FILL, GATHER), max_size=12))
-@settings(max_examples=10, deadline=None)
-def test_rows_are_those_that_were_written_without_a_compiler(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[Any]
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (row_cache, row_copy, extents, requests):
-            patch.setattr(module, "_library", lambda: None)
-        _check_rows(tmp_path_factory, steps)
-
-
-def _check_rows(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
-    """Compare an arena with a tensor. Its cache has 16 slots, and one block is buffered at a time."""
-    made = arena(tmp_path_factory.mktemp("rows", numbered=True))
-    model = torch.zeros(LAYOUT.layers, LAYOUT.chunks, LAYOUT.kv_heads, CHUNK, WIDTH)
-    for number, (kind, a, b, c, d) in enumerate(steps):
-        if kind == "fill":
-            count = min(d, 192 - c)
-            rows = torch.full((LAYOUT.kv_heads, count, WIDTH), float(number + 1)) + torch.arange(count)[:, None] / 256
-            made.fill(a, b, c, rows[..., : LAYOUT.head_dim], rows[..., LAYOUT.head_dim :])
-            flat = model[b, a * 3 : a * 3 + 3].transpose(0, 1).flatten(1, 2).clone()
-            flat[:, c : c + count] = rows
-            model[b, a * 3 : a * 3 + 3] = flat.view(LAYOUT.kv_heads, 3, CHUNK, WIDTH).transpose(0, 1)
-        elif kind == "copy" and a != b:
-            made.copy(a, b, d)
-            model[:, b, :, :d] = model[:, a, :, :d]
-        elif kind == "gather":
-            chosen = np.random.default_rng(b).permutation(LAYOUT.chunks * 2 * CHUNK)[:d]
-            chunks, rest = np.divmod(chosen, 2 * CHUNK)
-            heads, slots = np.divmod(rest, CHUNK)
-            out = torch.full((d + 3, WIDTH), -1.0)
-            made.gather(a, made.places.ids(a, chunks, slots, heads), out, np.arange(d)[::-1].copy() + 2)
-            assert torch.equal(out[2 : d + 2].flip(0), model[a, chunks, heads, slots]) and bool((out[:2] == -1).all())
-        elif kind == "view":
-            count = min(d, 192 - c)
-            part = made.view(a, b, c, count)
-            want = model[b, a * 3 : a * 3 + 3].transpose(0, 1).flatten(1, 2)[:, c : c + count]
-            assert torch.equal(torch.cat((part.k, part.v), dim=2), want)
-    made.check_integrity()
-    assert made.shares.slots < 25 and made.shares.chunk_buffers == 1, "or nothing ever leaves memory"
 
 
 def test_rows_that_are_used_come_from_memory(tmp_path: Path) -> None:
@@ -397,18 +343,6 @@ def test_eviction_overwrites_rows_on_disk(tmp_path: Path) -> None:
         with LLM(MODEL, dtype="float64", eviction="counter", **limits, **options) as llm:
             said.append(written(llm, PROMPTS[:1], long))
             llm.runner.check_integrity()
-    assert said[0] == said[1]
-
-
-def test_sessions_come_back_from_their_store(tmp_path: Path) -> None:
-    said = []
-    for name, folder in (("memory", None), ("disk", tmp_path / "rows")):
-        tokens = []
-        for turn in PROMPTS:
-            with make(folder, policy="full") as llm:
-                session = llm.session("ada", tmp_path / name)
-                tokens += [event.token_id for event in session.send(turn, GREEDY)]
-        said.append(tokens)
     assert said[0] == said[1]
 
 

@@ -1,171 +1,187 @@
-"""Test the host pool against a plain model of all written values, with random sequences of operations."""
+"""Test the host pool, with and without sliding-window layers, against a plain model of all written values."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)  # fmt: skip
 
 from offload_rt.core import CHUNK, BlockTable, ModelGeometry
 from offload_rt.errors import PoolFullError
+from offload_rt.kv_cache.chunks import ChunkTable
+from offload_rt.kv_cache.layer_groups import LayerGroups
 from offload_rt.kv_cache.pool import HostPool
+from offload_rt.kv_cache.window_chunks import WindowChunks
 
-LAYERS, HEADS, WIDTH = 2, 2, 2
-GEOMETRY = ModelGeometry(
-    layers=LAYERS,
-    hidden=4,
-    heads=HEADS,
-    kv_heads=HEADS,
-    head_dim=WIDTH,
-    vocab=10,
-    scales=(1.0,) * LAYERS,
-    windows=(None,) * LAYERS,
-    max_positions=1 << 20,
-    absolute_positions=False,
-    default_alpha=5.0,
-)
-LIMIT = 17 * GEOMETRY.kv_bytes(CHUNK, torch.float32)
+HEADS, WIDTH = 2, 2
 COUNTS = st.sampled_from([1, 7, 57, 63, 64, 65, 130, 200])
 LETTERS = st.integers(0, 1)
+PRIME = 100_003
 LINEAGES = st.sampled_from(["exact", "sparse"])
+
+
+def geometry(windows: tuple[int | None, ...]) -> ModelGeometry:
+    return ModelGeometry(
+        layers=len(windows),
+        hidden=4,
+        heads=HEADS,
+        kv_heads=HEADS,
+        head_dim=WIDTH,
+        vocab=10,
+        scales=(1.0,) * len(windows),
+        windows=windows,
+        max_positions=1 << 20,
+        absolute_positions=False,
+        default_alpha=5.0,
+    )
 
 
 @dataclass(eq=False)
 class Model:
-    """Expected contents of a sequence: its tokens, and a number per token from which K and V were made."""
+    """Expected contents of a sequence: its tokens, and a number per token from which K and V were made.
+
+    Like real KV, the number depends on the token and on all tokens before it.
+    """
 
     blocks: BlockTable
     tokens: list[int] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
 
+    def extend(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        for token in tokens:
+            self.values.append(((self.values or [1])[-1] * 31 + token + 1) % PRIME)
+
 
 def made_from(values: list[int], layer: int) -> torch.Tensor:
     """Return distinct K and V `[Hkv, 2, n, d]` of one layer."""
     inner = torch.arange(HEADS * 2 * WIDTH, dtype=torch.float32).view(HEADS, 2, 1, WIDTH) + 8 * layer
-    return torch.tensor(values, dtype=torch.float32).view(-1, 1) * 16 + inner
+    return torch.tensor(values, dtype=torch.float32).view(-1, 1) * 32 + inner
 
 
 class PoolMachine(RuleBasedStateMachine):
     sequences: Bundle[Model] = Bundle("sequences")
+    windows: tuple[int | None, ...] = (None, None)
+    chunks = 17  # 3 slabs of 5 blocks; two are left over
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = HostPool(GEOMETRY, torch.float32, LIMIT, slab_tokens=6 * CHUNK)
-        assert self.pool.chunk_count == 15  # 3 slabs of 5 blocks; two of the 17 are left over
+        shape = geometry(self.windows)
+        groups = LayerGroups.of(shape)
+        limit = self.chunks * groups.layers * shape.kv_bytes(CHUNK, torch.float32) // shape.layers
+        self.pool = HostPool(shape, torch.float32, limit, slab_tokens=6 * CHUNK)
+        self.groups = self.pool.groups
         self.live: list[Model] = []
         self.written = 0
-        self.published: defaultdict[tuple[tuple[int, ...], int], set[tuple[int, ...]]] = defaultdict(set)
 
     def held(self) -> set[int]:
-        return {chunk for model in self.live for chunk in model.blocks.chunks}
+        """Return the blocks with memory that sequences hold."""
+        held = {chunk for model in self.live for window in model.blocks.windows.values() for chunk in window}
+        return held | {chunk for model in self.live if self.groups.full for chunk in model.blocks.chunks}
 
-    def add(self, model: Model) -> Model:
-        self.live.append(model)
-        return model
-
-    def fresh_values(self, count: int) -> list[int]:
-        self.written += count
-        return list(range(self.written - count, self.written))
-
-    def read(self, model: Model, layer: int) -> torch.Tensor:
-        parts = self.pool.runs(model.blocks, layer, range(model.blocks.length))
-        return torch.cat([torch.stack([part.k, part.v], 1) for part in parts], 2)
-
-    def extend(self, model: Model, count: int, letter: int) -> bool:
-        """Append tokens to a sequence. Return False if the pool is full, and check that it is."""
-        blocks, stop = model.blocks, model.blocks.length + count
-        before = BlockTable(list(blocks.chunks), blocks.length)
+    def lacking(self, model: Model, stop: int) -> int:
+        """Return how many blocks of group 0 are too few for `stop` tokens; without sliding layers alone."""
+        blocks = model.blocks
         others = {chunk for other in self.live if other is not model for chunk in other.blocks.chunks}
         tail = blocks.chunks[blocks.length // CHUNK :]
         copied = sum(chunk in others or chunk in self.pool._tree for chunk in tail)
         needed = copied + max(0, -(-stop // CHUNK) - len(blocks.chunks))
-        room = self.pool.chunk_count - len(self.held() | set(blocks.chunks))
+        return needed - (self.pool.chunk_count - len(self.held() | set(blocks.chunks)))
+
+    def shown(self, layer: int, length: int) -> range:
+        return range(self.groups.first_seen(length) if self.groups.group[layer] else 0, length)
+
+    def read(self, model: Model, layer: int, tokens: range) -> torch.Tensor:
+        parts = self.pool.runs(model.blocks, layer, tokens)
+        return torch.cat([torch.stack([part.k, part.v], 1) for part in parts], 2)
+
+    def compute(self, model: Model, count: int, letter: int, behind: int) -> bool:
+        """Prefill or decode `count` tokens. Return False if the pool is full, and check that nothing changed."""
+        blocks, start = model.blocks, model.blocks.length
+        stop = start + count
+        windows, chunks, lacking = dict(blocks.windows), list(blocks.chunks), self.lacking(model, stop)
         try:
             self.pool.reserve(blocks, stop)
         except PoolFullError:
-            assert needed > room
-            assert blocks == before
+            assert (blocks.chunks, blocks.windows) == (chunks, windows)
+            assert self.groups.sliding or lacking > 0
             return False
-        assert needed <= room
-        values = self.fresh_values(count)
-        split = count // 3  # in two parts, like chunked prefill
-        for layer in range(LAYERS):
-            rows = made_from(values, layer)
-            for first, last in ((0, split), (split, count)):
-                part = rows[:, :, first:last]
-                self.pool.write(blocks, layer, before.length + first, part[:, 0], part[:, 1])
+        assert self.groups.sliding or lacking <= 0
+        try:
+            self.pool.slide(blocks, start, stop, behind=behind)
+        except PoolFullError:
+            assert blocks.windows == windows
+            self.pool.truncate(blocks, start)
+            return False
+        assert not self.pool.slides(blocks, start, stop) or behind
+        model.extend([letter] * count)
+        for layer in range(len(self.windows)):
+            kept = self.pool.kept(blocks, layer, range(start, stop))
+            for tokens in (range(kept.start, kept.start + len(kept) // 3), range(kept.start + len(kept) // 3, stop)):
+                rows = made_from(model.values[tokens.start : tokens.stop], layer)  # in two parts, like chunked prefill
+                self.pool.write(blocks, layer, tokens.start, rows[:, 0], rows[:, 1])
         self.pool.commit(blocks, stop)
-        model.tokens += [letter] * count
-        model.values += values
         return True
 
-    @rule(target=sequences, count=COUNTS, letter=LETTERS)
-    def start(self, count: int, letter: int) -> Model:
-        try:
-            model = self.add(Model(self.pool.new_block_table(count)))
-        except PoolFullError:
-            assert -(-count // CHUNK) > self.pool.chunk_count - len(self.held())
-            return multiple()
-        assert self.extend(model, count, letter)
+    @rule(target=sequences, count=COUNTS, letter=LETTERS, behind=st.sampled_from([0, 64, 200]))
+    def start(self, count: int, letter: int, behind: int) -> Model:
+        model = Model(BlockTable())
+        if not self.compute(model, count, letter, behind):
+            return multiple()  # type: ignore[return-value]
+        self.live.append(model)
         return model
 
-    @rule(model=sequences, count=COUNTS, letter=LETTERS)
-    def append(self, model: Model, count: int, letter: int) -> None:
-        self.extend(model, count, letter)
+    @rule(model=sequences, count=COUNTS, letter=LETTERS, behind=st.sampled_from([0, 64, 200]))
+    def prefill(self, model: Model, count: int, letter: int, behind: int) -> None:
+        if self.compute(model, count, letter, behind):
+            self.publish(model)
+            self.pool.slide(model.blocks, model.blocks.length, model.blocks.length)
+            assert len(model.blocks.windows) <= self.groups.window_chunks
+
+    @rule(model=sequences, steps=st.sampled_from([1, 30, 64]), letter=LETTERS)
+    def decode(self, model: Model, steps: int, letter: int) -> None:
+        for _ in range(steps):
+            if not self.compute(model, 1, letter, 0):
+                break
+            assert len(model.blocks.windows) <= self.groups.window_chunks
 
     @rule(target=sequences, model=sequences)
     def fork(self, model: Model) -> Model:
         used = self.pool.bytes_used
-        twin = self.add(Model(self.pool.fork(model.blocks), list(model.tokens), list(model.values)))
+        twin = Model(self.pool.fork(model.blocks), list(model.tokens), list(model.values))
+        self.live.append(twin)
         assert self.pool.bytes_used == used
         return twin
 
+    @rule(model=consumes(sequences))
+    def end(self, model: Model) -> None:
+        self.pool.release(model.blocks)
+        assert not model.blocks.windows and not model.blocks.chunks
+        self.live.remove(model)
+
+    @precondition(lambda self: not self.groups.sliding)
     @rule(model=sequences, share=st.floats(0, 1))
     def truncate(self, model: Model, share: float) -> None:
+        if max(model.values, default=0) >= PRIME:
+            return  # sequences that overwrite slots are never truncated
         length = int(model.blocks.length * share)
         self.pool.truncate(model.blocks, length)
         del model.tokens[length:], model.values[length:]
         assert model.blocks.capacity - length < CHUNK
 
-    @rule(model=consumes(sequences))
-    def end(self, model: Model) -> None:
-        self.pool.release(model.blocks)
-        self.live.remove(model)
-
-    @rule(model=sequences, lineage=LINEAGES)
-    def publish(self, model: Model, lineage: str) -> None:
-        before = list(model.blocks.chunks)
-        changed = self.pool.publish(model.blocks, model.tokens, lineage)
-        assert changed == [i for i, chunk in enumerate(model.blocks.chunks) if chunk != before[i]]
-        for i, chunk in enumerate(model.blocks.chunks):
-            where = slice(i * CHUNK, (i + 1) * CHUNK)
-            key = (tuple(model.tokens[: where.stop]), i)
-            if i in changed:
-                now = self.pool.runs(model.blocks, 0, range(where.start, where.stop))[0].k[0, :, 0] / 16
-                model.values[where] = [int(value) for value in now]
-                assert tuple(model.values[where]) in self.published[key]
-            elif chunk in self.pool._tree:
-                self.published[key].add(tuple(model.values[where]))
-
-    @rule(
-        target=sequences, letters=st.lists(LETTERS, min_size=1, max_size=4), rest=st.integers(0, 70), both=st.booleans()
-    )
-    def match(self, letters: list[int], rest: int, both: bool) -> Model:
-        tokens = [letter for letter in letters for _ in range(CHUNK)] + [2] * rest
-        blocks = self.pool.match(tokens, *(("exact", "sparse") if both else ("exact",)))
-        assert blocks.length < len(tokens) and blocks.length % CHUNK == 0
-        model = self.add(Model(blocks, tokens[: blocks.length]))
-        rows = self.read(model, 0)[0, 0, :, 0] / 16 if blocks.length else torch.empty(0)
-        model.values = [int(value) for value in rows]
-        for i in range(len(blocks.chunks)):
-            stop = (i + 1) * CHUNK
-            assert tuple(model.values[i * CHUNK : stop]) in self.published[tuple(tokens[:stop]), i]
-        return model
-
+    @precondition(lambda self: not self.groups.sliding)
     @rule(model=sequences, share=st.floats(0, 1, exclude_max=True))
     def overwrite(self, model: Model, share: float) -> None:
         """Overwrite a slot of a full block, as eviction does."""
@@ -177,34 +193,92 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.claim(model.blocks, token // CHUNK) is not shared
         if shared:
             return
-        (model.values[token],) = self.fresh_values(1)
-        for layer in range(LAYERS):
+        self.written += 1
+        model.values[token] = PRIME + self.written
+        for layer in range(len(self.windows)):
             row = made_from([model.values[token]], layer)
             self.pool.write(model.blocks, layer, token, row[:, 0], row[:, 1])
+
+    @rule(model=sequences, lineage=LINEAGES)
+    def publish(self, model: Model, lineage: str = "exact") -> None:
+        before = list(model.blocks.chunks)
+        changed = self.pool.publish(model.blocks, model.tokens, lineage)
+        assert changed == [i for i, chunk in enumerate(model.blocks.chunks) if chunk != before[i]]
+
+    @rule(
+        target=sequences, letters=st.lists(LETTERS, min_size=1, max_size=4), rest=st.integers(0, 70), both=st.booleans()
+    )
+    def match(self, letters: list[int], rest: int, both: bool) -> Model:
+        tokens = [letter for letter in letters for _ in range(CHUNK)] + [2] * rest
+        blocks = self.pool.match(tokens, *(("exact", "sparse") if both else ("exact",)))
+        assert blocks.length < len(tokens) and blocks.length % CHUNK == 0
+        model = Model(blocks)
+        model.extend(tokens[: blocks.length])
+        self.live.append(model)
+        return model
 
     @invariant()
     def everything_is_as_the_model_says(self) -> None:
         self.pool.check_integrity()
-        held = self.held()
-        assert self.pool.bytes_used == (len(held) + self.pool.idle_chunks) * self.pool.chunk_bytes <= LIMIT
+        assert self.pool.bytes_used == (len(self.held()) + self.pool.idle_chunks) * self.pool.chunk_bytes
+        assert self.pool.bytes_used <= self.pool.limit_bytes
         for model in self.live:
             assert model.blocks.length == len(model.values) == len(model.tokens)
-            for layer in range(LAYERS):
-                if model.values:
-                    assert torch.equal(self.read(model, layer), made_from(model.values, layer))
+            for layer in range(len(self.windows)):
+                tokens = self.shown(layer, model.blocks.length)
+                if tokens:
+                    expected = made_from(model.values[tokens.start :], layer)
+                    assert torch.equal(self.read(model, layer, tokens), expected)
 
     def teardown(self) -> None:
         for model in self.live:
             self.pool.release(model.blocks)
         self.pool.check_integrity()
         assert self.pool.bytes_used == self.pool.idle_chunks * self.pool.chunk_bytes
-        # Nothing leaked: the tree frees all its blocks.
-        everything = self.pool.new_block_table(self.pool.chunk_count * CHUNK)
-        assert self.pool.idle_chunks == 0 == self.pool.free_chunks
-        assert everything.capacity == self.pool.chunk_count * CHUNK
+        if self.groups.full:
+            self.pool.new_block_table(self.pool.chunk_count * CHUNK)  # nothing leaked: all blocks can be freed
+            assert self.pool.idle_chunks == 0 == self.pool.free_chunks
 
 
-PoolMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+class SlidingMachine(PoolMachine):
+    windows = (None, 100, 70)
+    chunks = 24
+
+
+class AllSlideMachine(PoolMachine):
+    windows = (100, 70)
+    chunks = 10
+
+
+for machine, examples, steps in ((PoolMachine, 150, 40), (SlidingMachine, 25, 25), (AllSlideMachine, 25, 25)):
+    machine.TestCase.settings = settings(
+        max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 TestPool = PoolMachine.TestCase
+TestSliding = SlidingMachine.TestCase
+TestAllSlide = AllSlideMachine.TestCase
+
+
+def test_a_place_filled_in_part_is_not_kept_for_others() -> None:
+    """The windows of the prefill leave a gap after a block with KV of only 57 tokens."""
+    machine = AllSlideMachine()
+    model = Model(BlockTable())
+    assert machine.compute(model, 57, 0, 0) and machine.compute(model, 200, 0, 0)
+    assert sorted(model.blocks.windows) == [0, 2, 3, 4]
+    machine.pool.publish(model.blocks, model.tokens, "exact")
+    assert machine.pool.match(model.tokens[:100], "exact").length == 0
+    assert machine.pool.match(model.tokens, "exact").length == 4 * CHUNK
+
+
+@pytest.mark.parametrize("missing", range(6))
+@pytest.mark.parametrize("window", [1, 64, 65, 129])
+def test_a_prefix_is_usable_up_to_where_all_is_kept_that_its_window_shows(missing: int, window: int) -> None:
+    groups, table = LayerGroups(1, (0, 1), (0, 0), 1, window), ChunkTable(100)
+    table.add_slab()
+    windows, chunks = WindowChunks(table, groups), list(range(50, 56))
+    for i, chunk in enumerate(chunks):
+        if i != missing:
+            windows.keep(chunk, tuple(table.best_fit(1)))
+    expected = [n for n in range(7) if missing not in range(groups.first_seen(n * CHUNK) // CHUNK, n)]
+    assert windows.usable(chunks, 0) == max(expected)
+    assert windows.usable(chunks, (missing + 1) * CHUNK) == 6, "what is before the floor is never shown"

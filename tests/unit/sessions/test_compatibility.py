@@ -1,4 +1,4 @@
-"""Test that files of earlier versions can be read: sessions, a skew artifact and a recording.
+"""Test that files of earlier versions are read or refused: sessions, a skew artifact and a recording.
 
 The commit named in `expected.json` wrote `tests/data/written_before`. It used a tiny random model, which its seed
 reproduces.
@@ -7,26 +7,21 @@ reproduces.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.outputs import completed
 from support.tiny_models import tiny_checkpoint
 
-from offload_rt import LLM, ArtifactError, SamplingParams
+from offload_rt import LLM, ArtifactError, SamplingParams, StoreError
 from offload_rt.cli import main
 from offload_rt.engine.recording import Recording
 from offload_rt.models.loading import load_model
-from offload_rt.sessions.catalog import read_catalog
-from offload_rt.sessions.history import History, document_name
-from offload_rt.sessions.naming import Lineage, name_chunks
-from offload_rt.sessions.old_format import OldSession
+from offload_rt.sessions.history import History
 from offload_rt.skewing.artifact import SkewArtifact
-from offload_rt.storage.files import seal
+from offload_rt.storage.naming import Lineage, name_chunks
 
 BEFORE = Path(__file__).parents[2] / "data" / "written_before"
 ROWS = {"preset": "rows", "source": "residual"}
@@ -38,72 +33,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "llama", tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize(("place", "kv_cache_dtype"), [("store", "auto"), ("store_int8", "int8")])
-def test_sessions_of_format_1_go_on_with_their_tokens_computed_again(
-    place: str, kv_cache_dtype: Any, tiny: str, tmp_path: Path
-) -> None:
-    """Open sessions of format 1. Old files with tokens in clear text are removed; tokens and turns are kept."""
-    store = copied(place, tmp_path / place, model=tiny)
-    listed = {one.history.name: one.history for one in read_catalog(store).sessions}
-    assert set(listed) == set(EXPECTED[place])
-    llm = LLM(tiny, policy="full", host_memory="64MiB", kv_cache_dtype=kv_cache_dtype, device="cpu")
-    for name, expected in EXPECTED[place].items():
-        session = llm.session(name, store)
-        assert not [
-            path for path in store.rglob("*") if path.is_file() and re.search(r"/[0-9a-f]{32}\.|sinks", str(path))
-        ]
-        assert session.tokens == listed[name].tokens and len(session.tokens) == expected["held"]
-        assert session.turns == listed[name].turns and len(session.turns) == expected["turns"]
-        assert not list(store.glob(f"*/{name}.*")) and len(list(store.glob(f"*/{document_name(name)}.doc"))) == 1
-        right = completed(llm.generate([session.tokens + EXPECTED["turn"]], SamplingParams(8, temperature=0)))
-        events = list(session.send(EXPECTED["turn"], SamplingParams(max_tokens=8, temperature=0)))
-        assert [event.token_id for event in events] == right[0].token_ids
-        assert session.loaded_tokens == 0, "nothing that an earlier version computed is used"
-        session.close()
-
-
-def test_a_session_of_another_model_or_vocabulary_is_not_taken_over(tiny: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", ["*/plain.doc", "*/*/*.kv"])
+def test_stores_of_format_1_are_refused_and_not_changed(kept: str, tiny: str, tmp_path: Path, capsys: Any) -> None:
+    """The message names the store and says what to do, also if only a history or only blocks are left."""
+    store = shutil.copytree(BEFORE / "store", tmp_path / "store")
+    for path in [path for path in store.rglob("*") if path.is_file()]:
+        path.unlink() if path not in store.glob(kept) else None
+    before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
+    assert before
     llm = LLM(tiny, policy="full", host_memory="64MiB", device="cpu")
-    for change in ({"model": "another"}, {"model": tiny, "tokens": [10**6]}, {"model": tiny, "format": 7}):
-        store = copied("store", tmp_path / str(len(list(tmp_path.iterdir()))), **change)
-        session = llm.session("plain", store)
-        assert session.tokens == [] and list(store.glob("*/plain.doc"))
-        session.close()
-
-
-def test_sessions_of_format_1_are_shown_and_deleted(tiny: str, tmp_path: Path, capsys: Any) -> None:
-    store = copied("store", tmp_path / "store", model=tiny)
-    for path in store.glob("*/truncated.*"):
-        path.write_bytes(b"damaged")
-    assert main(["sessions", "list", "--store", str(store)]) == 0
-    out = capsys.readouterr().out
-    assert "plain" in out and "forked" in out and "damaged" in out
-    assert main(["sessions", "export", "plain", "--store", str(store)]) == 0
-    assert "Traddles" in capsys.readouterr().out
-    for name in ("plain", "truncated"):
-        assert main(["sessions", "delete", name, "--store", str(store)]) == 0
-    assert [path.name for path in store.rglob("*") if path.is_file()] == ["forked.doc", "lock"] or [
-        path.name for path in store.rglob("*") if path.is_file()
-    ] == ["lock", "forked.doc"]
-
-
-def test_a_takeover_that_was_interrupted_is_finished(tiny: str, tmp_path: Path, monkeypatch: Any) -> None:
-    store = copied("store", tmp_path / "store", model=tiny)
-    llm = LLM(tiny, policy="full", host_memory="64MiB", device="cpu")
-    with monkeypatch.context() as patch:
-        patch.setattr(OldSession, "remove", lambda self: None)  # simulates a crash after the new document is written
-        llm.session("plain", store).close()
-    assert list(store.glob("*/plain.doc"))
-    llm.session("plain", store).close()
-    assert not list(store.glob("*/plain.doc"))
-
-
-def copied(place: str, to: Path, **fields: Any) -> Path:
-    """Copy a store, and set these fields in every history."""
-    shutil.copytree(BEFORE / place, to)
-    for path in to.glob("*/[!0-9]*.doc"):
-        path.write_bytes(seal(json.dumps(json.loads(path.read_bytes()[8:]) | fields).encode()))
-    return to
+    with pytest.raises(StoreError, match=r"written by an earlier version, with tokens in clear text .* delete the"):
+        llm.session("plain", store)
+    for action in (["list"], ["export", "plain"], ["delete", "plain"]):
+        assert main(["sessions", *action, "--store", str(store)]) != 0
+        assert "written by an earlier version" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in store.rglob("*") if path.is_file()} == before
 
 
 def test_a_skew_artifact_and_a_recording_mean_the_same(tmp_path: Path) -> None:

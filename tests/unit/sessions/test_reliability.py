@@ -151,7 +151,7 @@ def test_a_store_of_another_model_or_an_older_layout_is_a_new_session(
     assert other.loaded_tokens == 0
     other.close()
     with monkeypatch.context() as patch:
-        for module in ("storage.chunk_file", "sessions.namespace"):
+        for module in ("storage.chunk_file", "sessions.store"):
             patch.setattr(f"offload_rt.{module}.LAYOUT_VERSION", 0)
         older = make_llm().session("s", tmp_path)
         assert older.tokens == []

@@ -18,6 +18,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 from offload_rt import LLM, EngineError, InputError, PoolFullError, SamplingParams, StoreError
 from offload_rt.engine.runner import Runner
 from offload_rt.sessions.session import Session
+from offload_rt.storage.chunk_file import FileChunk
 from offload_rt.storage.disk_store import DiskStore
 
 SHORT = SamplingParams(max_tokens=8, temperature=0)
@@ -128,8 +129,8 @@ def test_a_hit_counts_when_it_has_arrived(tmp_path: Path, monkeypatch: pytest.Mo
     answer(session, tiny_prompt(200, seed=1))
     session.close()
     session = make_llm().session("s", tmp_path)
-    real, broken = DiskStore.read_layer, session.history.chunk_keys[2]
-    monkeypatch.setattr(DiskStore, "read_layer", lambda s, c, n, i: real(s, c, n, i) and (n < 2 or c.key != broken))
+    real, broken = FileChunk.read_layer, session.history.chunk_keys[2]
+    monkeypatch.setattr(FileChunk, "read_layer", lambda c, n, into: real(c, n, into) and (n < 2 or c.key != broken))
     answer(session, tiny_prompt(30, seed=2))
     stats = session.last_stats
     assert stats is not None and (stats.reused_tokens, stats.diverged_at) == (128, 128)
@@ -144,7 +145,7 @@ def test_what_ends_the_reading_of_rows_is_heard_of(tmp_path: Path, monkeypatch: 
     session.close()
     session = make_llm().session("s", tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(DiskStore, "read_layer", lambda *args: 1 // 0)
+        patch.setattr(FileChunk, "read_layer", lambda *args: 1 // 0)
         with pytest.raises(EngineError, match="ZeroDivisionError"):
             answer(session, tiny_prompt(30, seed=2))
     session.check_integrity()

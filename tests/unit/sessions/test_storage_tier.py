@@ -11,7 +11,6 @@ import torch
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, SamplingParams
-from offload_rt.kv_cache.disk.homes import Home
 from offload_rt.kv_cache.prefix_tree import chunk_key, root_key
 from offload_rt.sessions.history import document_name
 from offload_rt.sessions.session import Session
@@ -45,18 +44,11 @@ class MemoryChunk:
         into[:] = self.blocks[layer]
         return True
 
-    def home(self) -> None: ...
-
-    def check_layer(self, layer: int, home: Home, into: memoryview) -> bool:
-        raise NotImplementedError("nobody has a home")
-
 
 @dataclass
 class MemoryWriter:
     store: MemoryTier
     chunk: MemoryChunk
-
-    def home(self) -> None: ...
 
     def write(self, layer: int, block: memoryview) -> None:
         self.chunk.blocks[layer] = bytes(block)

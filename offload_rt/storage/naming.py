@@ -1,4 +1,4 @@
-"""Keys of a session's stored blocks: a pure function of its tokens and of how each was computed."""
+"""Keys of the stored blocks of a sequence: a pure function of its tokens and of how each was computed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from ..core import CHUNK
-from ..engine.room import EXACT
-from ..kv_cache.prefix_tree import chunk_key, pack_tokens
-from ..storage.chunk_store import NamedChunk
+from ..kv_cache.layer_groups import LayerGroups
+from ..kv_cache.prefix_tree import EXACT, chunk_key, pack_tokens
+from .chunk_store import NamedChunk
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """KV provenance shared by all blocks of a session.
+    """KV provenance shared by all blocks of a sequence.
 
     Attributes:
-        root: Parent key of first blocks (`ChunkStore.root`).
+        root: Parent key of first blocks (`StorageTier.root`).
         policy: KV provenance of decoded tokens (`Runner.lineage`).
-        provenance: Cache salt and truncations of the session (`History.provenance`).
+        provenance: Cache salt and truncations.
         owner: Session id if only the session and its forks may use the blocks. Empty if all sessions share them.
     """
 
@@ -36,8 +36,8 @@ def name_chunks(lineage: Lineage, tokens: Seq[int], stop: int, decoded: Seq[tupl
     block from the first decoded token on includes a mask of its decoded tokens. With exact attention it does not.
 
     Args:
-        lineage: KV provenance shared by all blocks of the session.
-        tokens: Tokens of the session.
+        lineage: KV provenance shared by all blocks.
+        tokens: Tokens of the sequence.
         stop: Number of tokens to include.
         decoded: Ascending ranges (start, stop) of tokens computed by decode steps. Prefill computed all others.
     """
@@ -58,3 +58,9 @@ def name_chunks(lineage: Lineage, tokens: Seq[int], stop: int, decoded: Seq[tupl
         found.append(NamedChunk(i, parent, name, data, key))
         parent = key
     return found
+
+
+def window_chunks(groups: LayerGroups, names: Seq[NamedChunk], stop: int, floor: int) -> list[NamedChunk]:
+    """Return the blocks of sliding-window layers that token `stop` can see, given the blocks `names` of all tokens."""
+    seen = names[groups.first_seen(stop, floor) // CHUNK :] if groups.sliding else ()
+    return [name.window(group) for name in seen for group in groups.groups if group]

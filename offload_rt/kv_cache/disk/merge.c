@@ -1,4 +1,4 @@
-/* Scattered pieces of a file as few requests of whole blocks, as extents.py defines them. */
+/* Scattered pieces of a file as few requests of whole blocks, as requests.py defines them. */
 #include <stdint.h>
 #include <stdlib.h>
 
