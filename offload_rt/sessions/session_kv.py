@@ -153,10 +153,7 @@ class SessionKV:
             found, known = self._find(blocks)
             if known < history.computed:
                 self._lose_from(known)
-        sequence = runner.adopt(
-            history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
-            shift=history.shift, provenance=history.provenance,
-        )  # fmt: skip
+        sequence = self.adopt(blocks, capacity, known)
         self.loaded_tokens = known - self._host_tokens
         if found:
             size = sum(placed.chunk.layer_bytes for placed in found) * storage.layers
@@ -170,6 +167,14 @@ class SessionKV:
                 runner.free(sequence)
                 raise
         return sequence
+
+    def adopt(self, blocks: BlockTable, capacity: int, known: int) -> Sequence:
+        """Return a sequence of the history that owns `blocks`. Its first `known` tokens have KV, now or when loaded."""
+        history = self.history
+        return self.runner.adopt(
+            history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
+            shift=history.shift, provenance=history.provenance,
+        )  # fmt: skip
 
     def _lose_from(self, known: int) -> None:
         """Mark KV from token `known` on as lost, so that it is recomputed."""

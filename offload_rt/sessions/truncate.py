@@ -15,10 +15,10 @@ from copy import copy
 
 import torch
 
-from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, ranges_of
+from ..core import CHUNK, BlockTable, ModelGeometry, ranges_of
 from ..engine.arguments import whole, whole_or_none
 from ..engine.prompts import token_ids
-from ..errors import InputError, ModelError, PoolFullError, StoreError
+from ..errors import InputError, ModelError, StoreError
 from ..kv_cache.pool import HostPool
 from ..model_runner.sequence import Sequence
 from ..models.adapter import ModelAdapter
@@ -118,7 +118,7 @@ def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int
     _keep_sinks(kv, sequence, sinks)
     after = copy(history)
     after.truncate(kept, sinks)
-    blocks = host.retry_after_reclaim(lambda: _room(pool, size, len(kept), after.floor))
+    blocks = host.retry_after_reclaim(lambda: _room(kv, size, len(kept), after.floor))
     gone = history.computed - len(kept)
     history.truncate(kept, sinks)
     _rebuild(kv, sequence, kept, blocks)
@@ -180,7 +180,7 @@ def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
         )
         return
     size = len(history.tokens)
-    blocks = host.retry_after_reclaim(lambda: _room(pool, size, history.computed, history.floor))
+    blocks = host.retry_after_reclaim(lambda: _room(kv, size, history.computed, history.floor))
     history.close_gap()
     rebuilt = _rebuild(kv, sequence, range(history.computed), blocks)
     write_rotated_sinks(pool, kv.runner.adapter, rebuilt.blocks, originals, history.sink_shift)
@@ -216,32 +216,26 @@ def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
     return originals[:, :, : history.sinks] if originals.shape[2] >= history.sinks else None
 
 
-def _room(pool: HostPool, size: int, known: int, floor: int) -> BlockTable:
+def _room(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
     """Allocate a block table for `size` tokens, of which the first `known` will be copied.
 
     Raises:
         PoolFullError: The pool has too few free blocks.
     """
-    blocks = pool.new_block_table(size, floor)
-    try:
-        pool.slide(blocks, known, size)
-    except PoolFullError:
-        pool.release(blocks)
-        raise
+    blocks = kv.runner.pool.new_block_table(size, floor)
+    with kv.runner.room.released_on_error(blocks):
+        kv.runner.pool.slide(blocks, known, size)
     return blocks
 
 
 def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTable) -> Sequence:
     """Copy the KV of the tokens `kept` to `blocks`, and replace the session's sequence with a new one. Return it."""
-    history, runner = kv.history, kv.runner
+    runner = kv.runner
     runner.link.storage.settle(sequence.blocks)
     copy_rows(runner.pool, sequence.blocks, blocks, kept)
     kv.replace(None)
     runner.free(sequence)
-    adopted = runner.adopt(
-        history.tokens, blocks, capacity=len(history.tokens), known=len(kept),
-        exact=min(history.exact, len(kept)), shift=history.shift, provenance=history.provenance,
-    )  # fmt: skip
+    adopted = kv.adopt(blocks, len(kv.history.tokens), len(kept))
     kv.replace(adopted)
     return adopted
 
@@ -256,16 +250,9 @@ def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[
     """
     for layer, group in enumerate(pool.groups.group):
         at = pool.groups.first_seen(len(kept), target.floor) if group else 0
-        for run in ranges_of(kept[at:]):
-            _copy_run(pool, layer, pool.stored(source, layer, run), target, at)
-            at += len(run)
-
-
-def _copy_run(pool: HostPool, layer: int, parts: Seq[KVPart], target: BlockTable, at: int) -> None:
-    """Copy the KV of `parts` to consecutive slots of `target`, starting at token `at`."""
-    for part in parts:
-        pool.fill(target, layer, at, part.k, part.v)
-        at += part.k.shape[1]
+        for part in (part for run in ranges_of(kept[at:]) for part in pool.stored(source, layer, run)):
+            pool.fill(target, layer, at, part.k, part.v)
+            at += part.k.shape[1]
 
 
 def read_sinks(pool: HostPool, blocks: BlockTable, sinks: int) -> torch.Tensor:

@@ -157,10 +157,6 @@ class DiskStore(Documents):
             self._folder.discard(self._path(key))
 
     def retain(self, keys: Container[bytes], space: str | None = None) -> int:
-        """Remove all blocks except `keys` from this namespace or from the one with digest `space`.
-
-        Returns the number of freed bytes. Raises StoreError if a block cannot be removed.
-        """
         own = self._own if space is None else self._folder.path / space
         return self._folder.remove(path for path in chunk_paths(own) if bytes.fromhex(path.stem) not in keys)
 

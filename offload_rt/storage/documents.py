@@ -22,7 +22,7 @@ from .index import BEFORE, DOCUMENTS
 
 
 class Documents:
-    """Documents of the namespace in the folder `own` (`chunk_store.DocumentStore`).
+    """Documents of the namespace in the folder `own` (`chunk_store.StorageTier`).
 
     They count towards the limit of the store's `folder`.
     """
@@ -98,11 +98,7 @@ class Documents:
         self._folder.index.enter(before, len(record))
 
     def get(self, name: str) -> Document | None:
-        """Return the newest intact generation of a document, or None if the document does not exist.
-
-        Raises:
-            StoreError: The document exists, but no generation can be read. No file is changed.
-        """
+        """Return the newest intact generation (`StorageTier.get`). No file is changed."""
         newest, before = self._paths(name)
         first, second = read_document(newest), read_document(before)
         if first.data is not None:
@@ -128,20 +124,9 @@ class Documents:
         return found
 
     def delete(self, name: str, owns: Callable[[bytes], bool | None] | None = None) -> bool:
-        """Delete all generations and set-aside copies of a document.
+        """Delete all generations and set-aside copies of a document (`StorageTier.delete`).
 
         The newest generation is deleted last. If the process ends in between, the document still exists.
-
-        Args:
-            name: Name of a document of this namespace, or "namespace digest/name".
-            owns: Decides from the content of a file whether it belongs to the document, whatever its name. If it
-                returns None or the file is unreadable, the file name decides.
-
-        Returns:
-            False if the document did not exist.
-
-        Raises:
-            StoreError: A file cannot be deleted.
         """
         newest, _ = self._paths(name)
         doomed = []

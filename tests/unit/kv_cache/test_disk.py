@@ -234,21 +234,6 @@ def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, m
     assert load(store, 5) is None and load(store, 1) == blocks_of(1)
 
 
-def test_a_clock_that_went_back_between_starts_does_not_change_who_leaves(tmp_path: Path) -> None:
-    """Block 1 has a timestamp in the future of the second start. Blocks saved later still count as younger."""
-    first = open_store(tmp_path, 3 * FILE_BYTES, clock=lambda: 10**18)
-    save(first, 1)
-    first.close()
-    second = open_store(tmp_path, 3 * FILE_BYTES, clock=lambda: 10**18 - 5)
-    save(second, 2)
-    save(second, 3)
-    second.close()
-    third = open_store(tmp_path, 3 * FILE_BYTES, clock=lambda: 10**18 - 5)
-    save(third, 4)
-    assert load(third, 1) is None and load(third, 2) == blocks_of(2)
-    third.close()
-
-
 def test_the_limit_holds_also_while_files_are_being_written(tmp_path: Path) -> None:
     store = open_store(tmp_path, 3 * FILE_BYTES)
     writers = [store.begin(store.root, "exact", tokens_of(n), LAYER_BYTES) for n in range(5)]
@@ -287,30 +272,6 @@ def test_documents_come_before_chunks_that_are_in_use(tmp_path: Path) -> None:
         bytes(100)
     )
     store.check_integrity()
-
-
-def test_what_waiting_turns_want_leaves_last_and_from_its_tail(tmp_path: Path) -> None:
-    for policy, kept in (("lookahead", [0, 1, 4, 9]), ("lru", [3, 4, 8, 9]), ("fifo", [3, 4, 8, 9])):
-        store = open_store(tmp_path / policy, 4 * FILE_BYTES, policy=policy)
-        for number in range(4):
-            save(store, number)
-        store.expect([chunk_key(store.root, "exact", tokens_of(n)) for n in (0, 1, 4, 9, 8)])
-        for number in (4, 8, 9):
-            save(store, number)
-        assert [n for n in range(10) if load(store, n)] == kept, policy
-        store.check_integrity()
-
-
-def test_a_path_leaves_from_its_end(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 4 * FILE_BYTES)
-    keys, parent = [], store.root
-    for number in range(4):
-        save(store, number, parent)
-        parent = chunk_key(parent, "exact", tokens_of(number))
-        keys.append(parent)
-    store.touch(keys)
-    save(store, 9)
-    assert load(store, 3, keys[2]) is None and load(store, 2, keys[1]) == blocks_of(2)
 
 
 def test_time_to_live_and_a_clock_that_goes_backwards(tmp_path: Path) -> None:

@@ -236,17 +236,6 @@ def test_rows_that_are_used_come_from_memory(tmp_path: Path) -> None:
     assert (made.use.wanted, made.use.cached) == (9, 6)
 
 
-def test_a_row_that_is_written_again_is_not_the_one_that_stayed(tmp_path: Path) -> None:
-    """Overwriting a block or a single slot invalidates the cached KV entry."""
-    made = arena(tmp_path)
-    rows = made.places.ids(0, np.array([1]), np.array([9]), np.array([1]))
-    for value, first, count in ((1.0, 0, 192), (2.0, 64, 64), (3.0, 73, 1)):
-        made.fill(0, 0, first, *torch.full((2, LAYOUT.kv_heads, count, LAYOUT.head_dim), value))
-        for _ in range(2):
-            made.gather(0, rows, out := torch.empty(1, WIDTH), np.arange(1))
-            assert bool((out == value).all())
-
-
 def test_a_run_is_read_ahead_and_leaves_again() -> None:
     read: list[range] = []
 

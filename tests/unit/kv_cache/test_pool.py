@@ -155,17 +155,6 @@ def test_writing_to_a_shared_chunk_is_caught() -> None:
         pool.write(blocks, 0, 10, *kv(range(10, 11), 0))
 
 
-def test_truncate_gives_chunks_back_and_the_rest_is_kept() -> None:
-    pool = make_pool(8)
-    blocks = pool.new_block_table(0)
-    append(pool, blocks, 300)
-    pool.truncate(blocks, 65)
-    assert (blocks.length, blocks.capacity, pool.free_chunks) == (65, 128, 6)
-    append(pool, blocks, 100)
-    assert torch.equal(read(pool.runs(blocks, 1, range(165)))[0], kv(range(165), 1)[0])
-    pool.check_integrity()
-
-
 def test_a_full_pool_says_what_is_missing() -> None:
     pool = make_pool(6, slab_chunks=6)
     blocks = pool.new_block_table(5 * CHUNK)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,31 +73,6 @@ def test_victims_are_those_of_the_plain_model(
             assert got[layer].tolist() == want + [-1] * (count - len(want)), policy
 
 
-def test_a_saturated_counter_halves_its_layer_only() -> None:
-    state = SlotState.empty(2, 3)
-    state.place(torch.tensor([0, 0]), 0, 0, 1)
-    state.place(torch.tensor([1, 1]), 1, 0, 1)
-    state.touch(0, torch.tensor([1, 1, 1]), 1)
-    state.touch(1, torch.tensor([1]), 1)
-    for step in range(COUNTER_LIMIT - 1):
-        state.touch(0, torch.tensor([0]), step)
-    assert state.counter.tolist() == [[254, 1, 0], [0, 1, 0]]
-    state.touch(0, torch.tensor([0]), 300)
-    assert state.counter.tolist() == [[127, 0, 0], [0, 1, 0]]
-
-
-def test_each_policy_compares_its_own_quantity_first() -> None:
-    state = SlotState.empty(1, 3)
-    for slot, position in ((0, 1), (1, 1000), (2, 2_000_000)):
-        state.place(torch.tensor([slot]), position, step=slot, recent=1)
-    state.touch(0, torch.tensor([0]), 3)
-    state.touch(0, torch.tensor([0, 1]), 4)
-    state.touch(0, torch.tensor([0]), 5)
-    protected = torch.zeros(1, 3, dtype=torch.bool)
-    order = {policy: victims(policy, state, protected, 6, 3).tolist() for policy in RANKINGS}
-    assert order == {"fifo": [[0, 1, 2]], "lru": [[2, 1, 0]], "counter": [[2, 1, 0]]}
-
-
 def test_a_token_is_not_a_victim_for_having_had_no_time() -> None:
     """Counts are relative to the steps since the token left the recent window."""
     state = SlotState.empty(1, 2)
@@ -110,9 +84,3 @@ def test_a_token_is_not_a_victim_for_having_had_no_time() -> None:
     # At step 48, token 0 was selected in 2 of 40 steps, and token 1 in none of 4: too few to judge it.
     assert victims("counter", state, protected, 48).tolist() == [[0]]
     assert victims("counter", state, protected, 88).tolist() == [[1]]
-
-
-@pytest.mark.parametrize("policy", RANKINGS)
-def test_an_empty_state_has_no_victims(policy: str) -> None:
-    protected = torch.zeros(2, 3, dtype=torch.bool)
-    assert victims(policy, SlotState.empty(2, 3), protected, 9, 2).tolist() == [[-1, -1], [-1, -1]]

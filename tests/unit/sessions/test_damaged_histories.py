@@ -11,6 +11,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ import torch
 import xxhash
 from support.disk_chunks import named, open_store
 from support.outputs import completed
+from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, SamplingParams, StoreError
 from offload_rt.cli import main
 from offload_rt.sessions.history import History, document_name
-from offload_rt.sessions.session import Session
 from offload_rt.storage.chunk_store import Document
 
 SHORT = SamplingParams(max_tokens=8, temperature=0)
@@ -36,10 +37,7 @@ def llm() -> LLM:
     return LLM(tiny_model("llama", dtype=torch.float64), dtype="float64", host_memory="16MiB", policy="full")
 
 
-def answer(session: Session, turn: list[int]) -> list[int]:
-    found = [event.token_id for event in session.send(turn, SHORT)]
-    session.check_integrity()
-    return found
+answer = partial(take_turn, params=SHORT)
 
 
 def two_turns(llm: LLM, folder: Path, name: str = "s") -> tuple[list[int], list[int]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import unicodedata
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from support.leftovers import leftovers
 from support.outputs import completed
+from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, SamplingParams
@@ -17,7 +19,6 @@ from offload_rt.cli import main
 from offload_rt.errors import StoreError
 from offload_rt.sessions.catalog import delete_stored, find_stored, read_catalog
 from offload_rt.sessions.history import document_name
-from offload_rt.sessions.session import Session
 from offload_rt.sessions.store import SessionStore
 from offload_rt.sessions.whole_prompts import WholePrompts
 
@@ -36,10 +37,7 @@ def llm() -> LLM:
     return LLM(MODEL, dtype="float64", host_memory="16MiB", policy="full")
 
 
-def answer(session: Session, turn: list[int]) -> list[int]:
-    found = [event.token_id for event in session.send(turn, SHORT)]
-    session.check_integrity()
-    return found
+answer = partial(take_turn, params=SHORT)
 
 
 def told(llm: LLM, folder: Path, name: str, *turns: list[int]) -> list[int]:

@@ -9,6 +9,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ from support.disk_chunks import (
     tokens_of,
 )
 from support.outputs import completed
+from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import StoreError
 from offload_rt.kv_cache.prefix_tree import chunk_key
 from offload_rt.sessions.history import document_name
-from offload_rt.sessions.session import Session
 from offload_rt.storage.chunk_store import Document
 
 SHORT = SamplingParams(max_tokens=20, temperature=0)
@@ -44,10 +45,7 @@ def make_llm(seed: int = 0) -> LLM:
     return LLM(tiny_model("llama", dtype=torch.float64, seed=seed), dtype="float64", host_memory="16MiB", policy="full")
 
 
-def answer(session: Session, turn: list[int]) -> list[int]:
-    found = [event.token_id for event in session.send(turn, SHORT)]
-    session.check_integrity()
-    return found
+answer = partial(take_turn, params=SHORT)
 
 
 def expected(history: list[int], turn: list[int], seed: int = 0) -> list[int]:

@@ -6,11 +6,11 @@ alone. Idle sessions give up host memory for other requests, and are restored wi
 
 from __future__ import annotations
 
-import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ import torch
 from support.architectures import architecture
 from support.disk_chunks import chunk_files
 from support.outputs import completed
+from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, ModelError, PoolFullError, SamplingParams
-from offload_rt.sessions.session import Session
 from offload_rt.sessions.truncate import SINKS, last_kept
 
 SHORT = SamplingParams(max_tokens=6, temperature=0)
@@ -36,10 +36,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable fsync. These tests do not simulate a machine failure."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
 def make_llm(chunks: int = 200, *, name: str = "llama", positions: int = 4096, **options: Any) -> LLM:
@@ -54,11 +51,7 @@ def turn(name: str, number: int) -> list[int]:
     return tiny_prompt(60 + 9 * number, seed=1000 * NAMES.index(name) + number)
 
 
-def answer(session: Session, prompt: list[int], params: SamplingParams = SHORT) -> list[int]:
-    found = [event.token_id for event in session.send(prompt, params)]
-    session.check_integrity()
-    session.kv.runner.check_integrity()
-    return found
+answer = partial(take_turn, params=SHORT)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,18 @@ import pytest
 import torch
 from support.disk_chunks import FILE_BYTES, load, named, open_store, save, tokens_of
 from support.outputs import completed
+from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, EngineError, InputError, PoolFullError, SamplingParams, StoreError
 from offload_rt.engine.runner import Runner
-from offload_rt.sessions.session import Session
 from offload_rt.storage.chunk_file import FileChunk
 from offload_rt.storage.disk_store import DiskStore
 
 SHORT = SamplingParams(max_tokens=8, temperature=0)
 
 
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable fsync. These tests do not simulate a machine failure."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
 def make_llm(chunks: int = 100, **options: Any) -> LLM:
@@ -35,10 +33,7 @@ def make_llm(chunks: int = 100, **options: Any) -> LLM:
     return LLM(model, dtype="float64", host_memory=chunks * size, **({"policy": "full"} | options))
 
 
-def answer(session: Session, turn: list[int]) -> list[int]:
-    found = [event.token_id for event in session.send(turn, SHORT)]
-    session.check_integrity()
-    return found
+answer = partial(take_turn, params=SHORT)
 
 
 def test_forks_that_say_the_same_are_saved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

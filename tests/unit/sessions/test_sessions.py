@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from support.disk_chunks import chunk_files
 from support.outputs import completed
+from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, InputError, ModelError, SamplingParams, StoreError
@@ -39,11 +41,7 @@ def make_llm(name: str = "llama", memory: int | str = "64MiB", **options: Any) -
     return LLM(tiny_model(name, dtype=torch.float64), dtype="float64", host_memory=memory, **chosen)
 
 
-def answer(session: Session, turn: list[int], params: SamplingParams = GREEDY) -> list[int]:
-    found = [event.token_id for event in session.send(turn, params)]
-    session.check_integrity()
-    session.kv.runner.check_integrity()
-    return found
+answer = partial(take_turn, params=GREEDY)
 
 
 def talk(session: Session, turns: list[list[int]]) -> list[list[int]]:

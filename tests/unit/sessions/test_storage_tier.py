@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, SamplingParams
 from offload_rt.kv_cache.prefix_tree import chunk_key, root_key
 from offload_rt.sessions.history import document_name
-from offload_rt.sessions.session import Session
 from offload_rt.sessions.store import SessionStore
 from offload_rt.sessions.turn_queue import TurnQueue
 from offload_rt.storage.chunk_store import Document, NamedChunk, StorageTier, read_through
@@ -131,10 +132,7 @@ def make_llm() -> LLM:
     return LLM(tiny_model("llama", dtype=torch.float64), dtype="float64", host_memory="16MiB", policy="full")
 
 
-def answer(session: Session, turn: list[int]) -> list[int]:
-    found = [event.token_id for event in session.send(turn, GREEDY)]
-    session.check_integrity()
-    return found
+answer = partial(take_turn, params=GREEDY)
 
 
 @pytest.fixture

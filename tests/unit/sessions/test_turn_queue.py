@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,10 +32,7 @@ CHUNK_BYTES = LAYERS * 2 * 2 * 64 * 16 * 8
 MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=LAYERS)
 
 
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable fsync. `test_disk` and `test_reliability` simulate failures."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
 def make_llm(chunks: int = 400, **options: Any) -> LLM:

@@ -1,0 +1,14 @@
+"""Turns of sessions."""
+
+from __future__ import annotations
+
+from offload_rt import SamplingParams
+from offload_rt.sessions.session import Session
+
+
+def answer(session: Session, turn: list[int], params: SamplingParams) -> list[int]:
+    """Return the tokens of an answer. Check the integrity of the session and of its runner."""
+    found = [event.token_id for event in session.send(turn, params)]
+    session.check_integrity()
+    session.kv.runner.check_integrity()
+    return found
