@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -68,21 +67,3 @@ def measure(file: DirectFile, held: int, size: int, *, random: bool, seconds: fl
         file.read(Requests(chosen * size, np.full(batch, size, np.int64), at), buffer)
         done += batch
     return Measured(size, random, done / took)
-
-
-def speed(file: DirectFile, held: int) -> DiskSpeed:
-    """Measure random reads of single disk blocks and sequential reads of large pieces."""
-    large = measure(file, held, SEQUENTIAL, random=False)
-    small = measure(file, held, BLOCK, random=True)
-    byte = 1 / large.bytes_per_second
-    return DiskSpeed(max(0.0, 1 / small.requests_per_second - BLOCK * byte), byte)
-
-
-def measured_speed(folder: Path, size: int = 256 << 20) -> DiskSpeed:
-    """Measure the disk of `folder` with a temporary file of `size` bytes."""
-    file = DirectFile(folder)
-    try:
-        fill(file, size)
-        return speed(file, size)
-    finally:
-        file.close()

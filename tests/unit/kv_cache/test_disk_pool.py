@@ -30,7 +30,7 @@ from offload_rt.engine import build, segments
 from offload_rt.errors import DiskError, MemoryLimitError, PoolFullError
 from offload_rt.kernels.causal import attend_causal
 from offload_rt.kernels.causal_blocks import BlockedAttention
-from offload_rt.kv_cache.disk import direct_file, row_cache, row_copy, speed
+from offload_rt.kv_cache.disk import direct_file, row_cache, row_copy
 from offload_rt.kv_cache.disk.direct_file import DirectFile, aligned
 from offload_rt.kv_cache.disk.disk_tier import DiskTier
 from offload_rt.kv_cache.disk.requests import BLOCK, Reader, Reads, Requests, RingReader, ThreadReader, merged
@@ -174,12 +174,6 @@ def test_a_file_system_without_nameless_files_or_direct_access(tmp_path: Path, m
     one = np.array([BLOCK], np.int64)
     file.read(Requests(one, one, one * 0), read)
     assert torch.equal(read, data)
-
-
-def test_a_disk_is_measured_and_nothing_stays(tmp_path: Path) -> None:
-    found = speed.measured_speed(tmp_path, 4 << 20)
-    assert found.byte > 0 and found.seek >= 0 and found.gap >= 0
-    assert list(tmp_path.iterdir()) == []
 
 
 # -------------------------------------------------------------------------------------------------------------- rows

@@ -81,6 +81,24 @@ def test_equal_digests_of_other_tokens_are_a_miss(monkeypatch: pytest.MonkeyPatc
     assert tree.match([*text(1, 5), 0], "exact") == [7, 8]
 
 
+def test_a_leaf_that_was_used_last_goes_last() -> None:
+    tree = PrefixTree()
+    tree.insert(text(1, 2), [0, 1], "exact", alone)
+    tree.insert(text(1, 3), [0, 2], "exact", alone)
+    tree.insert(text(4), [3], "exact", alone)
+    assert tree.evict(9) == [], "all are held"
+    tree.release([3])
+    tree.release([0, 1])
+    tree.release([2])
+    assert tree.match([*text(4), 0], "exact") == [3]
+    tree.release([3])
+    assert tree.idle == 4
+    assert tree.evict(1) == [1]
+    assert tree.evict(2) == [2, 0], "a parent becomes a leaf; it was used before chunk 3"
+    assert tree.evict(9) == [3]
+    assert len(tree) == tree.idle == 0
+
+
 STEPS = st.lists(
     st.tuples(st.sampled_from(["publish", "match", "end", "evict", "unkey"]), st.integers(0, 2**20)), max_size=60
 )
