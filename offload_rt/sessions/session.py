@@ -11,7 +11,6 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from ..engine.arguments import sampling
-from ..engine.constraints import check_answerable
 from ..engine.engine import Engine
 from ..engine.prompts import token_ids
 from ..errors import InputError, ModelError
@@ -23,7 +22,7 @@ from .history import History, check_name
 from .host_tier import HostTier
 from .session_kv import SessionKV
 from .truncate import SINKS, tokens_after, truncate
-from .turn import Turn, said
+from .turn import Turn, check_turn, said
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -175,11 +174,7 @@ class Session:
             InputError: A parameter is not supported in sessions, or the prompt is invalid.
             ModelError, PoolFullError: The turn with `max_tokens` new tokens does not fit.
         """
-        if params.n > 1 or params.num_beams > 1:
-            raise InputError("a session has one answer to a turn: n and num_beams must be 1")
-        if params.prompt_logprobs is not None:
-            raise InputError("a session's earlier turns are not computed again: prompt_logprobs are for generate")
-        check_answerable(params, self.kv.runner.model)
+        check_turn(params, self.kv.runner.model)
         tokens = self._tokens(prompt)
         new = len(tokens.added) + params.max_tokens
         self._check_overflow(new - tokens.dropped)

@@ -10,7 +10,7 @@ from ..errors import DiskError, StoreError
 from ..model_runner.sequence import Sequence
 from ..outputs import Stats
 from ..storage.chunk_store import NamedChunk, PlacedChunk, StoredChunk, read_through
-from ..storage.loader import ChunkLoader, DamagedChunkError, fits
+from ..storage.loader import ChunkLoader, DamagedChunkError
 from ..storage.naming import Lineage, name_chunks, window_chunks
 from ..storage.saver import layer_bytes
 from .context import SessionContext
@@ -202,7 +202,7 @@ class SessionKV:
 
     def _find_one(self, name: NamedChunk) -> StoredChunk | None:
         chunk = self.context.storage.find(name.parent, name.lineage, name.tokens)
-        right = chunk is not None and fits(self.runner.pool, chunk, name.count)
+        right = chunk is not None and chunk.layer_bytes == layer_bytes(self.runner.pool, name.count)
         return chunk if right and name.key not in self._broken else None
 
     def _find_full(self, known: int) -> tuple[list[PlacedChunk], int]:

@@ -8,11 +8,14 @@ from collections.abc import Sequence as Seq
 import torch
 
 from ..core import CHUNK, Prompt
+from ..engine.constraints import check_answerable
 from ..engine.request import SampledRequest, StartAgainError
 from ..engine.runner import Runner
+from ..errors import InputError
 from ..model_runner.prefill import Prefill
 from ..model_runner.sequence import Sequence
 from ..model_runner.trace import Recorder, Trace
+from ..models.loading import LoadedModel
 from ..outputs import FinishReason, TokenOutput
 from ..sampling_params import SamplingParams
 from ..storage.loader import DamagedChunkError
@@ -26,6 +29,15 @@ from .truncate import close_gap, truncate_for
 def said(prompt: str | Seq[int]) -> str:
     """Return the text of a prompt, or an empty string for token ids."""
     return prompt if isinstance(prompt, str) else ""
+
+
+def check_turn(params: SamplingParams, model: LoadedModel) -> None:
+    """Raise InputError if a parameter is not supported in sessions."""
+    if params.n > 1 or params.num_beams > 1:
+        raise InputError("a session has one answer to a turn: n and num_beams must be 1")
+    if params.prompt_logprobs is not None:
+        raise InputError("a session's earlier turns are not computed again: leave prompt_logprobs or the session out")
+    check_answerable(params, model)
 
 
 class Turn(SampledRequest):
@@ -173,7 +185,7 @@ class Turn(SampledRequest):
         if layer < kv.runner.adapter.geometry.layers - 1:
             return
         assert self.sequence is not None and self._prefill is not None
-        kv.mark_enqueued(self._saving.chunks if self._saving is not None else ())
+        kv.mark_enqueued(entry.chunk for entry in (self._saving.entries if self._saving is not None else ()))
         kv.recheck()
         host.stats.count(self._computed, *self._known)
         seconds = self.sequence.trace.prefill_seconds - self._seconds

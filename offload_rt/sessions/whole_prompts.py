@@ -10,16 +10,15 @@ from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 
-from ..engine.constraints import check_answerable
 from ..engine.room import salt_provenance
-from ..errors import InputError, SessionBusyError
+from ..errors import SessionBusyError
 from ..model_runner.trace import Recorder
 from ..sampling_params import SamplingParams
 from .chat_template import TurnTokens
 from .host_tier import TierStats
 from .session import Session
 from .store import SessionStore
-from .turn import Turn
+from .turn import Turn, check_turn
 
 MOST_OPEN = 256
 """Maximum number of sessions kept open between turns. Beyond it, the least recently used one is saved and closed."""
@@ -75,11 +74,7 @@ class WholePrompts:
             StoreError: The history of the session cannot be read or has an unsupported format.
         """
         runner = self.store.context.runner
-        if params.n > 1 or params.num_beams > 1:
-            raise InputError("a session has one answer to a turn: n and num_beams must be 1")
-        if params.prompt_logprobs is not None:
-            raise InputError("a session's earlier turns are not computed again: leave prompt_logprobs or session out")
-        check_answerable(params, runner.model)
+        check_turn(params, runner.model)
         runner.check_fits(len(prompt) + params.max_tokens)
         session = self.store.session(name, prompts_are_whole=True)
         self._opened[name] = session

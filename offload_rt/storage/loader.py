@@ -15,7 +15,6 @@ import torch
 from ..core import CHUNK, BlockTable
 from ..kv_cache.disk.direct_file import aligned
 from ..kv_cache.disk.extents import StoredExtent
-from ..kv_cache.disk.file_layout import chunk_layer_bytes
 from ..kv_cache.pool import HostPool
 from ..kv_cache.stored_rows import Span
 from .chunk_store import PlacedChunk, StoredChunk
@@ -189,11 +188,6 @@ class ChunkLoader:
             return True
         finally:
             self._blocks.put(block)
-
-
-def fits(pool: HostPool, chunk: StoredChunk, tokens: int) -> bool:
-    """Return whether the stored bytes per layer match `tokens` tokens in the layout of this pool."""
-    return chunk.layer_bytes == chunk_layer_bytes(tokens, pool.layout)
 
 
 def attach(pool: HostPool, chunk: StoredChunk, span: Span) -> StoredExtent | None:

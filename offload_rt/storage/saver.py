@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -25,33 +26,48 @@ WRITE_BUFFER = 1 << 28
 
 
 @dataclass(eq=False)
+class Entry:
+    """A block that is being saved.
+
+    Attributes:
+        chunk: The block with its key.
+        identity: Pool id of the block.
+        span: Position of the block in the pool.
+        writer: Writer of the store, when it is open.
+        extent: File of the store to which the KV pool writes the block directly, if any.
+        refused: Whether the store did not accept the block.
+        moved: Whether the block table has replaced the block since. It is then not committed.
+    """
+
+    chunk: NamedChunk
+    identity: int
+    span: Span
+    writer: ChunkWriter | None = None
+    extent: StoredExtent | None = None
+    refused: bool = False
+    moved: bool = False
+
+    def give_up(self) -> None:
+        """Discard what was written to the store."""
+        if self.writer is not None:
+            self.writer.abort()
+        self.writer = self.extent = None
+
+
+@dataclass(eq=False)
 class Saving:
-    """Blocks that are being saved. Dictionaries and sets are keyed by the position in `chunks`.
+    """Blocks that are being saved.
 
     Attributes:
         blocks: Block table that holds the KV.
-        chunks: The blocks, parents first.
-        ids: Pool id of each block.
-        spans: Position of each block in the pool.
-        writers: Store writers of the blocks.
-        extents: Files to which the KV pool writes blocks directly.
-        refused: Blocks that the store did not accept.
+        entries: The blocks, parents first.
         buffered: Number of blocks that wait in the write buffer.
-        begun: Whether the writers have been opened.
-        moved: Blocks that the block table has replaced since. They are not committed.
         ended: Whether all blocks are committed or given up.
     """
 
     blocks: BlockTable
-    chunks: list[NamedChunk] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    writers: dict[int, ChunkWriter] = field(default_factory=dict)
-    extents: dict[int, StoredExtent] = field(default_factory=dict)
-    refused: set[int] = field(default_factory=set)
+    entries: list[Entry] = field(default_factory=list)
     buffered: int = 0
-    begun: bool = False
-    moved: set[int] = field(default_factory=set)
     ended: bool = False
 
 
@@ -100,17 +116,16 @@ class Saver:
         with self._mutex:
             room = max(0, (self._buffer_bytes - self._waiting) // self._pool.chunk_bytes)
         saving = Saving(blocks)
-        for i, chunk in enumerate(chunks):
-            identity = self._identity(blocks, chunk)
-            if not self._attach(saving, i, chunk, identity):
+        for chunk in chunks:
+            tokens = range(chunk.index * CHUNK, chunk.index * CHUNK + chunk.count)
+            [span] = self._pool.spans(blocks, chunk.group, tokens)
+            entry = Entry(chunk, self._identity(blocks, chunk), span)
+            if not self._attach(saving, entry):
                 if saving.buffered == room:
                     break
                 saving.buffered += 1
-            tokens = range(chunk.index * CHUNK, chunk.index * CHUNK + chunk.count)
-            saving.chunks.append(chunk)
-            saving.ids.append(identity)
-            saving.spans += self._pool.spans(blocks, chunk.group, tokens)
-        if not saving.chunks:
+            saving.entries.append(entry)
+        if not saving.entries:
             return None
         with self._mutex:
             self._waiting += saving.buffered * self._pool.chunk_bytes
@@ -119,43 +134,40 @@ class Saver:
 
     def layer_done(self, saving: Saving, layer: int) -> None:
         """Mark `layer` of the blocks as complete, or as complete once pending transfers end. Layers come in order."""
-        if self._file is not None and layer < self._last:
-            return
-        for i, chunk in enumerate(saving.chunks if self._file is not None else ()):
-            self._move(saving, i, chunk)
+        if self._file is not None:
+            if layer < self._last:
+                return
+            for entry in saving.entries:
+                self._move(self._file, entry)
         self._jobs.put((saving, layer))
 
-    def _attach(self, saving: Saving, i: int, chunk: NamedChunk, identity: int) -> bool:
-        """Give the i-th block, with pool id `identity`, a stored extent if it is full and has no KV yet."""
-        if self._file is None or chunk.count < CHUNK or identity < 0 or chunk.index * CHUNK < saving.blocks.length:
+    def _attach(self, saving: Saving, entry: Entry) -> bool:
+        """Give a block a stored extent if it is full and has no KV yet. Return whether it has one now."""
+        file, chunk = self._file, entry.chunk
+        if file is None or chunk.count < CHUNK or entry.identity < 0 or chunk.index * CHUNK < saving.blocks.length:
             return False
-        if not self._file.blank(identity) or not self._begin_extent(saving, i, chunk):
-            return False
-        return self._file.attach(identity, saving.extents[i]) or self._no_extent(saving, i)
-
-    def _move(self, saving: Saving, i: int, chunk: NamedChunk) -> None:
-        """Write the i-th block, which is complete, to a stored extent if its KV is in memory."""
-        if self._file is None or i in saving.extents or chunk.count < CHUNK:
-            return
-        if self._file.buffered(saving.ids[i]) and self._begin_extent(saving, i, chunk):
-            layers = len(self._pool.groups.layers_of(chunk.group))
-            if not self._file.move_to(saving.ids[i], saving.extents[i], layers):
-                self._no_extent(saving, i)
-
-    def _begin_extent(self, saving: Saving, i: int, chunk: NamedChunk) -> bool:
-        """Create a file of the store for the i-th block. Return whether it can be a stored extent."""
-        if i in saving.refused or (writer := self._begin_writer(saving, i, chunk)) is None:
-            return False
-        extent = writer.extent() if isinstance(writer, DiskChunkWriter) else None
-        if extent is None:
-            return self._no_extent(saving, i)
-        saving.extents[i] = extent
-        return True
-
-    def _no_extent(self, saving: Saving, i: int) -> bool:
-        saving.extents.pop(i, None)
-        saving.writers.pop(i).abort()
+        if file.blank(entry.identity) and (extent := self._begin_extent(entry)) is not None:
+            if file.attach(entry.identity, extent):
+                return True
+            entry.give_up()
         return False
+
+    def _move(self, file: FileArena, entry: Entry) -> None:
+        """Write a complete block to a stored extent if its KV is in memory."""
+        if entry.extent is not None or entry.chunk.count < CHUNK or not file.buffered(entry.identity):
+            return
+        layers = len(self._pool.groups.layers_of(entry.chunk.group))
+        if (extent := self._begin_extent(entry)) is not None and not file.move_to(entry.identity, extent, layers):
+            entry.give_up()
+
+    def _begin_extent(self, entry: Entry) -> StoredExtent | None:
+        """Create a file of the store that can be the extent of a block. Return None if that is not possible."""
+        writer = self._begin_writer(entry)
+        if isinstance(writer, DiskChunkWriter):
+            entry.extent = writer.extent()
+        if entry.extent is None:
+            entry.give_up()
+        return entry.extent
 
     def save(self, blocks: BlockTable, chunks: Seq[NamedChunk]) -> int:
         """Save all layers of complete blocks. Return the number of accepted blocks."""
@@ -164,7 +176,7 @@ class Saver:
             return 0
         for layer in range(len(self._pool.groups.group)):
             self.layer_done(saving, layer)
-        return len(saving.chunks)
+        return len(saving.entries)
 
     def _identity(self, blocks: BlockTable, chunk: NamedChunk) -> int:
         """Return the id of the pool block that holds the KV, or -1 if the block table no longer holds it."""
@@ -181,20 +193,21 @@ class Saver:
         with self._mutex:
             self._active = [saving for saving in self._active if not saving.ended]
             for saving in self._active:
-                for i, (chunk, identity) in enumerate(zip(saving.chunks, saving.ids, strict=True)):
-                    if self._identity(saving.blocks, chunk) != identity:
-                        saving.moved.add(i)
-                        given_up.add(chunk.key)
+                for entry in saving.entries:
+                    if self._identity(saving.blocks, entry.chunk) != entry.identity:
+                        entry.moved = True
+                        given_up.add(entry.chunk.key)
         return given_up
 
     def abort(self, saving: Saving) -> None:
         """Give up blocks with incomplete layers, and discard their KV in extents. Wait for pending writes first."""
         self.flush()
         unfinished = [
-            saving.ids[i]
-            for i in saving.extents
-            if (saving.chunks[i].index + 1) * CHUNK > saving.blocks.length
-            and self._identity(saving.blocks, saving.chunks[i]) == saving.ids[i]
+            entry.identity
+            for entry in saving.entries
+            if entry.extent is not None
+            and (entry.chunk.index + 1) * CHUNK > saving.blocks.length
+            and self._identity(saving.blocks, entry.chunk) == entry.identity
         ]
         self._give_up(saving)
         if self._file is not None:
@@ -230,75 +243,62 @@ class Saver:
         if saving.ended:
             return
         self._rows.settle(saving.blocks)
-        if self._file is not None:
-            for i, chunk in enumerate(saving.chunks):
-                self._write_stored(self._file, saving, i, chunk)
-            self._end(saving)
-            return
-        if not saving.begun:
-            saving.begun = True
-            for i, chunk in enumerate(saving.chunks):
-                self._begin_writer(saving, i, chunk)
-        for i, writer in saving.writers.items():
-            if saving.chunks[i].group == self._pool.groups.group[layer]:
-                self._write_layer(writer, layer, saving.spans[i])
+        for entry in saving.entries:
+            if self._file is not None:
+                self._write_stored(self._file, entry)
+            elif (writer := self._begin_writer(entry)) is not None:
+                self._write_layers(writer, entry, [layer])
+                if layer == self._last:
+                    self._appear(writer, entry)
         if layer == self._last:
-            for i, writer in saving.writers.items():
-                self._appear(saving, i, writer)
             self._end(saving)
 
-    def _write_stored(self, file: FileArena, saving: Saving, i: int, chunk: NamedChunk) -> None:
-        """Commit the i-th block of a pool on disk, after copying its KV if it is not in the store's file."""
-        writer = saving.writers.get(i)
+    def _write_stored(self, file: FileArena, entry: Entry) -> None:
+        """Commit a block of a pool on disk, after copying its KV if it is not in the store's file."""
         try:
-            if i in saving.extents and file.extent(saving.ids[i]) is not saving.extents[i]:
-                saving.writers.pop(i).abort()
-                writer = None
-            if writer is None:
-                writer = None if i in saving.refused else self._begin_writer(saving, i, chunk)
-                if writer is None:
-                    return
-                for layer in self._pool.groups.layers_of(chunk.group):
-                    self._write_layer(writer, layer, saving.spans[i])
-            self._appear(saving, i, writer)
+            if entry.extent is not None and file.extent(entry.identity) is not entry.extent:
+                entry.give_up()
+            if (writer := self._begin_writer(entry)) is not None:
+                if entry.extent is None:
+                    self._write_layers(writer, entry, range(self._last + 1))
+                self._appear(writer, entry)
         except DiskError:  # KV that cannot be read or was not written is recomputed
-            if writer is not None:
-                writer.abort()
+            entry.give_up()
 
-    def _write_layer(self, writer: ChunkWriter, layer: int, span: Span) -> None:
-        writer.write(self._pool.groups.place[layer], layer_block(self._pool, layer, span))
+    def _write_layers(self, writer: ChunkWriter, entry: Entry, layers: Iterable[int]) -> None:
+        """Write those of `layers` that belong to the group of a block."""
+        groups = self._pool.groups
+        for layer in layers:
+            if groups.group[layer] == entry.chunk.group:
+                writer.write(groups.place[layer], layer_block(self._pool, layer, entry.span))
 
-    def _begin_writer(self, saving: Saving, i: int, chunk: NamedChunk) -> ChunkWriter | None:
-        """Open the writer of the i-th block. Return None if the store already has the block or does not accept it."""
-        size = layer_bytes(self._pool, chunk.count)
-        writer = self._store.begin(chunk.parent, chunk.lineage, chunk.tokens, size)
-        if writer is None:
-            saving.refused.add(i)
-        else:
-            saving.writers[i] = writer
-        return writer
+    def _begin_writer(self, entry: Entry) -> ChunkWriter | None:
+        """Return the writer of a block, opened if needed, or None if the store has the block or does not accept it."""
+        if entry.writer is None and not entry.refused:
+            chunk, size = entry.chunk, layer_bytes(self._pool, entry.chunk.count)
+            entry.writer = self._store.begin(chunk.parent, chunk.lineage, chunk.tokens, size)
+            entry.refused = entry.writer is None
+        return entry.writer
 
-    def _appear(self, saving: Saving, i: int, writer: ChunkWriter) -> None:
-        """Commit the i-th block after all its layers are written. Abort it if the block table has replaced it."""
-        self._fill_up(writer, saving.chunks[i])
+    def _appear(self, writer: ChunkWriter, entry: Entry) -> None:
+        """Commit a block after all its layers are written. Abort it if the block table has replaced it."""
+        # Write zeros for the layers that a stored block has in addition to those of its group.
+        for place in range(len(self._pool.groups.layers_of(entry.chunk.group)), self._store.layers):
+            writer.write(place, memoryview(bytes(layer_bytes(self._pool, entry.chunk.count))))
         with self._mutex:  # all KV has been read, so later changes are harmless
-            moved = i in saving.moved
+            moved = entry.moved
         writer.abort() if moved else writer.commit()
 
-    def _fill_up(self, writer: ChunkWriter, chunk: NamedChunk) -> None:
-        """Write zeros for the layers that a stored block has in addition to those of its group."""
-        for place in range(len(self._pool.groups.layers_of(chunk.group)), self._store.layers):
-            writer.write(place, memoryview(bytes(layer_bytes(self._pool, chunk.count))))
-
     def _give_up(self, saving: Saving) -> None:
-        for writer in saving.writers.values():
-            writer.abort()
+        for entry in saving.entries:
+            entry.give_up()
         self._end(saving)
 
     def _end(self, saving: Saving) -> None:
         if not saving.ended:
             saving.ended = True
-            saving.extents.clear()
+            for entry in saving.entries:
+                entry.extent = None  # closes files that are no longer in use
             with self._mutex:
                 self._waiting -= saving.buffered * self._pool.chunk_bytes
 

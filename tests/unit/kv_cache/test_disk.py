@@ -274,6 +274,30 @@ def test_documents_come_before_chunks_that_are_in_use(tmp_path: Path) -> None:
     store.check_integrity()
 
 
+def test_what_waiting_turns_want_leaves_last_and_from_its_tail(tmp_path: Path) -> None:
+    for policy, kept in (("lookahead", [0, 1, 4, 9]), ("lru", [3, 4, 8, 9]), ("fifo", [3, 4, 8, 9])):
+        store = open_store(tmp_path / policy, 4 * FILE_BYTES, policy=policy)
+        for number in range(4):
+            save(store, number)
+        store.expect([chunk_key(store.root, "exact", tokens_of(n)) for n in (0, 1, 4, 9, 8)])
+        for number in (4, 8, 9):
+            save(store, number)
+        assert [n for n in range(10) if load(store, n)] == kept, policy
+        store.check_integrity()
+
+
+def test_a_path_leaves_from_its_end(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 4 * FILE_BYTES)
+    keys, parent = [], store.root
+    for number in range(4):
+        save(store, number, parent)
+        parent = chunk_key(parent, "exact", tokens_of(number))
+        keys.append(parent)
+    store.touch(keys)
+    save(store, 9)
+    assert load(store, 3, keys[2]) is None and load(store, 2, keys[1]) == blocks_of(2)
+
+
 def test_time_to_live_and_a_clock_that_goes_backwards(tmp_path: Path) -> None:
     now = 10**18
     store = open_store(tmp_path, ttl=60, clock=lambda: now)

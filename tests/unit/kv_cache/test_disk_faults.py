@@ -160,7 +160,7 @@ class FullDisk:
         self.at = 1 << 30
 
 
-@pytest.mark.parametrize(("policy", "places"), [("full", (3, 40)), ("infinigen", (25,))])
+@pytest.mark.parametrize(("policy", "places"), [("full", (3, 20)), ("infinigen", (12,))])
 def test_a_disk_that_is_full_at_any_write(
     policy: str, places: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,10 +179,10 @@ def test_a_disk_that_is_full_at_any_write(
             assert written(llm, prompts) == right
             llm.runner.check_integrity()
             assert not llm.runner.pool.lost
-    assert failed > (15 if EVERY else 0)
+    assert failed > 15 if EVERY else failed == len(places)
 
 
-@pytest.mark.parametrize("at", range(20) if EVERY else (2, 17))
+@pytest.mark.parametrize("at", range(20) if EVERY else (2, 8))
 def test_a_session_goes_on_after_a_full_disk(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk fills up during the second turn. The next turn computes the KV that was not stored."""
     memory = make(None, "full")

@@ -286,8 +286,8 @@ def test_idle_sessions_give_up_blocks_for_a_turn_in_sliding_layers(tmp_path: Pat
     prompts = [[token % 90 + 1 for token in tiny_prompt(length, seed=length)] for length in (60, 61, 20)]
     with LLM(model, host_memory=7 * size, **options) as llm:  # leaves 1 block for the full-attention layers
         ada, bob = llm.session("ada", tmp_path), llm.session("bob", tmp_path)
-        answer(ada, prompts[0], SamplingParams(max_tokens=1, temperature=0))
-        answer(bob, prompts[1], SamplingParams(max_tokens=1, temperature=0))
+        answer(ada, prompts[0], params=SamplingParams(max_tokens=1, temperature=0))
+        answer(bob, prompts[1], params=SamplingParams(max_tokens=1, temperature=0))
         found = answer(ada, prompts[2])
         with LLM(model, host_memory="4MiB", enable_prefix_caching=False, **options) as roomy:
             [expected] = completed(roomy.generate([ada.tokens[: -len(found)]], SHORT))

@@ -334,11 +334,11 @@ def test_fifty_truncations_in_a_row_do_not_drift(tmp_path: Path) -> None:
     model = tiny_model("llama", max_position_embeddings=200)
     llm = LLM(model, policy="full", host_memory="16MiB")
     session = llm.session("s", tmp_path)
-    answer(session, TURNS[0][:100], SamplingParams(max_tokens=5, temperature=0))
+    answer(session, TURNS[0][:100], params=SamplingParams(max_tokens=5, temperature=0))
     original = llm.runner.pool.stored(session.kv.sequence.blocks, 1, range(4))[0].k.clone()  # type: ignore[union-attr]
     for i in range(50):
         session.truncate(keep_last=60)
-        answer(session, tiny_prompt(95, seed=i), SamplingParams(max_tokens=5, temperature=0))
+        answer(session, tiny_prompt(95, seed=i), params=SamplingParams(max_tokens=5, temperature=0))
     history, sequence = session.history, session.kv.sequence
     assert history.shift > 4000 and history.sink_shift > 3500 and sequence is not None
     now = llm.runner.pool.stored(sequence.blocks, 1, range(4))[0].k
