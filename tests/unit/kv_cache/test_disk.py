@@ -234,6 +234,21 @@ def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, m
     assert load(store, 5) is None and load(store, 1) == blocks_of(1)
 
 
+def test_a_clock_that_went_back_between_starts_does_not_change_who_leaves(tmp_path: Path) -> None:
+    """Block 1 has a timestamp in the future of the second start. Blocks saved later still count as younger."""
+    first = open_store(tmp_path, 3 * FILE_BYTES, clock=lambda: 10**18)
+    save(first, 1)
+    first.close()
+    second = open_store(tmp_path, 3 * FILE_BYTES, clock=lambda: 10**18 - 5)
+    save(second, 2)
+    save(second, 3)
+    second.close()
+    third = open_store(tmp_path, 3 * FILE_BYTES, clock=lambda: 10**18 - 5)
+    save(third, 4)
+    assert load(third, 1) is None and load(third, 2) == blocks_of(2)
+    third.close()
+
+
 def test_the_limit_holds_also_while_files_are_being_written(tmp_path: Path) -> None:
     store = open_store(tmp_path, 3 * FILE_BYTES)
     writers = [store.begin(store.root, "exact", tokens_of(n), LAYER_BYTES) for n in range(5)]
