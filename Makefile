@@ -16,15 +16,15 @@
 #                adversary (random cases against oracles, ADVERSARY_SECONDS for each of its parts; a failing one is
 #                printed as a command), page (the server's page in a headless Chromium), ray (two replicas, two engines of a batch, where ray is installed),
 #                neon (C kernels for Arm under qemu, where its user emulation and the cross compiler are installed) runs one
-#   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=device|tests|kernels|decode|prefill|
-#                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
+#   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=tests|kernels|decode|prefill|accuracy|
+#                sessions runs one; GPU_PYTHON=python3 takes that environment instead of making one
 #   make bench   the speed measurements, written to out/
 #   make bench-real  trained models' prompts and steps beside transformers' (MODEL=smollm2 runs one), to eval/results/MODEL;
 #                BENCH_FLAGS='--who all --gguf FILE' for kvpress and llama.cpp too, where their packages are installed
 #   make paper   counterparts of the paper's tables and figures for the reference models, written to eval/results/
 #                (about half an hour on two cores; what is done is not done again)
 #   make real    what a selection loses on trained models (MODEL=smollm2 runs one), written to eval/results/MODEL; in
-#                parts that begin nothing new after 50 minutes: PART=perplexity|needles|ablation|bytes|tasks|ruler
+#                parts that begin nothing new after 50 minutes: PART=perplexity|needles|tasks|ruler
 #   make docs    the documentation as a site in out/docs, warnings as errors; part of make test
 #   make demo-real   an instruct model reads a chapter, answers questions about it, continues it (MODEL=folder, GGUF, hub id)
 #   make lint    ruff and mypy alone
@@ -66,10 +66,10 @@ test-training: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m training
 
 STRESS_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server attack adversary page ray neon wheel
-STRESS_disk := tests/unit/kv_cache/test_disk.py tests/unit/kv_cache/test_disk_faults.py tests/unit/eval/test_eval_disk.py
+STRESS_disk := tests/unit/kv_cache/test_disk.py tests/unit/kv_cache/test_disk_faults.py tests/unit/kv_cache/test_disk_resident.py
 STRESS_sessions := tests/unit/sessions/test_reliability.py
-STRESS_composition := tests/unit/eval/test_eval_perplexity.py tests/unit/model_runner/test_composition.py tests/unit/model_runner/test_exactness.py tests/unit/engine/test_beam.py \
-	tests/unit/transfer/test_cuda_graphs.py tests/unit/eval/test_eval_paper.py tests/unit/eval/test_eval_session_ttft.py tests/unit/eval/test_eval_real_speed.py
+STRESS_composition := tests/unit/model_runner/test_sparse_decode.py tests/unit/model_runner/test_composition.py tests/unit/model_runner/test_exactness.py tests/unit/engine/test_beam.py \
+	tests/unit/transfer/test_cuda_graphs.py tests/unit/eval/test_eval_paper.py tests/unit/eval/test_eval_real_speed.py
 STRESS_requests := tests/unit/model_runner/test_sharing.py tests/unit/engine/test_async_llm.py
 STRESS_server := tests/unit/server/test_server_fuzz.py tests/unit/server/test_server_parsers.py tests/unit/server/test_server_load.py \
 	tests/unit/server/test_server_clients.py tests/unit/server/test_server_suites.py

@@ -15,12 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...errors import InputError
-from .model_under_test import ModelUnderTest, Text
+from .variants import Text
+
+if TYPE_CHECKING:
+    from .model_under_test import ModelUnderTest
 
 Rng = np.random.Generator
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import os
 import platform
+import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +29,17 @@ from ...utils.small_files import read_json
 Row = dict[str, Any]
 """Maps a column to a number, text, list or None."""
 
-FORMAT = 2
+Say = Callable[[str], None]
+"""Receives progress lines."""
+
+FORMAT = 3
 """Version of the row files. Increase it if a measurement changes, so that old rows are measured again."""
 
 PACKAGES = ("offload-rt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "lm-eval")
+
+
+def say_nothing(line: str) -> None:
+    """Ignore a progress line."""
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -155,8 +165,6 @@ class Report:
 
 
 def _csv(keys: Sequence[str], rows: Sequence[Row]) -> str:
-    import io
-
     file = io.StringIO()
     writer = csv.DictWriter(file, keys, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -171,7 +179,10 @@ def now() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return package versions, machine and command line of this process."""
+    """Return package versions, commit, machine and command line of this process.
+
+    OFFLOAD_RT_COMMIT overrides the commit, for copies without a repository.
+    """
     import torch
 
     # Absolute paths are reduced to file names, because folders are specific to this machine.
@@ -181,12 +192,29 @@ def environment() -> dict[str, Any]:
             [Path(program).name, *(Path(one).name if Path(one).is_absolute() else one for one in rest)]
         ),
         "finished": now(),
+        "commit": os.environ.get("OFFLOAD_RT_COMMIT") or _commit(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "machine": platform.machine(),
+        "processor": _processor(),
         "native_code": str(native_status()),
         "cpu_threads": torch.get_num_threads(),
     }
+
+
+def _commit() -> str:
+    here = str(Path(__file__).resolve().parent)
+    try:
+        found = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "not from a repository"
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", path.read_text("utf-8")) if path.exists() else None
+    return found[1] if found else platform.processor()
 
 
 def _version(name: str) -> str | None:

@@ -25,11 +25,6 @@ class Interval:
     low: float
     high: float
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether zero lies outside the interval."""
-        return self.low > 0 or self.high < 0
-
 
 def ratio(values: Array, weights: Array) -> Array:
     """Return sum(`values`) / sum(`weights`) over the last axis, both `[..., n]` (e.g. nats per token)."""

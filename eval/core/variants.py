@@ -1,24 +1,105 @@
-"""Parse variants (policies, budgets, options) from command-line arguments."""
+"""Texts to score, and variants (a policy with options and `LLM` settings) to score them under. No heavy imports."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...errors import ConfigError
 from ...policies.registry import policy_names
 from ...utils.config_fields import check_choice
-from .model_under_test import Variant, grid
 
 ENGINE = ("host_memory", "eviction", "kv_cache_dtype")
 """Settings passed to `LLM` instead of the policy."""
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A policy, its options and further `LLM` arguments (`host_memory`, `eviction`, ...), as plain JSON values."""
+
+    policy: str = "full"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Policy and all settings as text, for tables."""
+        parts = [f"{key}={_plain(value)}" for key, value in (*self.options.items(), *self.engine.items())]
+        return " ".join([self.policy, *parts])
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """All fields as plain JSON values; unique per variant."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+
+def _plain(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids; `[0, decode_from)` is prefilled with full attention, `[scored_from, N)` is scored."""
+
+    tokens: tuple[int, ...]
+    decode_from: int
+    scored_from: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.decode_from < self.scored_from < len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores and costs of one text.
+
+    Attributes:
+        nats: Negative log-probability of each scored token, `[n]`.
+        is_greedy: Whether each scored token is the most probable one, `[n]`.
+        attended: Fraction of the visible KV entries attended exactly, mean over all layers and decoded positions.
+        link: Fraction of the visible KV entries fetched from the host, mean over all layers and decoded positions.
+        sparse_attended: As `attended`, over the sparse layers only.
+        sparse_link: As `link`, over the sparse layers only.
+        missed: Missed attention mass (attention weight of tokens not attended), mean over the sparse layers. None if it
+            was not measured.
+        missed_worst: Missed attention mass of the worst layer, or None.
+    """
+
+    nats: list[float]
+    is_greedy: list[bool]
+    attended: float
+    link: float
+    sparse_attended: float
+    sparse_link: float
+    missed: float | None
+    missed_worst: float | None
+
+
+def text_digest(text: str) -> str:
+    """Return a short digest of `text`, used in the keys of results."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def grid(policies: Sequence[str], budgets: Sequence[float], options: Mapping[str, Any] | None = None) -> list[Variant]:
+    """Return the variants to compare: the baseline `full`, then every other policy at every budget.
+
+    Without budgets, each policy appears once with its default budget. `options` apply to every policy except `full`.
+    """
+    variants, shared = [Variant("full")], dict(options or {})
+    for policy in policies:
+        if policy != "full":
+            sized = [Variant(policy, shared | {"budget": budget}) for budget in budgets]
+            variants += sized or [Variant(policy, shared)]
+    return variants
+
+
 def make_variants(
     policies: Sequence[str], budgets: Sequence[float], settings: Sequence[str], more: Sequence[str]
 ) -> list[Variant]:
-    """Build the list of variants without duplicates.
+    """Build the list of variants without duplicates from command-line arguments.
 
     Args:
         policies: Policies to combine with every budget; `full` is always first.
@@ -26,16 +107,11 @@ def make_variants(
         settings: "key=value" options shared by all combined policies.
         more: Further variants, each as "POLICY key=value ...".
     """
-    shared = read_settings(settings)
-    made = grid(policies, budgets, shared)
+    made = grid(policies, budgets, read_settings(settings))
     for text in more:
         policy, *words = text.split() or [""]
         made.append(_variant(policy, read_settings(words)))
-    unique: list[Variant] = []
-    for variant in made:
-        if variant not in unique:
-            unique.append(variant)
-    return unique
+    return [variant for i, variant in enumerate(made) if variant not in made[:i]]
 
 
 def _variant(policy: str, settings: Mapping[str, Any]) -> Variant:

@@ -1,84 +1,99 @@
-"""Command-line flags shared by several measures, and the objects built from them."""
+"""Command-line flags of measures: from the fields of their configuration classes, and those shared by several."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from types import NoneType
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from ...utils.config_fields import option_of
 
 if TYPE_CHECKING:
-    from ..core.model_under_test import ModelUnderTest, Variant
-    from ..core.report import Report
+    from ..core.model_under_test import ModelUnderTest
+    from ..core.report import Report, Say
+    from ..core.variants import Variant
 
-Say = Callable[[str], None]
+T = TypeVar("T")
 
 TEXT_HELP = "a file (plain text; .jsonl, .csv, .parquet[:COLUMN]), '-', or a data set: NAME[:CONFIG]:SPLIT[:COLUMN]"
+
+
+def add_options(parser: argparse.ArgumentParser, config: type) -> None:
+    """Add a flag for each field of a dataclass that is described by `config_fields.option`.
+
+    A missing flag is None, so that defaults are defined only in the dataclass.
+    """
+    hints = get_type_hints(config)
+    for field in fields(config):
+        if "option" not in field.metadata:
+            continue
+        option, default = option_of(field), field.default
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        known = "" if shown in (None, "") else f" (default: {shown})"
+        flag = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(
+            flag,
+            type=_reader(hints[field.name]),
+            metavar=option.metavar,
+            help=f"{option.help}{known}".replace("%", "%%"),
+        )
+
+
+def config_of(args: argparse.Namespace, config: type[T], **more: Any) -> T:
+    """Return the configuration with the flags of `add_options` that were given."""
+    names = [field.name for field in fields(config) if "option" in field.metadata]  # type: ignore[arg-type]
+    found = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return config(**found, **more)
+
+
+def _reader(kind: Any) -> Any:
+    """Return the converter of a flag value."""
+    if get_origin(kind) is tuple:
+        return {int: counts, float: numbers, str: words}[get_args(kind)[0]]
+    return next((part for part in get_args(kind) if part is not NoneType), kind)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, --out and the runtime flags read by `model_under_test`."""
     parser.add_argument("model", metavar="MODEL", help="'reference', a local folder or a hub id")
     parser.add_argument("--out", required=True, metavar="DIR", help="results; a rerun goes on with what is missing")
-    group = parser.add_argument_group("machine")
-    group.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16|float16|float64")
-    group.add_argument("--device", default="auto", metavar="auto|cpu|cuda")
-    group.add_argument(
-        "--skew",
-        metavar="FILE|DIR",
-        help="skew artifact, or what 'offload-rt skew' or 'tune' wrote (default: calibrated once and cached)",
+    parser.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16|float16|float64")
+    parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda")
+    parser.add_argument(
+        "--skew", metavar="FILE|DIR", help="skew artifact, or what 'skew' or 'tune' wrote (default: calibrated once)"
     )
-    group.add_argument("--path", default="layers", metavar="layers|steps", help="many positions a layer, or LLM.score")
-    group.add_argument("--batch", type=int, default=32, metavar="N", help="sequences decoded together (path steps)")
-    group.add_argument("--quiet", action="store_true", help="no line per measurement")
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="sequences decoded together (default: 32)")
+    parser.add_argument("--quiet", action="store_true", help="no line per measurement")
 
 
-def add_text_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the required flag --text."""
-    parser.add_argument("--text", required=True, metavar="SPEC", help=TEXT_HELP)
+def add_text_flag(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add the flag --text, required without a default."""
+    parser.add_argument("--text", required=default is None, default=default, metavar="SPEC", help=TEXT_HELP)
 
 
 def add_variant_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags read by `variants`."""
-    group = parser.add_argument_group("policies")
-    group.add_argument("--policies", type=words, default=["full", "infinigen"], metavar="A,B", help="full is always in")
-    group.add_argument("--budgets", type=numbers, default=[], metavar="0.05,0.1", help="attended shares to compare at")
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
+    parser.add_argument(
+        "--policies", type=words, default=("full", "infinigen"), metavar="A,B", help="full is always in"
+    )
+    parser.add_argument("--budgets", type=numbers, default=(), metavar="0.05,0.1", help="attended shares to compare at")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
         help="option of every policy but full, such as recent=16 or dense_layers=0:1; may be repeated",
-    )
-    group.add_argument(
-        "--variant",
-        action="append",
-        default=[],
-        metavar='"POLICY KEY=VALUE ..."',
-        help="one more to compare, such as 'infinigen scorer=int2 budget=0.1' or\n"
+    )  # fmt: skip
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar='"POLICY KEY=VALUE ..."',
+        help="one more to compare, such as 'infinigen scorer=int2 budget=0.1' or "
         "'infinigen host_memory=4MiB eviction=lru'; may be repeated",
-    )
-
-
-def add_window_flags(parser: argparse.ArgumentParser, *, decoded: bool = True) -> None:
-    """Add --context and --windows; with `decoded` also --decode-from and --margin."""
-    group = parser.add_argument_group("size")
-    group.add_argument("--context", type=int, metavar="N", help="tokens of a window (default 2048)")
-    group.add_argument("--windows", type=int, metavar="N", help="windows, spread evenly over the text")
-    if decoded:
-        group.add_argument("--decode-from", type=int, metavar="N", help="tokens prefilled exactly; 1 decodes them all")
-        group.add_argument("--margin", type=float, metavar="F", help="share left out at either end of a text (0.01)")
-
-
-WINDOW_FLAGS = ("context", "windows", "decode_from", "margin")
+    )  # fmt: skip
 
 
 def model_under_test(args: argparse.Namespace) -> ModelUnderTest:
     """Create the model under test from the flags."""
     from ..core.model_under_test import ModelUnderTest
 
-    return ModelUnderTest(
-        args.model, device=args.device, dtype=args.dtype, skew=args.skew, path=args.path, batch=args.batch
-    )
+    return ModelUnderTest(args.model, device=args.device, dtype=args.dtype, skew=args.skew, batch=args.batch)
 
 
 def variants(args: argparse.Namespace, tested: ModelUnderTest) -> list[Variant]:
@@ -94,7 +109,7 @@ def variants(args: argparse.Namespace, tested: ModelUnderTest) -> list[Variant]:
     return made
 
 
-def say_on_stderr(quiet: bool) -> Say:
+def say_on_stderr(quiet: bool = False) -> Say:
     """Return a function that prints a line to stderr, or nothing if `quiet`."""
     from rich.console import Console
 
@@ -102,35 +117,29 @@ def say_on_stderr(quiet: bool) -> Say:
     return lambda line: console.print(line, soft_wrap=True, markup=False)
 
 
-def show(report: Report, out: str, say: Say) -> None:
-    """Print a report as Markdown, followed by the paths of its files."""
+def show(report: Report, out: str, say: Say) -> int:
+    """Print a report as Markdown, followed by the paths of its files. Returns exit code 0."""
     print(report.markdown(), flush=True)
     say(f"wrote {out.rstrip('/')}/{report.name}.json, .csv, .md")
+    return 0
 
 
-def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return the flags in `names` that are not None, with lists as tuples."""
-    # Flags that were not given keep the defaults of the configuration classes.
-    found = {name: value for name in names if (value := getattr(args, name)) is not None}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+def words(text: str) -> tuple[str, ...]:
+    """Parse "a,b" into ("a", "b")."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
-def words(text: str) -> list[str]:
-    """Parse "a,b" into ["a", "b"]."""
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def numbers(text: str) -> list[float]:
-    """Parse "0.05,0.1" into [0.05, 0.1]."""
+def numbers(text: str) -> tuple[float, ...]:
+    """Parse "0.05,0.1" into (0.05, 0.1)."""
     try:
-        return [float(word) for word in words(text)]
+        return tuple(float(word) for word in words(text))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers; write 0.05,0.1") from None
 
 
-def counts(text: str) -> list[int]:
-    """Parse "1k,2048" into [1024, 2048]; k means 1,024."""
+def counts(text: str) -> tuple[int, ...]:
+    """Parse "1k,2048" into (1024, 2048); k means 1,024."""
     try:
-        return [int(w[:-1]) * 1024 if w.lower().endswith("k") else int(w) for w in words(text)]
+        return tuple(int(w[:-1]) * 1024 if w.lower().endswith("k") else int(w) for w in words(text))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of lengths; write 1k,2k or 1024,2048") from None

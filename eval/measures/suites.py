@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from ..core.registry import measure
-from .flags import counts, given, say_on_stderr, words
+from .flags import add_options, config_of, say_on_stderr, words
 from .quality import PACKAGED
 
 
@@ -57,20 +56,15 @@ def gpu(args: argparse.Namespace) -> int:
 
 
 def _real_flags(parser: argparse.ArgumentParser) -> None:
+    from ..suites.real import RealSize
+
     data = Path(os.environ.get("OFFLOAD_RT_DATA", Path("..") / "shared" / "data"))
     parser.add_argument("--models", nargs="+", default=["smollm2", "qwen"], help="folders, or below $OFFLOAD_RT_MODELS")
-    parser.add_argument("--parts", type=words, metavar="A,B", help="perplexity,needles,ablation,bytes,tasks,ruler")
+    parser.add_argument("--parts", type=words, metavar="A,B", help="perplexity,needles,tasks,ruler")
     parser.add_argument("--minutes", type=float, default=50, metavar="N", help="a part begins no row after that (50)")
     parser.add_argument("--out", type=Path, default=Path("eval") / "results", metavar="DIR", help="(eval/results)")
     parser.add_argument("--data", type=Path, default=data, metavar="DIR", help="books/, wikitext-2/, tasks/")
-    parser.add_argument("--small", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
-    parser.add_argument("--contexts", type=counts, metavar="N,N", help="tokens of a window (default: by model)")
-    parser.add_argument("--windows", type=int, metavar="N", help="of a text (3)")
-    parser.add_argument("--decoded", type=int, metavar="N", help="tokens of a window that are decoded (512)")
-    parser.add_argument("--limit", type=int, metavar="N", help="documents of a task (25)")
-    parser.add_argument("--texts", type=words, metavar="A,B", help="novel,code,wikipedia (all)")
-    parser.add_argument("--tasks", type=words, metavar="A,B", help="of part ruler or tasks (all)")
-    parser.add_argument("--passages", type=int, metavar="N", help="with needles, of each kind (4)")
+    add_options(parser, RealSize)
     parser.add_argument(
         "--variant", action="append", default=[], metavar="'POLICY KEY=VALUE ...'",
         help="a row beside full, instead of those of perplexity, needles, tasks and ruler; may be repeated",
@@ -80,17 +74,13 @@ def _real_flags(parser: argparse.ArgumentParser) -> None:
 @measure("real", "what a selection loses on trained models that people use (`make real`)", _real_flags)
 def real(args: argparse.Namespace) -> int:
     """Evaluate models given by folder under every policy at fixed budgets: perplexity on a novel, code and Wikipedia,
-    needles, RULER, question tasks, and the ablation. Finished rows are reused."""
+    needles, RULER and question tasks. Finished rows are reused."""
     from ..core.variants import make_variants
-    from ..suites.real import PARTS, SMALL, RealSize, run_real
+    from ..suites.real import PARTS, RealSize, run_real
 
-    sizes = given(args, ("contexts", "windows", "decoded", "limit", "passages", "texts", "tasks"))
-    size = replace(SMALL if args.small else RealSize(), **sizes)
-    parts, say = args.parts or list(PARTS), say_on_stderr(False)
+    size, parts, say = config_of(args, RealSize), args.parts or list(PARTS), say_on_stderr()
     chosen = make_variants((), (), (), args.variant) if args.variant else ()
-    run_real(
-        args.models, parts, args.out, data=args.data, minutes=args.minutes, size=size, say=say, chosen=chosen
-    )  # fmt: skip
+    run_real(args.models, parts, args.out, data=args.data, minutes=args.minutes, size=size, say=say, chosen=chosen)
     return 0
 
 

@@ -11,21 +11,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...errors import ConfigError
-from ...llm import LLM
-from ...models.location import locate
-from ..core.model_under_test import ModelUnderTest, Variant
-from ..core.report import Column, Report, Row, RowStore
+from ...utils.config_fields import option
+from ..core.report import Column, Report, Row, RowStore, say_nothing
 from ..core.stats import paired_bootstrap, perplexity_change
+from ..core.variants import Variant
 from .ruler import begin_documents, first_documents, without_downloads
 
-OWN = "transformers (the harness' own class)"
+if TYPE_CHECKING:
+    from ..core.model_under_test import ModelUnderTest
+    from ..core.report import Say
 
-Say = Callable[[str], None]
+OWN = "transformers (the harness' own class)"
 
 
 @dataclass(frozen=True)
@@ -34,22 +35,17 @@ class TasksConfig:
 
     Attributes:
         tasks: Task names of the harness, or local tasks (piqa_local ...).
-        num_fewshot: Number of examples per request; None takes the default of each task.
-        limit: Number of documents per task; None takes all.
-        decode_from: Maximum number of prefilled tokens of a request; 1 decodes every token under the policy. None
-            prefills the context except its last token.
-        include_path: Folder with further task files.
-        seed: Random seed of the harness.
-        lengths: Document lengths of RULER tasks in tokens; empty for tasks with their own documents.
     """
 
     tasks: tuple[str, ...]
-    num_fewshot: int | None = None
-    limit: int | None = None
-    decode_from: int | None = None
-    include_path: str | None = None
-    seed: int = 1234
-    lengths: tuple[int, ...] = ()
+    num_fewshot: int | None = option(None, help="examples per request (default of each task)", metavar="N")
+    limit: int | None = option(None, help="documents per task (all)", metavar="N")
+    decode_from: int | None = option(
+        None, help="maximum number of prefilled tokens of a request; 1 decodes all (all but the last)", metavar="N"
+    )
+    include_path: str | None = option(None, help="folder with further task files of the harness", metavar="DIR")
+    seed: int = option(1234, help="seed of the harness", metavar="N")
+    lengths: tuple[int, ...] = option((), help="tokens of RULER's documents", metavar="4k,8k")
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -78,19 +74,13 @@ def run_tasks(
     out: Path,
     *,
     own_class: bool = False,
-    say: Say = lambda line: None,
+    say: Say = say_nothing,
     late: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Run every task under every variant and write tasks.json, .csv and .md to `out`.
+    """Run every task under every variant, or reuse the rows in `out`. Writes tasks.json, .csv and .md to `out`.
 
-    Args:
-        tested: Model under test.
-        variants: Variants; all are compared with the first, which should be full.
-        config: Settings.
-        out: Folder of the results. Rows already there are reused.
-        own_class: Whether to run the transformers class of the harness too.
-        say: Called with a progress line per row.
-        late: Returns whether the time is up; then no further row is started.
+    All variants are compared with the first, which should be full. `own_class` runs the transformers class of the
+    harness too. When `late` returns True, no further row is started.
     """
     store, models = RowStore(out), Models(tested, config)
     shared = {"suite": "tasks", **tested.identity, **config.about}
@@ -126,14 +116,10 @@ def run_tasks(
 
 
 class Models:
-    """Harness models by variant.
-
-    Variants with equal engine settings share weights and host pool, so that each document is prefilled once.
-    """
+    """Harness models by variant."""
 
     def __init__(self, tested: ModelUnderTest, config: TasksConfig) -> None:
         self._tested, self._config = tested, config
-        self._first: dict[str, LLM] = {}
         self._made: dict[str, Any] = {}
 
     def under(self, variant: Variant | None) -> Any:
@@ -146,14 +132,14 @@ class Models:
     def _ours(self, variant: Variant) -> Any:
         from .lm_eval_adapter import OffloadLM
 
-        settings = repr(sorted(variant.engine.items()))
-        first = self._first.get(settings)
-        llm = self._tested.llm(variant) if first is None else first.under(variant.policy, self._tested.options(variant))
-        self._first.setdefault(settings, llm)
-        return OffloadLM.around(llm, decode_from=self._config.decode_from, batch_size=self._tested.batch)
+        return OffloadLM.around(
+            self._tested.llm(variant), decode_from=self._config.decode_from, batch_size=self._tested.batch
+        )
 
     def _own(self) -> Any:
         from lm_eval.models.huggingface import HFLM
+
+        from ...models.location import locate
 
         identity = self._tested.identity
         settings = {"dtype": identity["dtype"], "device": identity["device"]}
@@ -161,14 +147,7 @@ class Models:
 
 
 def measure(model: Any, task: str, config: TasksConfig, length: int | None = None, tokenizer: str = "") -> Row:
-    """Run one task.
-
-    Args:
-        model: Harness model.
-        task: Name of the task.
-        config: Settings.
-        length: Length of RULER documents, in tokens of the tokenizer of the model `tokenizer`.
-        tokenizer: Model whose tokenizer measures the document length.
+    """Run one task. `length` is that of RULER documents, in tokens of the tokenizer of the model `tokenizer`.
 
     Returns:
         Row with `metrics` {name: [value, standard error]}, counts and mean fractions, and as `samples` the metrics and
@@ -221,6 +200,8 @@ def _task_manager(*folders: str, length: int | None, tokenizer: str, limit: int 
     """
     # Cached because the harness takes seconds to read its thousands of task files.
     from lm_eval.tasks import TaskManager
+
+    from ...models.location import locate
 
     about = {"max_seq_lengths": [length], "tokenizer": locate(tokenizer).place}
     metadata = None if length is None else about | ({} if limit is None else {"samples": limit})

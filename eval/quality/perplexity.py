@@ -7,15 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...errors import ConfigError, InputError
+from ...utils.config_fields import option
 from ..core.figures import lines, picture
-from ..core.model_under_test import ModelUnderTest, Scored, Text, Variant, text_digest
-from ..core.report import Column, Report, Row, RowStore
+from ..core.report import Column, Report, Row, RowStore, say_nothing
 from ..core.stats import paired_bootstrap, perplexity_change, ratio_error
+from ..core.variants import Scored, Text, Variant, text_digest
+
+if TYPE_CHECKING:
+    from ..core.model_under_test import ModelUnderTest
+    from ..core.report import Say
 
 LN2 = math.log(2)
 
@@ -25,23 +30,17 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class PerplexityConfig:
-    """Settings of the evaluation.
+    """Settings of the evaluation. All tokens of a window behind `decode_from` are decoded under the policy and scored.
 
-    Attributes:
-        context: Number of tokens per window.
-        windows: Number of windows, evenly spaced over the text.
-        decode_from: Number of tokens of a window prefilled with full attention (None: three quarters). All further
-            tokens are decoded under the policy and scored.
-        tail_from: Tokens from this index on are also scored separately.
-        margin: Fraction of the text skipped at either end, because title pages, tables of contents and licences are
-            not prose.
+    The margin is skipped because title pages, tables of contents and licences are not prose.
     """
 
-    context: int = 2048
-    windows: int = 32
-    decode_from: int | None = None
-    tail_from: int | None = None
-    margin: float = 0.01
+    context: int = option(2048, help="tokens per window", metavar="N")
+    windows: int = option(32, help="windows, evenly spaced over the text", metavar="N")
+    decode_from: int | None = option(
+        None, help="tokens of a window prefilled with full attention; 1 decodes all (three quarters)", metavar="N"
+    )
+    margin: float = option(0.01, help="fraction of the text skipped at either end", metavar="F")
 
     def __post_init__(self) -> None:
         if self.context < 2:
@@ -52,8 +51,6 @@ class PerplexityConfig:
             raise ConfigError(f"decode_from={self.decode_from} must be between 0 and context - 2 = {self.context - 2}")
         if not 0 <= self.margin < 0.5:
             raise ConfigError(f"margin={self.margin} must be a share in [0, 0.5)")
-        if self.tail_from is not None and not self.start < self.tail_from < self.context:
-            raise ConfigError(f"tail_from={self.tail_from} must be between {self.start + 1} and {self.context - 1}")
 
     @property
     def start(self) -> int:
@@ -90,8 +87,8 @@ def cut_windows(tested: ModelUnderTest, text: str, config: PerplexityConfig) -> 
     return found
 
 
-def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window], tail_from: int | None = None) -> Row:
-    """Measure the row of a variant. `samples` holds nats, tokens and bytes of each window, and nats of its tail."""
+def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window]) -> Row:
+    """Measure the row of a variant. `samples` holds nats, tokens and bytes of each window."""
     scored = tested.score(variant, [window.text for window in windows])
     samples: dict[str, list[Any]] = {
         "nats": [sum(score.nats) for score in scored],
@@ -99,9 +96,6 @@ def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window],
         "bytes": [window.bytes for window in windows],
         "chunks": [_chunks(score.nats) for score in scored],
     }
-    if tail_from is not None:
-        tails = [s.nats[max(0, tail_from - w.text.scored_from) :] for s, w in zip(scored, windows, strict=True)]
-        samples |= {"tail_nats": [sum(tail) for tail in tails], "tail_tokens": [len(tail) for tail in tails]}
     return {
         "windows": len(windows),
         "scored_tokens": sum(samples["tokens"]),
@@ -120,18 +114,8 @@ def _chunks(nats: Sequence[float]) -> list[float]:
 
 def costs(scored: Sequence[Scored]) -> Row:
     """Return the cost columns as means over texts."""
-    names = (
-        "attended",
-        "link",
-        "sparse_attended",
-        "sparse_link",
-        "missed",
-        "missed_worst",
-        "output_error",
-        "output_error_worst",
-    )
     found: Row = {}
-    for name in names:
+    for name in ("attended", "link", "sparse_attended", "sparse_link", "missed", "missed_worst"):
         values = [value for score in scored if (value := getattr(score, name)) is not None]
         found[name] = sum(values) / len(values) if values else None
     return found
@@ -141,41 +125,32 @@ def summary(samples: dict[str, list[Any]]) -> Row:
     """Return perplexity and bits per byte with standard errors over windows."""
     nats, tokens, sizes = (np.asarray(samples[name], float) for name in ("nats", "tokens", "bytes"))
     per_token, error = nats.sum() / tokens.sum(), ratio_error(nats, tokens)
-    tail = {}
-    if "tail_nats" in samples:
-        tail["tail_perplexity"] = math.exp(sum(samples["tail_nats"]) / sum(samples["tail_tokens"]))
     return {
         "nats_per_token": float(per_token),
         "perplexity": math.exp(per_token),
         "perplexity_error": math.exp(per_token) * error,
         "bits_per_byte": float(nats.sum() / sizes.sum() / LN2),
         "bits_per_byte_error": ratio_error(nats, sizes) / LN2,
-        **tail,
     }
 
 
-def compare(row: Row, base: Row, name: str, part: str = "") -> Row:
+def compare(row: Row, base: Row, name: str) -> Row:
     """Compare a row with `base`.
 
     Returns the columns `{name}_perplexity` (relative change) and `{name}_bits_per_byte` (difference), each with a 95 %
-    interval from a paired bootstrap over windows. With part "tail_", only the perplexity of the tails is compared.
+    interval from a paired bootstrap over windows, and the former as text in `{name}_shown`.
     """
     mine, other = row["samples"], base["samples"]
-    nats, base_nats, tokens = mine[f"{part}nats"], other[f"{part}nats"], mine[f"{part}tokens"]
-    intervals = {"perplexity": paired_bootstrap(nats, base_nats, tokens, change=perplexity_change)}
-    if not part:
-        intervals["bits_per_byte"] = paired_bootstrap(nats, base_nats, np.asarray(mine["bytes"]) * LN2)
+    intervals = {
+        "perplexity": paired_bootstrap(mine["nats"], other["nats"], mine["tokens"], change=perplexity_change),
+        "bits_per_byte": paired_bootstrap(mine["nats"], other["nats"], np.asarray(mine["bytes"]) * LN2),
+    }
     found: Row = {}
     for what, interval in intervals.items():
         found |= {f"{name}_{what}": interval.value, f"{name}_{what}_low": interval.low}
         found |= {f"{name}_{what}_high": interval.high}
-    return found
-
-
-def shown_interval(row: Row, name: str) -> str:
-    """Format the perplexity change of `compare` with its interval."""
-    value, low, high = (row[f"{name}_perplexity{end}"] for end in ("", "_low", "_high"))
-    return f"{value:+.2%} [{low:+.2%}, {high:+.2%}]"
+    shown = intervals["perplexity"]
+    return found | {f"{name}_shown": f"{shown.value:+.2%} [{shown.low:+.2%}, {shown.high:+.2%}]"}
 
 
 def measure_all(
@@ -185,44 +160,34 @@ def measure_all(
     variants: Sequence[Variant],
     config: PerplexityConfig,
     out: Path,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = say_nothing,
     late: Callable[[], bool] = lambda: False,
 ) -> list[Row]:
-    """Measure a row per variant.
+    """Measure a row per variant on `text` (called `name`), or reuse the row in `out`.
 
-    Each row is compared with the first variant, which should be full, and with infinigen at the same budget.
-
-    Args:
-        tested: Model under test.
-        text: Text.
-        name: Name of the text in the tables.
-        variants: Variants to measure.
-        config: Settings.
-        out: Folder of the results. Rows already there are reused.
-        say: Called with a progress line per row.
-        late: Returns whether the time is up; then only existing rows are returned.
+    Each row is compared with the first variant, which should be full, and with infinigen at the same budget. When
+    `late` returns True, only existing rows are returned.
     """
     store = RowStore(out)
     windows = cut_windows(tested, text, config)
     shared = {"suite": "perplexity", **tested.identity, "text": text_digest(text), **asdict(config)}
-    shared |= {"path": tested.path}
     rows: list[Row] = []
     for variant in variants:
         key = shared | {"variant": tested.key(variant)}
         if late() and store.get(key) is None:
             continue
-        row = store.once(key, partial(measure, tested, variant, windows, config.tail_from))
+        row = store.once(key, partial(measure, tested, variant, windows))
         row = tested.describe(variant) | {"text": name, "context": config.context} | row
         rows.append(row | compare(row, rows[0] if rows else row, "against_full"))
         say(f"{variant.label}: {row['bits_per_byte']:.4f} bits per byte, {row['sparse_attended']:.1%} attended")
     _against_rivals(rows)
-    return _shown(rows)
+    return rows
 
 
 def about(tested: ModelUnderTest, text: str, name: str, config: PerplexityConfig) -> dict[str, Any]:
     """Return the settings common to all rows of a text."""
     found = {**tested.identity, "text": name, "text_digest": text_digest(text), **asdict(config)}
-    return found | {"decode_from": config.start, "path": tested.path, "bootstrap_seed": 0}
+    return found | {"decode_from": config.start, "bootstrap_seed": 0}
 
 
 def run_perplexity(
@@ -232,7 +197,7 @@ def run_perplexity(
     variants: Sequence[Variant],
     config: PerplexityConfig,
     out: Path,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = say_nothing,
 ) -> Report:
     """Run `measure_all` on `text` (called `name`) and write perplexity.json, .csv, .md and two plots to `out`."""
     rows = measure_all(tested, text, name, variants, config, out, say)
@@ -253,18 +218,6 @@ def _against_rivals(rows: list[Row]) -> None:
             row |= compare(row, mine[0], "against_infinigen")
 
 
-def _shown(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with formatted intervals."""
-    shown = []
-    for row in rows:
-        cells = dict(row)
-        for name in ("against_full", "against_infinigen"):
-            if f"{name}_perplexity" in row:
-                cells[f"{name}_shown"] = shown_interval(row, name)
-        shown.append(cells)
-    return shown
-
-
 WHAT = (Column("model", "model"), Column("text", "text"), Column("context", "context"), Column("policy", "variant"))
 """Leading columns of every table."""
 
@@ -282,7 +235,6 @@ COLUMNS = (
     *COST,
     Column("missed mass", "missed", ".3f"),
     Column("worst layer", "missed_worst", ".3f"),
-    Column("output error", "output_error", ".3f"),
     Column("bits per byte", "bits_per_byte", ".4f"),
     Column("± SE", "bits_per_byte_error", ".4f"),
     Column("perplexity", "perplexity", ".3f"),
@@ -293,7 +245,7 @@ COLUMNS = (
 
 NOTES = (
     "Attended and link are shares of the visible token rows, means over layers and decoded positions; missed mass is",
-    "attention outside the attended rows, output error |out - exact| / |exact| of attention, both over sparse layers.",
+    "attention outside the attended rows, over sparse layers.",
     "Standard errors and paired bootstrap intervals (10,000 draws) are over windows, which leave out the margin (share",
     "of the text) at its beginning and end: title pages and tables of contents are no prose.",
 )

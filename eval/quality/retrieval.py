@@ -7,18 +7,22 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...errors import ConfigError
-from ...utils.config_fields import check_choice
+from ...utils.config_fields import check_choice, option
 from ..core.figures import lines, picture
-from ..core.model_under_test import ModelUnderTest, Variant, text_digest
 from ..core.needles import KINDS, Haystack, Passage
-from ..core.report import Column, Report, Row, RowStore
+from ..core.report import Column, Report, Row, RowStore, say_nothing
 from ..core.stats import paired_bootstrap, share_error
+from ..core.variants import Variant, text_digest
 from .perplexity import COST, WHAT, costs
+
+if TYPE_CHECKING:
+    from ..core.model_under_test import ModelUnderTest
+    from ..core.report import Say
 
 NEAREST = 128
 """Upper limit of the first distance band in tokens; the limit doubles with each further band."""
@@ -29,18 +33,14 @@ class RetrievalConfig:
     """Settings of the evaluation.
 
     Attributes:
-        lengths: Passage lengths in tokens.
-        passages: Number of passages per kind and length.
-        kinds: Kinds of needles (keys of `KINDS`).
-        seed: Random seed.
         prefilled: Fraction of a passage prefilled with full attention (None: everything before the first question).
             The rest is decoded under the policy.
     """
 
-    lengths: tuple[int, ...] = (1024, 2048)
-    passages: int = 20
-    kinds: tuple[str, ...] = tuple(KINDS)
-    seed: int = 0
+    lengths: tuple[int, ...] = option((1024, 2048), help="tokens of a passage", metavar="1k,2k")
+    passages: int = option(20, help="passages of each kind and length", metavar="N")
+    kinds: tuple[str, ...] = option(tuple(KINDS), help="kinds of needles", metavar="A,B")
+    seed: int = option(0, help="seed of the passages", metavar="N")
     prefilled: float | None = None
 
     def __post_init__(self) -> None:
@@ -129,20 +129,13 @@ def run_retrieval(
     variants: Sequence[Variant],
     config: RetrievalConfig,
     out: Path,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = say_nothing,
     late: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Measure every variant at every length; write retrieval.json, .csv, .md and two plots to `out`.
+    """Measure every variant at every length in `book` (called `name`), or reuse the rows in `out`.
 
-    Args:
-        tested: Model under test.
-        book: Text in which the needles are hidden.
-        name: Name of the book in the tables.
-        variants: Variants; all are compared with the first, which should be full.
-        config: Settings.
-        out: Folder of the results. Rows already there are reused.
-        say: Called with a progress line per row.
-        late: Returns whether the time is up; then only the first variant is measured.
+    Writes retrieval.json, .csv, .md and two plots to `out`. All variants are compared with the first, which should be
+    full. When `late` returns True, only the first variant is measured.
     """
     # The loop over kinds is outside the loop over variants, so that a passage is prefilled once for all variants.
     store = RowStore(out)
@@ -158,11 +151,10 @@ def run_retrieval(
                 row = _row(store, tested, variant, length, passages)
                 found.setdefault(i, []).append(row)
                 say(f"{length} tokens, {kind}, {variant.label}: {_shown(row)}")
-            tested.forget()
         whole = {i: together(by_kind) for i, by_kind in found.items() if len(by_kind) == len(config.kinds)}
         said = {"text": name, "length": length}
         rows += [tested.describe(variants[i]) | said | row | against(row, whole[0]) for i, row in whole.items()]
-    about = {**tested.identity, "book": name, "book_digest": text_digest(book), "path": tested.path, **asdict(config)}
+    about = {**tested.identity, "book": name, "book_digest": text_digest(book), **asdict(config)}
     report = Report("retrieval", f"Needles found by {tested.name} in {name}", about, columns(rows), rows, NOTES)
     report.write(out)
     draw(report, config.kinds, out)
@@ -173,7 +165,7 @@ def _row(store: RowStore, tested: ModelUnderTest, variant: Variant, length: int,
     """Return the stored row of the passages of one kind, or measure it."""
     # The digest of the passages in the key invalidates rows of passages with a different wording.
     said = {"kind": passages[0].kind, "length": length, "passages": text_digest(repr(passages))}
-    key = {"suite": "retrieval", **tested.identity, "path": tested.path, **said, "variant": tested.key(variant)}
+    key = {"suite": "retrieval", **tested.identity, **said, "variant": tested.key(variant)}
     return store.once(key, partial(measure, tested, variant, passages))
 
 

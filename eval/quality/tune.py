@@ -15,16 +15,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, InputError
-from ...policies.budget import dense_layers
 from ...policies.options import InfiniGenOptions
 from ...policies.registry import memory_demand
-from ...skewing.artifact import SkewArtifact
-from ...skewing.tuned import ARTIFACT, POLICY, TunedPolicy
-from ..core.model_under_test import ModelUnderTest, Text, Variant, text_digest
+from ...utils.config_fields import option
 from ..core.report import Column, Report, Row, write_atomic
+from ..core.variants import Scored, Text, Variant, text_digest
+
+if TYPE_CHECKING:
+    from ...skewing.artifact import SkewArtifact
+    from ...skewing.tuned import TunedPolicy
+    from ..core.model_under_test import ModelUnderTest
 
 FRACTIONS = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 ALPHAS = (*(step / 2 for step in range(2, 17)), 9.0, 10.0, 12.0, 15.0, 20.0)
@@ -53,15 +56,12 @@ class TuneConfig:
     """Settings of the search.
 
     Attributes:
-        max_missed_mass: Limit on the missed attention mass, in (0, 1).
-        context: Number of tokens taken from the text.
-        scored: Number of tokens at the end that are decoded and measured.
         dense_layers: Layers without selection; not searched.
     """
 
-    max_missed_mass: float = 0.01
-    context: int = 2048
-    scored: int = 128
+    max_missed_mass: float = option(0.01, help="limit on the missed attention mass of the worst layer", metavar="M")
+    context: int = option(2048, help="tokens taken from the text", metavar="N")
+    scored: int = option(128, help="tokens at their end that are decoded and measured", metavar="N")
     dense_layers: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
@@ -110,13 +110,15 @@ class Search:
         """Measure the setting on the text, or return its cached trial."""
         key = repr(sorted(options.items()))
         if key not in self.trials:
-            (scored,) = self.tested.score(Variant("infinigen", options), [self.text])
-            assert scored.missed is not None and scored.missed_worst is not None
-            self.trials[key] = self._trial(options, scored.missed, scored.missed_worst, scored)
+            (scored,) = self.tested.score(Variant("infinigen", options, {"missed_mass_every": 1}), [self.text])
+            self.trials[key] = self._trial(options, scored)
             self._done()
         return self.trials[key]
 
-    def _trial(self, options: Options, missed: float, worst: float, scored: Any) -> Trial:
+    def _trial(self, options: Options, scored: Scored) -> Trial:
+        from ...policies.budget import dense_layers
+
+        assert scored.missed is not None and scored.missed_worst is not None
         geometry, dtype = self.tested.geometry, self.tested.loaded.adapter.dtype
         chosen = InfiniGenOptions(**options)
         demand = memory_demand("infinigen", chosen, geometry, dtype)
@@ -126,8 +128,8 @@ class Search:
         token = geometry.kv_bytes(1, dtype) / geometry.layers
         return Trial(
             options,
-            missed,
-            worst,
+            scored.missed,
+            scored.missed_worst,
             scored.sparse_attended,
             link_bytes=scored.sparse_link * seen * token,
             scoring_bytes=float(demand.scoring_bytes(geometry.layers, int(context))),
@@ -198,18 +200,6 @@ def cut_text(ids: Sequence[int], config: TuneConfig, positions: int) -> Text:
     return Text(tokens, start, start + 1)
 
 
-def verify(tested: ModelUnderTest, trial: Trial, text: Text) -> Row:
-    """Measure the setting again with `LLM.score`, with the missed mass of every step."""
-    (scored,) = tested.score_by_step(Variant("infinigen", trial.options, {"missed_mass_every": 1}), [text])
-    return {
-        "missed_mass": scored.missed,
-        "missed_mass_worst_layer": scored.missed_worst,
-        "sparse_exact_fraction": scored.sparse_attended,
-        "sparse_fetched_fraction": scored.sparse_link,
-        "nats_per_token": sum(scored.nats) / len(scored.nats),
-    }
-
-
 def run_tune(
     tested: ModelUnderTest, text: str, name: str, config: TuneConfig, out: Path, done: Callable[[], None] = lambda: None
 ) -> tuple[Report, TunedPolicy]:
@@ -221,6 +211,9 @@ def run_tune(
         InputError: If the text is too short, or if `out` cannot be written.
         ConfigError: If `dense_layers` is invalid for the model.
     """
+    from ...skewing.calibrate import cached_artifact
+    from ...skewing.tuned import TunedPolicy
+
     tokenizer = tested.loaded.tokenizer
     if tokenizer is None:
         raise InputError(f"{tested.model} has no tokenizer: there is no way to read the text")
@@ -229,11 +222,9 @@ def run_tune(
     search = Search(tested, cut, config, done)
     best = search.run()
     limit = config.max_missed_mass
-    through = verify(tested, best, cut)
-    keeps = best.keeps(limit) and through["missed_mass_worst_layer"] <= limit
     measured = {
         "max_missed_mass": limit,
-        "kept": keeps,
+        "kept": best.keeps(limit),
         "objective": "bytes read per decode step in the layers that select: link + scoring keys + resident window",
         "text": name,
         "text_digest": text_digest(text),
@@ -241,17 +232,18 @@ def run_tune(
         "scored": config.scored,
         "trials": len(search.trials),
         "choice": best.row(limit),
-        "through_llm_score": through,
     }
     tuned = TunedPolicy("infinigen", best.options, tested.loaded.fingerprint, measured)
     rows = [trial.row(limit) | {"chosen": trial is best} for trial in search.trials.values()]
     title = f"Tuning infinigen for {tested.loaded.name}: at most {limit:.2%} missed"
     report = Report("tune", title, {**tested.identity, **measured}, COLUMNS, rows, NOTES)
-    _save(tested.artifact(InfiniGenOptions(**best.options).skew), tuned, report, out)
+    _save(cached_artifact(tested.loaded, InfiniGenOptions(**best.options).skew), tuned, report, out)
     return report, tuned
 
 
 def _save(artifact: SkewArtifact, tuned: TunedPolicy, report: Report, out: Path) -> None:
+    from ...skewing.tuned import ARTIFACT, POLICY
+
     try:
         artifact.save(out / ARTIFACT)
     except OSError as error:

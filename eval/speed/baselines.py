@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -29,9 +29,7 @@ from ...models.registry import adapter_for
 from ...policies.base import Policy
 from ...policies.full import Full
 from ...transfer.link import Link
-from .offloaded_weights import offload_weights
-from .step_profiler import ADAPTER, REST, STATE, StageClock, Staged, StagedLink
-from .synthetic_kv import RESIDENT, Given, SyntheticAdapter, SyntheticKV
+from .synthetic_kv import RESIDENT, SyntheticAdapter, SyntheticKV
 
 TOKEN = 7
 """Token decoded in every step; the speed does not depend on it."""
@@ -142,18 +140,6 @@ class Peer:
         return {"exact_fraction": 1.0}
 
 
-class OffloadedPeer(Peer):
-    """transformers with DynamicCache on the device and weights in host memory (accelerate)."""
-
-    def __init__(self, model: Any, length: int, tokens: torch.Tensor) -> None:
-        twin, self._crossing = offload_weights(model, tokens.device)
-        super().__init__("accelerate's CPU offload", twin, DynamicCache(config=model.config), length, tokens)
-
-    def facts(self) -> dict[str, Any]:
-        """Return an attended fraction of 1, and the transferred bytes of the weights."""
-        return super().facts() | {"link_bytes_per_token": self._crossing / len(self._tokens)}
-
-
 class Context:
     """Synthetic context in a host pool, once per sequence of the batch, without shared blocks.
 
@@ -230,28 +216,6 @@ class Ours:
             "scoring_bytes_device": first.state.device_bytes,
         }
 
-    def stages(self, steps: int, read: Callable[[], float]) -> dict[str, float]:
-        """Return the seconds per step of each stage, measured over `steps` further steps with the clock `read`.
-
-        The clock adds about one microsecond to each of about ten calls per layer.
-        """
-        clock, runner = StageClock(read), self.runner
-        model = runner.model
-        staged: Any = Staged(model.adapter, clock, ADAPTER, after=REST)
-        link: Any = StagedLink(runner.link, clock)
-        other = Runner(replace(model, adapter=staged), self._policy, runner.pool, link, runner.config)
-        batch = [self._staged(sequence, clock) for sequence in self._batch]
-        clock.reset()
-        for _ in range(steps):
-            other.decode(batch)
-        clock.enter("end")
-        return {stage: seconds / steps for stage, seconds in clock.seconds.items()}
-
-    @staticmethod
-    def _staged(sequence: Decoded, clock: StageClock) -> Decoded:
-        state: Any = Staged(sequence.state, clock, STATE)
-        return replace(sequence, state=state)
-
 
 @dataclass(frozen=True)
 class Field:
@@ -262,7 +226,7 @@ class Field:
         own: The same weights in the memory layout of `load_model`, for this runtime.
         synthetic: Synthetic context.
         context: Context in the pool, unquantized.
-        other: Creates a context in a quantized format, or with all KV on the device ("device").
+        other: Creates a context in a quantized format.
         room: Capacity of preallocated caches in tokens.
         batch: Number of sequences.
     """
@@ -273,7 +237,6 @@ class Field:
     context: Context
     other: Callable[[str], Context]
     room: int
-    """Capacity of preallocated caches: context and all decoded tokens."""
     batch: int = 1
 
     @property
@@ -319,12 +282,6 @@ def _offloaded(field: Field) -> Baseline:
     return field.peer("OffloadedCache", DynamicCache(config=field.model.config, offloading=True))
 
 
-def _accelerate(field: Field) -> Baseline:
-    if field.model.device.type != "cuda":
-        raise Skipped("keeps weights in host memory for a CUDA device, and this is a CPU")
-    return OffloadedPeer(field.model, field.synthetic.length, field.tokens)
-
-
 def _quantized(field: Field) -> Baseline:
     backends = {"quanto": "optimum.quanto", "hqq": "hqq"}
     found = [name for name, module in backends.items() if _installed(module)]
@@ -368,13 +325,6 @@ def _int4(field: Field) -> Baseline:
     return Ours("int4 KV", field.loaded, field.policy("full", {}), context, context.forks())
 
 
-def _ideal(field: Field) -> Baseline:
-    """Create the baseline without selection cost, and with all KV on the device."""
-    policy = Given(field.policy("infinigen", SELECTION))
-    context = field.context if field.model.device.type == "cpu" else field.other("device")
-    return Ours("ideal", field.loaded, policy, context, context.forks())
-
-
 def _floor_peer(field: Field) -> Baseline:
     cache = DynamicCache(config=field.model.config)
     return _Blank("floor: transformers", field.model, cache, 0, field.tokens)
@@ -396,7 +346,6 @@ MAKERS: dict[str, Callable[[Field], Baseline]] = {
     "static": _static,
     "dynamic": _dynamic,
     "offloaded": _offloaded,
-    "accelerate": _accelerate,
     "quantized": _quantized,
     "full": _full,
     "h2o": _h2o,
@@ -410,7 +359,6 @@ MAKERS: dict[str, Callable[[Field], Baseline]] = {
     "infinigen-int2": _infinigen("int2", scorer="int2"),
     "infinigen-tail2": _infinigen("int2 tail", tail="int2"),
     "infinigen-tail4": _infinigen("int4 tail", tail="int4"),
-    "ideal": _ideal,
     "floor": _floor_peer,
     "floor-ours": _floor_ours,
 }

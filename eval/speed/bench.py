@@ -1,10 +1,8 @@
 """Benchmark of a decode step compared with the caches of transformers, over context lengths, batches and model sizes.
 
 All baselines run in one process, one after another. Times are CPU time, or synchronized wall time on CUDA, as medians
-and quartiles. Results are written as JSON, tables and plots.
-
-Counterparts of InfiniGen's figures: Figure 14 with `--batches 1,2,4,8`, Figure 15 with `--contexts 8192,16384,...`,
-Figure 16 with `--shape a,b,c`. Every run contains the breakdown of Figure 18.
+and quartiles. Counterparts of InfiniGen's figures: Figure 14 with `--batches 1,2,4,8`, Figure 15 with `--contexts
+8192,16384,...`, Figure 16 with `--shape a,b,c`.
 """
 
 from __future__ import annotations
@@ -14,22 +12,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ...config import KVFormatName
 from ...core import CHUNK
 from ...engine.build import build_link
-from ...errors import ConfigError, InputError
+from ...errors import ConfigError
 from ...kv_cache.pool import HostPool
 from ...models.registry import adapter_for
 from ...models.row_linear import use_row_linear
-from ...utils.config_fields import check_choice
-from .baselines import MAKERS, SHAPES, Baseline, Context, Field, Ours, Shape, Skipped
-from .ideal_link import IdealLink
-from .report import Point, Timing, describe, points, table, write_report
+from ...utils.config_fields import check_choice, option
+from ..core.figures import lines, picture
+from ..core.report import Column, Report, Row, Say
+from .baselines import MAKERS, SHAPES, Baseline, Context, Field, Shape, Skipped
 from .synthetic_kv import SyntheticKV
 
 BURST = 2
@@ -38,39 +36,47 @@ BURST = 2
 WARM_UP = 2
 """Number of untimed turns."""
 
+COLUMNS = (
+    Column("shape", "shape"),
+    Column("sequences", "batch"),
+    Column("tokens", "context", ","),
+    Column("baseline", "name"),
+    Column("ms/step", "median", ".2f"),
+    Column("lower quartile", "lower", ".2f"),
+    Column("upper", "upper", ".2f"),
+    Column("x StaticCache", "over_static", ".2f"),
+    Column("x DynamicCache", "over_dynamic", ".2f"),
+    Column("dense layers", "dense_layers"),
+    Column("attended", "exact_fraction", ".1%"),
+    Column("link MiB/token", "link_mib", ".1f"),
+)
+
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Settings of the benchmark.
+    """Settings of the benchmark."""
 
-    Attributes:
-        shape: Key of `SHAPES`.
-        layers: Replaces the number of layers of the shape.
-        contexts: Context lengths in tokens, multiples of 64.
-        batches: Numbers of sequences decoded together, without shared prefix.
-        fraction: Fraction of planted tokens.
-        spread: Maximum relative deviation of the fraction of a KV head.
-        baselines: Keys of `MAKERS`.
-        repeats: Number of turns of each baseline, `BURST` tokens each.
-        threads: Number of threads.
-        device: "auto", "cpu" or "cuda".
-        dtype: "auto", "float32", "bfloat16" or "float16".
-    """
-
-    shape: str = "small"
-    layers: int | None = None
-    contexts: tuple[int, ...] = (16_384, 32_768)
-    batches: tuple[int, ...] = (1,)
-    fraction: float = 0.05
-    spread: float = 0.5
-    baselines: tuple[str, ...] = ("static", "dynamic", "full", "infinigen", "ideal", "floor", "floor-ours")
-    repeats: int = 12
-    threads: int = 1
-    device: str = "auto"
-    dtype: str = "auto"
+    shape: tuple[str, ...] = option(("small",), help=f"random Llamas: {', '.join(SHAPES)}", metavar="A,B")
+    layers: int | None = option(None, help="number of layers instead of the shape's", metavar="N")
+    contexts: tuple[int, ...] = option((16_384, 32_768), help="tokens, multiples of 64", metavar="16k,32k")
+    batches: tuple[int, ...] = option((1,), help="sequences decoded together, without shared prefix", metavar="1,4")
+    fraction: float = option(0.05, help="fraction of planted tokens", metavar="F")
+    spread: float = option(0.5, help="maximum relative deviation of the fraction of a KV head", metavar="F")
+    baselines: tuple[str, ...] = option(
+        ("static", "dynamic", "full", "infinigen", "floor", "floor-ours"),
+        help=f"of {', '.join(MAKERS)}, or all",
+        metavar="A,B",
+    )
+    repeats: int = option(12, help=f"turns of each baseline, {BURST} tokens each", metavar="N")
+    threads: int = option(1, help="threads", metavar="N")
+    device: str = option("auto", help="device", metavar="auto|cpu|cuda")
+    dtype: str = option("auto", help="data type; auto is float32 on a CPU", metavar="auto|float32|bfloat16|float16")
 
     def __post_init__(self) -> None:
-        check_choice("shape", self.shape, SHAPES)
+        if self.baselines == ("all",):
+            object.__setattr__(self, "baselines", tuple(MAKERS))
+        for shape in self.shape:
+            check_choice("shape", shape, SHAPES)
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         for name in self.baselines:
             check_choice("baseline", name, MAKERS)
@@ -89,115 +95,125 @@ class BenchConfig:
         if not 0 < self.fraction <= 0.2:
             raise ConfigError(f"fraction={self.fraction} must be in (0, 0.2]: max_fraction caps a selection there")
 
-    def made_shape(self, device: torch.device) -> Shape:
+    def made_shape(self, name: str, device: torch.device) -> Shape:
         """Return the shape with `layers` and `dtype` applied. On a CPU, "auto" is float32, which is faster."""
-        shape = SHAPES[self.shape]
+        shape = SHAPES[name]
         dtype = {"auto": torch.float32 if device.type == "cpu" else shape.dtype}.get(self.dtype)
         return replace(shape, layers=self.layers or shape.layers, dtype=dtype or getattr(torch, self.dtype))
 
 
-def run_bench(config: BenchConfig, out: Path, console: Console, *others: str) -> list[Timing]:
-    """Measure every baseline at every context length and batch size.
+@dataclass(frozen=True)
+class Point:
+    """A measured point: name of the shape, number of sequences, context length in tokens."""
 
-    Writes `decode_step.json`, `.md`, `.png` and `breakdown.png` to `out` and prints tables.
+    shape: str
+    batch: int
+    context: int
 
-    Args:
-        config: Settings.
-        out: Folder of the results.
-        console: Receives progress and tables.
-        *others: Further shapes to measure besides `config.shape`.
+    def __str__(self) -> str:
+        sequences = f", {self.batch} sequences" if self.batch > 1 else ""
+        return f"{self.shape}, {self.context:,} tokens{sequences}"
 
-    Raises:
-        ConfigError: If a setting is invalid.
-        InputError: If `out` cannot be written.
+
+def run_bench(config: BenchConfig, out: Path, say: Say) -> Report:
+    """Measure every baseline at every shape, batch size and context length.
+
+    Writes `decode_step.json`, `.csv`, `.md` and `time_per_step.png` to `out`. Raises ConfigError if there is no such
+    device.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write to {str(out)!r}: {error.strerror}") from error
     device = _device(config.device)
-    runs = [config, *(replace(config, shape=shape) for shape in others)]
+    about = _about(config, device)
+    report = Report("decode_step", "Decode step", about, COLUMNS, [])
+    report.write(out)  # raises InputError before anything is measured
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
-    timings: list[Timing] = []
-    skipped: dict[str, None] = {}
     try:
-        for run in runs:
-            model = run.made_shape(device).model(max(run.contexts) + 4096, device)
-            for batch in run.batches:
-                for context in run.contexts:
-                    timings += measure(run, model, Point(run.shape, batch, context), console, skipped)
+        for shape in config.shape:
+            model = config.made_shape(shape, device).model(max(config.contexts) + 4096, device)
+            for batch in config.batches:
+                for context in config.contexts:
+                    report.rows.extend(measure(config, model, Point(shape, batch, context), say, about["skipped"]))
+                    report.write(out)
     finally:
         torch.set_num_threads(threads)
-    report = describe(config, {run.shape: run.made_shape(device) for run in runs}, device, list(skipped))
-    report["timings"] = [asdict(timing) for timing in timings]
-    paths = write_report(out, report, timings)
-    for point in points(timings):
-        console.print(table(point, timings))
-    console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True)
-    return timings
+    plot(report.rows, out / "time_per_step.png")
+    return report
 
 
-def measure(config: BenchConfig, model: Any, point: Point, console: Console, skipped: dict[str, None]) -> list[Timing]:
+def _about(config: BenchConfig, device: torch.device) -> dict[str, Any]:
+    shapes = {name: asdict(config.made_shape(name, device)) for name in config.shape}
+    for shape in shapes.values():
+        shape["dtype"] = str(shape["dtype"]).removeprefix("torch.")
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "clock": "wall time, synchronised" if device.type == "cuda" else "CPU time of the process",
+        "keys": "random weights; planted tokens differ by layer and KV head",
+        "config": asdict(config),
+        "shapes": shapes,
+        "skipped": [],
+    }
+
+
+def measure(config: BenchConfig, model: Any, point: Point, say: Say, skipped: list[str]) -> list[Row]:
     """Measure all baselines at one point, alternately.
 
     Baselines that cannot run are added to `skipped` with the reason.
     """
     # On CUDA the baselines run one after another, because device memory does not hold all of them at once.
-    repeats = WARM_UP + config.repeats
-    stage_steps = 2 * config.repeats
-    room = point.context + repeats * BURST + stage_steps + CHUNK
+    room = point.context + (WARM_UP + config.repeats) * BURST + CHUNK
     field = make_field(model, point.context, room, config.fraction, config.spread, point.batch)
-    timings: list[Timing] = []
+    rows: list[Row] = []
     for names in [(name,) for name in config.baselines] if _is_cuda(model) else [config.baselines]:
         try:
-            timings += _interleaved(config, field, point, names, console, skipped)
+            rows += _interleaved(config, field, point, names, say, skipped)
         except torch.OutOfMemoryError as error:
             line = f"{', '.join(names)} at {point}: the device has no room for it ({str(error).splitlines()[0]})"
-            console.print(f"skipped {line}", soft_wrap=True, markup=False)
-            skipped[line] = None
-    return timings
+            _skip(line, say, skipped)
+    medians = {row["name"]: row["median"] for row in rows}
+    for row in rows:
+        for key, rival in (("over_static", "StaticCache"), ("over_dynamic", "DynamicCache")):
+            row[key] = medians[rival] / row["median"] if rival in medians else None
+    return rows
 
 
 def _interleaved(
-    config: BenchConfig, field: Field, point: Point, names: Sequence[str], console: Console, skipped: dict[str, None]
-) -> list[Timing]:
+    config: BenchConfig, field: Field, point: Point, names: Sequence[str], say: Say, skipped: list[str]
+) -> list[Row]:
     """Measure the baselines `names` alternately, all in memory at once."""
-    repeats, stage_steps = WARM_UP + config.repeats, 2 * config.repeats
-    baselines = _baselines(names, field, console, skipped)
+    baselines = _baselines(names, field, say, skipped)
     for layer, kv in enumerate(field.synthetic.layers(field.model.device)):
         for baseline in baselines:
             baseline.fill(layer, kv)
     read = _clock(field.model.device)
+    say(f"{point}: {', '.join(baseline.name for baseline in baselines)}")
     seconds: list[list[float]] = [[] for _ in baselines]
-    for repeat in range(repeats):
-        console.print(f"  {point}: repeat {repeat + 1} of {repeats}", end="\r")
+    for repeat in range(WARM_UP + config.repeats):
         for baseline, spent in zip(baselines, seconds, strict=True):
             for _ in range(BURST):
                 began = read()
                 baseline.step()
                 if repeat >= WARM_UP:
                     spent.append(read() - began)
-    stages = [c.stages(stage_steps, read) if isinstance(c, Ours) else {} for c in baselines]
-    layers = field.synthetic.geometry.layers
-    return [Timing.of(c, point, s, parts, layers) for c, s, parts in zip(baselines, seconds, stages, strict=True)]
+    return [_row(baseline, point, spent) for baseline, spent in zip(baselines, seconds, strict=True)]
+
+
+def _row(baseline: Baseline, point: Point, seconds: Sequence[float]) -> Row:
+    lower, median, upper = (1e3 * q for q in quantiles(seconds, n=4, method="inclusive"))
+    facts = baseline.facts()
+    crossing = facts.get("link_bytes_per_token")
+    row = {"name": baseline.name, **asdict(point), "median": median, "lower": lower, "upper": upper}
+    return row | {"steps": len(seconds), "link_mib": None if crossing is None else crossing / 2**20, **facts}
 
 
 def make_field(model: Any, length: int, room: int, fraction: float, spread: float = 0.0, batch: int = 1) -> Field:
     """Create synthetic contexts of `length` tokens, in pools with room for the new tokens of all policies."""
-    geometry = adapter_for(model).geometry
-    synthetic = SyntheticKV.draw(geometry, length, fraction, spread)
+    synthetic = SyntheticKV.draw(adapter_for(model).geometry, length, fraction, spread)
     made = {"auto": _context(model, synthetic, room, batch, "auto", len(MAKERS))}
 
-    def other(kind: str) -> Context:
-        if kind == "device":
-            return _ideal(model, made["auto"], room)  # not cached, because it holds all KV on the device
+    def other(kind: Any) -> Context:
         if kind not in made:
-            made[kind] = _rounded(kind)
+            made[kind] = _context(model, synthetic, room, batch, kind, 1)
         return made[kind]
-
-    def _rounded(kind: Any) -> Context:
-        return _context(model, synthetic, room, batch, kind, 1)
 
     return Field(model, _own(model), synthetic, made["auto"], other, room, batch)
 
@@ -213,25 +229,20 @@ def _context(
     return Context(pool, build_link(pool, adapter.geometry, model.device), synthetic, room, batch, model.device)
 
 
-def _ideal(model: Any, context: Context, room: int) -> Context:
-    """Return the same pool with a link that keeps all KV on the device."""
-    twin = copy.copy(context)
-    twin.link = IdealLink(context.pool, adapter_for(model).geometry, model.device, room)
-    return twin
-
-
-def _baselines(names: Sequence[str], field: Field, console: Console, skipped: dict[str, None]) -> list[Baseline]:
+def _baselines(names: Sequence[str], field: Field, say: Say, skipped: list[str]) -> list[Baseline]:
     made = []
-    for name in MAKERS:
-        if name in names:
-            try:
-                made.append(MAKERS[name](field))
-            except Skipped as reason:
-                line = f"{name}: it {reason}"
-                if line not in skipped:
-                    console.print(f"skipped {line}", soft_wrap=True, markup=False)
-                skipped[line] = None
+    for name in (name for name in MAKERS if name in names):
+        try:
+            made.append(MAKERS[name](field))
+        except Skipped as reason:
+            _skip(f"{name}: it {reason}", say, skipped)
     return made
+
+
+def _skip(line: str, say: Say, skipped: list[str]) -> None:
+    if line not in skipped:
+        say(f"skipped {line}")
+        skipped.append(line)
 
 
 def _own(model: Any) -> Any:
@@ -266,3 +277,25 @@ def _clock(device: torch.device) -> Callable[[], float]:
         return time.perf_counter()
 
     return read
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Plot the time per step with quartiles over the varied setting (InfiniGen, Figures 14 to 16).
+
+    If several settings vary, the x axis is the one with the most values, and the others distinguish lines.
+    """
+    settings = {"context": "tokens in context", "batch": "sequences", "shape": "shape"}
+    values = {key: list(dict.fromkeys(row[key] for row in rows)) for key in settings}
+    x = max(settings, key=lambda key: len(values[key]))
+    varied = [key for key in settings if key != x and len(values[key]) > 1]
+    series: dict[str, list[tuple[float, float]]] = {}
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        name = ", ".join([row["name"], *(str(row[key]) for key in varied)])
+        series.setdefault(name, []).append((values[x].index(row[x]) if x == "shape" else row[x], row["median"]))
+        errors.setdefault(name, []).append((row["median"] - row["lower"], row["upper"] - row["median"]))
+    with picture(path, "Decode step", series) as (axis,):
+        lines(axis, series, x=settings[x], y="ms per step", errors=errors)
+        axis.set(yscale="log", xscale="linear" if x == "shape" else "log")
+        axis.set_xticks(range(len(values[x])) if x == "shape" else values[x], list(map(str, values[x])))
+        axis.minorticks_off()

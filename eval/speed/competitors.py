@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ...llm import LLM
 from ...models.location import locate
 from ...sampling_params import SamplingParams
-from ...utils.config_fields import check_choice
+from ...utils.config_fields import check_choice, option
 
 FIRST = "transformers, DynamicCache"
 """Baseline of all ratios."""
@@ -30,27 +30,16 @@ Ask = Callable[[Sequence[int]], Turn]
 
 @dataclass(frozen=True)
 class SpeedConfig:
-    """Settings of the measurement.
+    """Settings of the measurement."""
 
-    Attributes:
-        contexts: Prompt lengths in tokens, increasing.
-        tokens: Number of tokens decoded after each prompt.
-        repeats: Number of prompts of each length, from different positions in the text.
-        dtype: Data type of the models.
-        threads: Number of threads of each competitor.
-        who: Keys of `COMPETITORS` to run besides `FIRST`.
-        gguf: Model file for llama.cpp.
-        compression: Fraction of the KV entries of a prompt that kvpress drops.
-    """
-
-    contexts: tuple[int, ...] = (2048, 8192)
-    tokens: int = 24
-    repeats: int = 3
-    dtype: str = "bfloat16"
-    threads: int = 1
+    contexts: tuple[int, ...] = option((2048, 8192), help="tokens of a prompt, increasing", metavar="2k,8k")
+    tokens: int = option(24, help="tokens decoded after each prompt", metavar="N")
+    repeats: int = option(3, help="prompts of each length, from different positions in the text", metavar="N")
+    dtype: str = option("bfloat16", help="data type of the models", metavar="bfloat16|float32")
+    threads: int = option(1, help="threads of each competitor", metavar="N")
     who: tuple[str, ...] = ("transformers, StaticCache", "full", "infinigen", "auto", FLOAT32)
-    gguf: str | None = None
-    compression: float = 0.5
+    gguf: str | None = option(None, help="model file for llama.cpp (package llama-cpp-python)", metavar="FILE")
+    compression: float = option(0.5, help="fraction of the KV entries that kvpress drops", metavar="F")
 
     def __post_init__(self) -> None:
         for name in self.who:

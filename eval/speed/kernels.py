@@ -20,6 +20,7 @@ from ...kernels.segments import Run
 from ...kernels.selection import pack
 from ...model_runner.cuda_graphs import CudaGraph
 from ...policies.infinigen.scoring import row_width
+from ...transfer.streams import DeviceStream, InlineStream
 from ..core.report import Row
 
 KV_HEADS, GROUP, D, COLUMNS = 8, 4, 128, 38
@@ -40,6 +41,7 @@ class KernelSize:
     """Sizes of the benchmark.
 
     Attributes:
+        copied: Bytes of each copy that measures a bandwidth.
         tokens: Context length in tokens.
         share: Fraction of the tokens fetched.
         batch: Number of sequences with a shared prefix.
@@ -50,6 +52,7 @@ class KernelSize:
             saturate the transfer; too many delay other kernels.
     """
 
+    copied: int = 1 << 28
     tokens: int = 131_072
     share: float = 0.05
     batch: int = 32
@@ -59,7 +62,7 @@ class KernelSize:
     programs: tuple[int, ...] = (8, 16, 64, 132, 1024)
 
 
-SMALL = KernelSize(1024, 0.05, 3, 128, 64, 3, (8,))
+SMALL = KernelSize(1 << 20, 1024, 0.05, 3, 128, 64, 3, (8,))
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,33 @@ def _repeated(step: Callable[[], Any]) -> Callable[[], tuple[torch.Tensor, ...]]
         return ()
 
     return body
+
+
+def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]:
+    """Measure bandwidths in bytes per second, with copies of `size` bytes.
+
+    Covers pinned transfers from host to device, back, and in both directions at once (the sum), and copies in device
+    memory (bytes count twice, for read and write). On a CPU, all are copies in memory.
+    """
+    pinned, back = (torch.zeros(size, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(2))
+    there = torch.zeros(size, dtype=torch.uint8, device=device)
+    other, side = torch.zeros_like(there), InlineStream() if device.type == "cpu" else DeviceStream(device)
+
+    def rate(call: Callable[[], Any], count: int) -> float:
+        return 1e3 * count / milliseconds(call, device, repeats)[1]
+
+    def both() -> None:
+        with side.behind_compute():
+            back.copy_(other, non_blocking=True)
+        there.copy_(pinned, non_blocking=True)
+        side.hold_compute(side.mark())
+
+    return {
+        "host_to_device": rate(lambda: there.copy_(pinned, non_blocking=True), size),
+        "device_to_host": rate(lambda: back.copy_(there, non_blocking=True), size),
+        "both_ways": rate(both, 2 * size),
+        "device": rate(lambda: other.copy_(there, non_blocking=True), 2 * size),
+    }
 
 
 def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> list[Row]:

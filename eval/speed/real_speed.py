@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ...errors import InputError
 from ...llm import LLM
-from ..core.report import Column, Report, Row
+from ..core.report import Column, Report, Row, Say
 from .competitors import FIRST, FLOAT32, SpeedConfig
 from .worker import Answer, Child
 
@@ -49,7 +49,7 @@ def run_real_speed(
     text: str,
     config: SpeedConfig,
     out: Path,
-    say: Callable[[str], None],
+    say: Say,
     start: Callable[[str, str, SpeedConfig], Worker] = Child,
 ) -> Report:
     """Measure CPU time, memory and tokens of each competitor; write real_speed.{json,csv,md} to `out`.
@@ -83,7 +83,7 @@ def run_real_speed(
 def _started(
     model: str,
     config: SpeedConfig,
-    say: Callable[[str], None],
+    say: Say,
     start: Callable[[str, str, SpeedConfig], Worker],
     ends: ExitStack,
 ) -> dict[str, Worker]:
@@ -102,7 +102,7 @@ def _started(
 
 
 def _asked(
-    workers: dict[str, Worker], ids: list[int], context: int, config: SpeedConfig, say: Callable[[str], None]
+    workers: dict[str, Worker], ids: list[int], context: int, config: SpeedConfig, say: Say
 ) -> dict[str, list[Answer]]:
     """Collect the answers of every competitor to the prompts of one length. float32 answers only the first prompt."""
     answers: dict[str, list[Answer]] = {name: [] for name in workers}

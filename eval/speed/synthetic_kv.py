@@ -18,11 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core import KVPart, ModelGeometry, Selection, Visible
+from ...core import KVPart, ModelGeometry
 from ...models.adapter import ModelAdapter
 from ...models.forwarding import ForwardingAdapter
-from ...policies.base import KeyReader, Policy, PolicyState, QuerySource
-from ...policies.passive import PassiveState
 from ...skewing.artifact import SkewArtifact
 from ...skewing.guess import Correction
 
@@ -150,53 +148,3 @@ class SyntheticAdapter(ForwardingAdapter):
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return q `[H, T, d]` of the model with `c` added."""
         return super().query(layer, attention_input, positions).add(self._added[layer])
-
-
-class GivenState(PassiveState):
-    """Policy state that selects once per layer with another state and then repeats that selection."""
-
-    def __init__(self, inner: PolicyState, given: dict[int, Selection]) -> None:
-        self._inner, self._given = inner, given
-
-    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Forward keys `[Hkv, m, d]` until the selection of the layer is known."""
-        if layer not in self._given:
-            self._inner.on_keys(layer, k, start)
-
-    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
-        """Return the first selection of the layer."""
-        if layer not in self._given:
-            self._given[layer] = self._inner.select(layer, q, visible)
-        return self._given[layer]
-
-    def fork(self, keys: KeyReader) -> GivenState:
-        """Return a state with the same selections."""
-        return GivenState(self._inner.fork(keys), dict(self._given))
-
-
-class Given:
-    """The policy "ideal": repeats the first selection of `inner` without scoring.
-
-    The difference to this policy is the cost of the selection.
-    """
-
-    name = "ideal"
-    query_source: QuerySource = "attention_input"
-    dense_until = 0
-    wants_weights = False
-    wants_queries = False
-    rule = None
-    evictable = False
-    lineage = "ideal"
-
-    def __init__(self, inner: Policy) -> None:
-        self._inner = inner
-        self.sinks, self.recent, self.dense_layers = inner.sinks, inner.recent, inner.dense_layers
-
-    def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Return `attention_input` `[T, D]` unchanged."""
-        return attention_input
-
-    def new_state(self, keys: KeyReader) -> GivenState:
-        """Return a state without selections."""
-        return GivenState(self._inner.new_state(keys), {})

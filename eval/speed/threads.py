@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 
 from ...errors import InputError
+from ...utils.config_fields import option
 from ...utils.openmp import WAIT_VARIABLES
-from ..core.report import Column, Report, Row
+from ..core.report import Column, Report, Row, Say
 
 TURN = 3
 """Tokens of one policy before the next one has its turn."""
@@ -56,22 +57,14 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class ThreadsConfig:
-    """Cases of a run.
+    """Cases of a run."""
 
-    Attributes:
-        context: Tokens of the prompt.
-        tokens: Tokens that are timed, for each policy.
-        threads: Values for `torch.set_num_threads`.
-        busy: Shares of a processor that another process uses.
-        policies: Policies that take turns. "full" must be the first.
-    """
-
-    context: int = 6_000
-    tokens: int = 48
-    threads: tuple[int, ...] = (1, 2, 4)
-    busy: tuple[float, ...] = (0.0, 0.5, 1.0)
-    policies: tuple[str, ...] = ("full", "infinigen", "auto")
-    dtype: str = "auto"
+    context: int = option(6_000, help="tokens of the prompt", metavar="N")
+    tokens: int = option(48, help="tokens timed for each policy", metavar="N")
+    threads: tuple[int, ...] = option((1, 2, 4), help="threads of torch", metavar="1,2,4")
+    busy: tuple[float, ...] = option((0.0, 0.5, 1.0), help="fraction of a core that another process uses", metavar="F")
+    policies: tuple[str, ...] = option(("full", "infinigen", "auto"), help="the first is the baseline", metavar="A,B")
+    dtype: str = option("auto", help="data type", metavar="auto|bfloat16|float32")
 
 
 @dataclass(frozen=True)
@@ -82,7 +75,7 @@ class _Case:
     config: ThreadsConfig
 
 
-def run_threads(model: str, text: str, config: ThreadsConfig, say: Callable[[str], None]) -> Report:
+def run_threads(model: str, text: str, config: ThreadsConfig, say: Say) -> Report:
     """Measure every combination of `config`. Raise InputError if one fails."""
     rows = list[Row]()
     for busy, threads in product(config.busy, config.threads):

@@ -26,24 +26,18 @@ import torch
 
 from ...errors import ConfigError, MemoryLimitError
 from ..core.report import environment, write_atomic
-from ..speed.hardware import bandwidth
-from .gpu_job import ROOT, SMALL, GpuJob, GpuSize
-from .gpu_parts import LIMIT, PARTS, Results
-from .programs import CLI, STOPPED, run_program
+from ..speed.kernels import bandwidth
+from .gpu_parts import LIMIT, PARTS, SMALL, GpuJob, GpuSize, Results
+from .programs import CLI, ROOT, STOPPED, run_program
 
 QUERY = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current",
          "pcie.link.width.max", "memory.total", "clocks.max.sm")  # fmt: skip
 
 
 def machine(job: GpuJob) -> dict[str, Any]:
-    """Describe the machine: GPU, PCIe, driver, versions, commit, and measured bandwidths.
-
-    OFFLOAD_RT_COMMIT overrides the commit, for copies without a repository.
-    """
-    commit = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
-    told = os.environ.get("OFFLOAD_RT_COMMIT") or commit.stdout.strip() or "not from a repository"
-    about = environment() | {"commit": told, "cores": os.cpu_count()}
-    about["bandwidth"] = bandwidth(job.device, job.size.hardware.copied, job.size.hardware.repeats)
+    """Describe the machine: GPU, PCIe, driver, versions, commit, and measured bandwidths."""
+    about = environment() | {"cores": os.cpu_count()}
+    about["bandwidth"] = bandwidth(job.device, job.size.kernels.copied, job.size.kernels.repeats)
     if job.cuda:
         about["gpu"] = _nvidia_smi()
         about["cuda"], about["capability"] = torch.version.cuda, torch.cuda.get_device_capability(job.device)

@@ -13,28 +13,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ...llm import LLM
 from ...sampling_params import SamplingParams
-from ..speed import hardware, kernels, session_ttft
+from ..speed import kernels, session_ttft
 from ..speed.baselines import SHAPES
 from ..speed.bench import BenchConfig, run_bench
+from ..speed.kernels import KernelSize
 from . import programs
-from .gpu_job import ROOT, GpuJob
-from .programs import CLI, STOPPED, TOLD
+from .programs import CLI, ROOT, TOLD
 
 LIMIT = 570
 """Timeout of the programs of a part in seconds."""
-
-RUNS = ROOT / "runs" / "llama-16k"
-"""Output folder of the training, which resumes from its saved state."""
 
 LEAN = {"OFFLOAD_RT_LEAN": "1"}
 """Environment variable that allows the tests to run without the packages of the extras."""
@@ -42,12 +38,78 @@ LEAN = {"OFFLOAD_RT_LEAN": "1"}
 Results = dict[str, Any]
 
 
-def run_device(job: GpuJob) -> Iterator[Results]:
-    """Measure bandwidths, launch costs, overlap of transfer and compute, graph capture, and page-locking."""
-    found: Results = {"size": asdict(job.size.hardware)}
-    for name, facts in hardware.measure(job.device, job.size.hardware):
-        found[name] = facts
-        yield found
+DECODE = BenchConfig(
+    ("llama-8b",),
+    contexts=(8_192, 32_768, 131_072),
+    baselines=(
+        "static", "dynamic", "offloaded", "quantized", "full", "infinigen", "infinigen-residual", "infinigen-tail4",
+        "floor", "floor-ours",
+    ),
+    repeats=5,
+    threads=os.cpu_count() or 1,
+)  # fmt: skip
+"""Decode steps of an 8B shape beside transformers' caches."""
+
+
+@dataclass(frozen=True)
+class GpuSize:
+    """Sizes of all parts.
+
+    Attributes:
+        tests: Paths passed to pytest; empty for all tests.
+        kernels: Sizes of the part "kernels".
+        decode: Settings of the part "decode"; its context lengths are measured one after another.
+        prompts: Prefill lengths in tokens, for the shape of `decode`.
+        histories: Lengths of session histories in tokens, for the shape of `decode`.
+        turns: Number of turns of each session.
+        host_memory: Host memory limit of prefills and sessions; None takes half of the free memory.
+        models: Folders of the reference models for the part "accuracy".
+        policies: Policy flags of the part "accuracy".
+        perplexity: Flags of `offload-rt eval perplexity`.
+        needles: Flags of `offload-rt eval retrieval`.
+    """
+
+    tests: tuple[str, ...] = ()
+    kernels: KernelSize = KernelSize()  # noqa: RUF009 - frozen
+    decode: BenchConfig = DECODE
+    prompts: tuple[int, ...] = (8_192, 32_768, 65_536, 131_072)
+    histories: tuple[int, ...] = (1_024, 8_192, 32_768)
+    turns: int = 3
+    host_memory: str | None = "24GiB"
+    models: tuple[Path, ...] = tuple(ROOT / "offload_rt" / "reference" / name for name in ("llama", "opt"))
+    policies: tuple[str, ...] = ("--policies", "full,infinigen,h2o,quest,streaming", "--budgets", "0.05,0.1")
+    perplexity: tuple[str, ...] = ("--context", "1024")
+    needles: tuple[str, ...] = ("--lengths", "1k")
+
+
+SMALL = GpuSize(
+    tests=("tests/unit/transfer/test_gpu_streams.py",),
+    kernels=kernels.SMALL,
+    decode=replace(DECODE, shape=("small",), layers=1, contexts=(512,), repeats=1, threads=1),
+    prompts=(256, 512),
+    histories=(128,),
+    turns=1,
+    host_memory="256MiB",
+    models=GpuSize.models[:1],
+    policies=(),
+    perplexity=("--context", "256", "--windows", "1"),
+    needles=("--lengths", "256", "--passages", "1"),
+)
+"""Tiny sizes for a machine without a GPU; the numbers are meaningless."""
+
+
+@dataclass(frozen=True)
+class GpuJob:
+    """Device, sizes and output folder of a run."""
+
+    device: torch.device
+    size: GpuSize
+    out: Path
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the device is a CUDA device."""
+        return self.device.type == "cuda"
 
 
 def run_tests(job: GpuJob) -> Iterator[Results]:
@@ -59,7 +121,7 @@ def run_tests(job: GpuJob) -> Iterator[Results]:
     if sanitizer is None or not job.cuda:
         yield results | {"compute-sanitizer": "skipped: not there" if job.cuda else "skipped: no CUDA device"}
         return
-    told_where = [f"tests/test_triton_{name}.py" for name in ("gather", "attention", "segments")]
+    told_where = [f"tests/unit/kernels/test_triton_{name}.py" for name in ("gather", "attention", "segments")]
     for tool in ("memcheck", "racecheck"):
         prefix = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
         # Without the caching allocator, an access past a tensor is also an access past its allocation.
@@ -72,35 +134,24 @@ def run_tests(job: GpuJob) -> Iterator[Results]:
 def run_kernels(job: GpuJob) -> Iterator[Results]:
     """Compare every operation with its lower time bound and with float64."""
     size = job.size.kernels
-    rates = hardware.bandwidth(job.device, job.size.hardware.copied, size.repeats)
+    rates = kernels.bandwidth(job.device, size.copied, size.repeats)
     floors = {"device": rates["device"], "link": rates["host_to_device"]}
     yield {"size": asdict(size), "rows": kernels.measure(job.device, size, floors)}
 
 
 def run_decode(job: GpuJob) -> Iterator[Results]:
     """Compare the decode step with transformers' caches: 8B shape, planted tokens, 5 % selected."""
-    found: Results = {}
-    for context in job.size.contexts:
-        config = BenchConfig(
-            shape=job.size.shape,
-            layers=job.size.layers,
-            contexts=(context,),
-            baselines=job.size.baselines,
-            repeats=job.size.repeats,
-            threads=os.cpu_count() or 1 if job.cuda else 1,
-            device=job.device.type,
-        )
-        folder = job.out / f"decode_{context}"
-        run_bench(config, folder, Console(stderr=True))
-        report: Results = json.loads((folder / "decode_step.json").read_text("utf-8"))
-        found = report | {"timings": [*found.get("timings", []), *report["timings"]]}
-        found["skipped"] = list(dict.fromkeys([*found.get("skipped", []), *report["skipped"]]))
-        yield found
+    rows: list[Any] = []
+    for context in job.size.decode.contexts:
+        config = replace(job.size.decode, contexts=(context,), device=job.device.type)
+        report = run_bench(config, job.out / f"decode_{context}", lambda line: print(line, file=sys.stderr))
+        rows += report.rows
+        yield {"about": report.about, "rows": rows}
 
 
 def run_prefill(job: GpuJob) -> Iterator[Results]:
     """Measure time and peak device memory of the prefill of an 8B shape with `full`, 8k to 128k tokens."""
-    shape, lengths = SHAPES[job.size.shape], job.size.prompts
+    shape, lengths = SHAPES[job.size.decode.shape[0]], job.size.prompts
     model = shape.model(max(lengths) + 64, job.device)
     rows = []
     for length in lengths:
@@ -126,7 +177,8 @@ def run_prefill(job: GpuJob) -> Iterator[Results]:
 
 def run_accuracy(job: GpuJob) -> Iterator[Results]:
     """Measure perplexity and needles of the packaged reference models in bf16 under each policy."""
-    book = next(iter(_data().glob("books/war_and_peace.txt")), None)
+    data = Path(os.environ.get("OFFLOAD_RT_DATA", ROOT.parent / "shared" / "data"))
+    book = next(iter(data.glob("books/war_and_peace.txt")), None)
     text = str(book or files("offload_rt").joinpath("data", "black_arrow.txt"))
     found: Results = {"text": Path(text).name}
     for folder in job.size.models:
@@ -143,38 +195,15 @@ def run_accuracy(job: GpuJob) -> Iterator[Results]:
 
 def run_sessions(job: GpuJob) -> Iterator[Results]:
     """Measure the time to the first token of the next turn of a session: recomputed, from host memory, from disk."""
-    name, memory = job.size.shape, job.size.host_memory
-    model = SHAPES[name].model(1 << 16, job.device)
-    rows = []
+    model, rows = SHAPES[job.size.decode.shape[0]].model(1 << 16, job.device), list[Any]()
+
+    def make() -> LLM:
+        return LLM(model, policy="full", host_memory=job.size.host_memory)
+
     with tempfile.TemporaryDirectory() as folder:
         for history in job.size.histories:
-            timed = session_ttft.TimedModel(name, lambda: LLM(model, policy="full", host_memory=memory), (history,))
-            rows += session_ttft.measure(timed, job.size.turns, Path(folder))
+            rows += session_ttft.measure(make, history, job.size.turns, Path(folder) / str(history))
             yield {"rows": rows}
-
-
-def run_train(job: GpuJob) -> Iterator[Results]:
-    """Train the larger reference model. At the time limit the state is saved, and the next run resumes."""
-    script = [sys.executable, "scripts/reference/train.py"]
-    if job.size.train is None:
-        code, output = programs.run_program([*script, "--help"], 120)
-        yield {"exit_code": code} | ({} if code == 0 else {"output": output[-TOLD:]})
-        return
-    books = _data() / "books"
-    if not books.is_dir():
-        yield {"skipped": f"no books in {books}: set OFFLOAD_RT_DATA"}
-        return
-    command = [*script, *job.size.train, "--data", str(books), "--out", str(RUNS)]
-    code, output = programs.run_program(command, LIMIT)
-    log = RUNS / "log.jsonl"
-    lines = log.read_text("utf-8").splitlines() if log.exists() else []
-    more = {} if code in (0, STOPPED) else {"output": output[-TOLD:]}
-    finished = (RUNS / "checkpoint").is_dir()
-    yield {"exit_code": code, "finished": finished, "log": [json.loads(line) for line in lines[-3:]]} | more
-
-
-def _data() -> Path:
-    return Path(os.environ.get("OFFLOAD_RT_DATA", ROOT.parent / "shared" / "data"))
 
 
 @dataclass(frozen=True)
@@ -186,13 +215,11 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
-    "device": Part(run_device, 1),
     "tests": Part(run_tests, 9),
     "kernels": Part(run_kernels, 2),
     "decode": Part(run_decode, 8),
     "prefill": Part(run_prefill, 4),
     "accuracy": Part(run_accuracy, 9),
     "sessions": Part(run_sessions, 3),
-    "train": Part(run_train, 9.5),
 }
 """Parts in execution order."""

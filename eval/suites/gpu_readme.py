@@ -48,7 +48,7 @@ def section(records: Mapping[str, Record], folder: str) -> str:
         results = record["results"]
         if name in WRITERS and all(wanted in results for wanted in WRITERS[name][1]):
             parts.append(WRITERS[name][0](results))
-        if name == "decode" and "timings" in results:
+        if name == "decode" and "rows" in results:
             parts.append(f"![Time per token over context]({folder}/{PICTURE})")
         if "failed" in results:
             parts.append(f"`{name}` did not get further: {results['failed'].splitlines()[0]}")
@@ -74,28 +74,6 @@ def _machine(about: Record) -> str:
     )
 
 
-def _device(results: Record) -> str:
-    told = []
-    if "bandwidth" in results:
-        told.append(f"both ways at once {results['bandwidth']['both_ways'] / 1e9:.1f} GB/s")
-    for name, spent in results.get("launch", {}).items():
-        told.append(f"{name} {spent['host_us']:.1f} us of the host, {spent['done_us']:.1f} us until done")
-    if "overlap" in results:
-        for one in results["overlap"]:
-            told.append(f"{one['way']} beside {one['work']}: {one['hidden']:.0%} of the shorter hidden")
-    if "capture" in results:
-        told.append(f"capture beside a thread that waits: {_captured(results['capture'])}")
-    if "seconds_per_gib" in results.get("page-locking", {}):
-        told.append(f"page-locking {results['page-locking']['seconds_per_gib']:.2f} s a GiB")
-    return "**The machine**: " + "; ".join(told) + "."
-
-
-def _captured(found: Record) -> str:
-    if "right" not in found:
-        return str(found.get("error", found.get("skipped")))
-    return f"{found['replays']} replays {'right' if found['right'] else 'WRONG'}"
-
-
 def _tests(results: Record) -> str:
     cells = []
     for name, found in results.items():
@@ -108,16 +86,15 @@ def _tests(results: Record) -> str:
 
 
 def _decode(results: Record) -> str:
-    timings = results["timings"]
-    contexts = sorted({t["context"] for t in timings})
+    contexts = sorted({row["context"] for row in results["rows"]})
     by_name: dict[str, dict[int, float]] = {}
-    for t in timings:
-        by_name.setdefault(t["name"], {})[t["context"]] = t["median"]
+    for row in results["rows"]:
+        by_name.setdefault(row["name"], {})[row["context"]] = row["median"]
     rows = [[name, *(f"{at[c]:.1f}" if c in at else "–" for c in contexts)] for name, at in by_name.items()]
-    shape = results["shape"]
+    shape, config = next(iter(results["about"]["shapes"].values())), results["about"]["config"]
     about = (
         f"**A decode step**, ms a token, {shape['layers']} layers, hidden {shape['hidden']}, {shape['kv_heads']} KV "
-        f"heads, {shape['dtype']}, {results['config']['fraction']:.0%} of the tokens planted (medians):"
+        f"heads, {shape['dtype']}, {config['fraction']:.0%} of the tokens planted (medians):"
     )
     return f"{about}\n\n{table(('', *(f'{c:,} tokens' for c in contexts)), rows)}"
 
@@ -171,25 +148,13 @@ def found_rows(found: Any, report: str) -> list[dict[str, Any]]:
     return list(found.get(report, {}).get("rows", ())) if isinstance(found, Mapping) else []
 
 
-def _train(results: Record) -> str:
-    if "skipped" in results or not results["log"]:
-        return f"**Training**: {results.get('skipped', 'no step was logged yet')}."
-    last = results["log"][-1]
-    return (
-        f"**Training** of the larger reference model, {'to its end' if results['finished'] else 'so far'}: "
-        f"{last['tokens']:,} tokens, loss {last['loss']:.3f}, {last['tokens_per_second']:,.0f} tokens/s."
-    )
-
-
 WRITERS: Mapping[str, tuple[Callable[[Record], str], tuple[str, ...]]] = {
-    "device": (_device, ("bandwidth",)),
     "tests": (_tests, ()),
     "kernels": (_kernels, ("rows",)),
-    "decode": (_decode, ("timings",)),
+    "decode": (_decode, ("rows",)),
     "prefill": (_prefill, ("rows",)),
     "accuracy": (_accuracy, ("text",)),
     "sessions": (_sessions, ("rows",)),
-    "train": (_train, ("log",)),
 }
 """Formatter of each part with the result keys it needs; keys may be missing if the part failed."""
 
@@ -198,9 +163,10 @@ def draw(results: Record, path: Path) -> None:
     """Plot the time per token over the context length, with quartiles as error bars. Floors are left out."""
     series: dict[str, list[tuple[float, float]]] = {}
     errors: dict[str, list[tuple[float, float]]] = {}
-    for t in (t for t in results["timings"] if t["name"] != "ideal" and not t["name"].startswith("floor")):
-        series.setdefault(t["name"], []).append((t["context"], t["median"]))
-        errors.setdefault(t["name"], []).append((t["median"] - t["lower"], t["upper"] - t["median"]))
+    for row in results["rows"]:
+        if row["name"] != "ideal" and not row["name"].startswith("floor"):
+            series.setdefault(row["name"], []).append((row["context"], row["median"]))
+            errors.setdefault(row["name"], []).append((row["median"] - row["lower"], row["upper"] - row["median"]))
     with picture(path, "Decode step", series) as [axis]:
         lines(axis, series, x="tokens in context", y="ms a token", errors=errors)
         axis.set(xscale="log", yscale="log")
@@ -215,6 +181,6 @@ def write_readme(readme: Path, folder: Path) -> None:
         raise InputError(f"{str(readme)!r} has no lines {BEGIN!r} and {END!r}")
     records = load(folder)
     place = Path(os.path.relpath(folder.resolve(), readme.resolve().parent)).as_posix()
-    if "timings" in records.get("decode", {}).get("results", {}):
+    if "rows" in records.get("decode", {}).get("results", {}):
         draw(records["decode"]["results"], folder / PICTURE)
     write_atomic(readme, f"{before}{BEGIN}\n{section(records, place)}\n{END}{after}")

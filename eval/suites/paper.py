@@ -18,29 +18,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...core import CHUNK
+from ...skewing.calibrate import cached_artifact
 from ...utils.texts import read_file
 from ..core.figures import lines, picture
-from ..core.model_under_test import ModelUnderTest, Variant, grid, text_digest
-from ..core.report import Report, Row, RowStore
-from ..quality.ablation import run_ablation
+from ..core.model_under_test import ModelUnderTest
+from ..core.report import Report, Row, RowStore, Say
+from ..core.variants import Variant, grid, text_digest
 from ..quality.attention_analysis import run_analysis
-from ..quality.bounded_pool import EVICTIONS, LIMIT, BoundedPoolConfig, run_bounded_pool
-from ..quality.perplexity import COLUMNS, NOTES, PerplexityConfig, cut_windows, measure_all, run_perplexity
+from ..quality.perplexity import COLUMNS, NOTES, PerplexityConfig, about, cut_windows, measure_all, run_perplexity
 from ..quality.retrieval import RetrievalConfig, run_retrieval
 
 POLICIES = ("infinigen", "quest", "h2o", "streaming", "oracle")
 CONTEXTS = (256, 512, 1024, 2048, 4096)
 """Window lengths of Figure 19b; longer ones than the context are skipped."""
-
-MILLISECONDS = 0.45
-"""Time of one decoded position in one layer, mean over policies, on one core of an AMD EPYC."""
-
-LAYERS = 8
-"""Number of layers of the reference model."""
-
-ASKED = 60
-"""Cost of a passage with needles or a harness document, including prefill, in decoded positions."""
 
 TASKS = ("copa_local", "openbookqa_local", "winogrande_local", "piqa_local", "rte_local")
 FORMATS = ("int8", "int4", "int2")
@@ -50,7 +43,11 @@ WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16}
 ROWS: dict[str, Any] = {"preset": "rows"}
 """InfiniGen options of these tables: tokens that are not selected are dropped, as in the paper."""
 
-Say = Callable[[str], None]
+LIMIT = 0.8
+"""Pool size of Table 2 relative to the KV cache of a window."""
+
+EVICTIONS: tuple[Any, ...] = ("counter", "lru", "fifo", {"policy": "fifo", "protect": "none"})
+"""Eviction policies of Table 2; the last is the paper's FIFO."""
 
 
 def compared(budgets: Sequence[float], options: Mapping[str, Any]) -> list[Variant]:
@@ -69,7 +66,6 @@ class PaperSize:
         budgets: Budgets of all policies, as fractions of the context.
         length_windows: Number of windows per context of Figure 19b.
         pool_windows: Number of windows of Table 2.
-        ablation_windows: Number of windows of the ablation.
         lengths: Passage lengths of needles in tokens.
         passages: Number of passages with needles per kind and length.
         limit: Number of documents per harness task.
@@ -82,47 +78,22 @@ class PaperSize:
     budgets: tuple[float, ...] = (0.05, 0.1, 0.2)
     length_windows: int = 8
     pool_windows: int = 12
-    ablation_windows: int = 8
     lengths: tuple[int, ...] = (1024, 2048)
     passages: int = 14
     limit: int = 25
     timed_tokens: int = 32
     also_dense: tuple[tuple[int, ...], ...] = ()
 
-    def positions(self) -> dict[str, int]:
-        """Estimate the decoded positions of each step over all variants, which determine its duration."""
-        compared = 1 + len(POLICIES) * len(self.budgets) * (1 + len(self.also_dense)) + 2 * len(FORMATS)
-        asked = 5 * self.passages * ASKED
-        contexts = sum(c for c in CONTEXTS if c <= self.context)
-        old = 2 * max(1, self.passages // 2) * self.lengths[0] * 2 // 5
-        return {
-            "perplexity": compared * self.windows * self.context // 4,
-            "retrieval": compared * asked * len(self.lengths),
-            "pool_limit": (2 + len(EVICTIONS)) * (self.pool_windows * self.context // 2 + old),
-            "ablation": 32 * self.ablation_windows * self.context // 8,
-            "sensitivity": 15 * asked // 2 + 36 * self.timed_tokens * 8,
-            "lengths": (1 + len(POLICIES)) * self.length_windows * contexts // 4,
-            "attention": 8 * max(1, self.windows // 12) * self.context * 3 // 4,
-            "tasks": 5 * len(TASKS) * self.limit * ASKED,
-        }
-
 
 SIBLING = PaperSize(
-    windows=12,
-    budgets=(0.1,),
-    also_dense=((0, 1),),
-    length_windows=4,
-    pool_windows=8,
-    ablation_windows=6,
-    lengths=(1024,),
-    passages=10,
+    windows=12, budgets=(0.1,), also_dense=((0, 1),), length_windows=4, pool_windows=8, lengths=(1024,), passages=10
 )
 """Size for every model except the first.
 
 The second layer of the OPT model spreads its attention as widely as first layers do, so it is also tested as dense.
 """
 
-QUICK = PaperSize(1024, 4, (0.05, 0.1), 2, 2, 2, (512,), 4, 10, 16)
+QUICK = PaperSize(1024, 4, (0.05, 0.1), 2, 2, (512,), 4, 10, 16)
 
 
 @dataclass(frozen=True)
@@ -150,10 +121,10 @@ class Paper:
             self.say(f"{self.title}: {(step.__doc__ or name).splitlines()[0]} Took {took:.0f} s.")
 
     def attention(self) -> None:
-        """Table 1, Figures 4, 5, 13, 17b, 20: attention analysis."""
+        """Table 1, Figure 5: similarity of layer inputs, tokens that hold 90 % of the attention."""
         context = self.size.context
         config = PerplexityConfig(context, max(1, self.size.windows // 12), decode_from=context // 4)
-        run_analysis(self.tested, self.book, self.name, config, self.out, self.say)
+        run_analysis(self.tested, self.book, self.name, config, self.out)
 
     def perplexity(self) -> None:
         """Figures 12 and 19a: perplexity by attended fraction and along the text, also with quantized KV."""
@@ -194,15 +165,25 @@ class Paper:
 
     def pool_limit(self) -> None:
         """Table 2: perplexity and needles with a pool of 80 % of the KV cache."""
-        config = BoundedPoolConfig(self.size.context, self.size.pool_windows)
-        run_bounded_pool(self.tested, self.book, self.name, config, self.out, self.say, ROWS)
+        context, title = self.size.context, f"Perplexity of {self.title} with a pool of {LIMIT:.0%} of the KV cache"
+        config = PerplexityConfig(context, self.size.pool_windows, context // 2)
+        variants = [Variant("infinigen", ROWS), *self._bounded(context), Variant("full")]
+        rows = measure_all(self.tested, self.book, self.name, variants, config, self.out, self.say)
+        shown = {"against_full_shown": "against no limit [95 %]"}
+        columns = tuple(replace(c, heading=shown.get(c.key, c.heading)) for c in COLUMNS[:-1])
+        shared = about(self.tested, self.book, self.name, config)
+        Report("perplexity_with_a_bounded_pool", title, shared, columns, rows, NOTES).write(self.out)
         length, kinds = self.size.lengths[0], ("single", "several queries")
-        limit = int(LIMIT * length) // CHUNK * self.tested.geometry.kv_bytes(CHUNK, self.tested.loaded.adapter.dtype)
-        bounded = [Variant("infinigen", ROWS, {"host_memory": limit, "eviction": e}) for e in EVICTIONS.values()]
         needles = RetrievalConfig((length,), max(1, self.size.passages // 2), kinds, prefilled=0.6)
         out = self.out / "needles_with_a_bounded_pool"
-        variants = [Variant("full"), Variant("infinigen", ROWS), *bounded]
+        variants = [Variant("full"), Variant("infinigen", ROWS), *self._bounded(length)]
         run_retrieval(self.tested, self.book, self.name, variants, needles, out, self.say)
+
+    def _bounded(self, context: int) -> list[Variant]:
+        """Return infinigen in a pool of 80 % of the KV cache of `context` tokens, under each eviction policy."""
+        slots = int(LIMIT * context) // CHUNK * CHUNK
+        limit = self.tested.geometry.kv_bytes(slots, self.tested.loaded.adapter.dtype)
+        return [Variant("infinigen", ROWS, {"host_memory": limit, "eviction": e}) for e in EVICTIONS]
 
     def retrieval(self) -> None:
         """Figure 11 with needles: accuracy by attended fraction."""
@@ -211,23 +192,35 @@ class Paper:
 
     def sensitivity(self) -> None:
         """Figures 13 and 17: needles found and cost by skew, alpha and partial ratio."""
-        ours = ROWS | {"scorer": "partial", "columns": "prompt"}
-        skews = [Variant("infinigen", ours | {"budget": 0.2, "skew": skew}) for skew in ("svd", "balanced", "none")]
+        ours = ROWS | {"scorer": "partial", "columns": "prompt", "budget": 0.2}
+        skews = {skew: Variant("infinigen", ours | {"skew": skew}) for skew in ("svd", "balanced")}
         alphas = [Variant("infinigen", ROWS | {"alpha": float(a), "max_fraction": 1.0}) for a in (1, 2, 3, 4, 5, 7, 9)]
         partial = ROWS | {"scorer": "partial"}
         ratios = [Variant("infinigen", partial | {"partial_ratio": r}) for r in (0.1, 0.2, 0.3, 0.5, 0.9)]
         config = RetrievalConfig(self.size.lengths[:1], max(1, self.size.passages // 2))
-        variants = [Variant("full"), *skews, *alphas, *ratios]
+        variants = [Variant("full"), *skews.values(), *alphas, *ratios]
         out = self.out / "sensitivity"
         rows = run_retrieval(self.tested, self.book, self.name, variants, config, out, self.say).rows
         found = dict(zip((variant.label for variant in variants), rows, strict=True))
         self._draw_cost({"alpha": alphas, "partial_ratio": ratios}, found)
-        skewed = {v.options["skew"]: [found[v.label][key] for key in ("right", "error", "missed")] for v in skews}
+        plain = run_retrieval(
+            self._unskewed(), self.book, self.name, [skews["svd"]], config, out / "unskewed", self.say
+        )
+        by_skew = {skew: found[variant.label] for skew, variant in skews.items()} | {"none": plain.rows[0]}
+        skewed = {skew: [row[key] for key in ("right", "error", "missed")] for skew, row in by_skew.items()}
         title = f"Needles found by skew, {self.title}"
         with picture(self.out / "needles_found_with_and_without_skewing.png", title, skewed) as (axis,):
             axis.bar(list(skewed), [v[0] for v in skewed.values()], yerr=[v[1] for v in skewed.values()], capsize=3)
             axis.axhline(rows[0]["right"], color="#222222", linewidth=0.8, label="full")
             axis.set(xlabel="skew (20 % attended, columns by prompt)", ylabel="needles found")
+
+    def _unskewed(self) -> ModelUnderTest:
+        """Return the model with an identity in place of the SVD skew."""
+        real = cached_artifact(self.tested.loaded, "svd")
+        unit = torch.eye(real.query.shape[-1], dtype=real.query.dtype).expand_as(real.query).clone()
+        path = self.out / "sensitivity" / "unskewed" / "skew.safetensors"
+        replace(real, query=unit, key=unit).save(path)
+        return ModelUnderTest(self.tested.model, skew=str(path), batch=self.tested.batch)
 
     def _draw_cost(self, swept: dict[str, list[Variant]], found: dict[str, Row]) -> None:
         """Plot accuracy (top) and decode time (bottom) over each swept option (Figure 17)."""
@@ -248,17 +241,11 @@ class Paper:
 
     def _milliseconds(self, variant: Variant) -> float:
         """Return the mean time of a decode step of one sequence in ms, median of three runs."""
-        store = RowStore(self.out)
-        key = {
-            "suite": "cost",
-            **self.tested.identity,
-            "variant": self.tested.key(variant),
-            "length": self.size.lengths[0],
-        }
-        row = store.get(key)
-        if row is None:
-            tokens, length = self.size.timed_tokens, self.size.lengths[0]
-            config = PerplexityConfig(length, 1, length - tokens - 1)
+        length = self.size.lengths[0]
+        key = {"suite": "cost", **self.tested.identity, "variant": self.tested.key(variant), "length": length}
+
+        def measure() -> Row:
+            config = PerplexityConfig(length, 1, length - self.size.timed_tokens - 1)
             text = cut_windows(self.tested, self.book, config)[0].text
             llm = self.tested.llm(variant)
             prompt, rest = text.tokens[: text.scored_from], text.tokens[text.scored_from :]
@@ -266,15 +253,9 @@ class Paper:
             for _ in range(3):
                 stats = llm.score([prompt], [rest], text.decode_from)[0].stats
                 times.append(1000 * stats.decode_seconds / len(stats.attended_by_step))
-            row = {"ms_per_token": sorted(times)[1]}
-            store.put(key, row)
-        return float(row["ms_per_token"])
+            return {"ms_per_token": sorted(times)[1]}
 
-    def ablation(self) -> None:
-        """Figure 13: ablation of the selection."""
-        context = self.size.context
-        config = PerplexityConfig(context, self.size.ablation_windows, decode_from=context * 7 // 8)
-        run_ablation(self.tested, self.book, self.name, (0.1, 0.2), config, self.out, self.say)
+        return float(RowStore(self.out).once(key, measure)["ms_per_token"])
 
     def tasks(self) -> None:
         """Figure 11: harness tasks by attended fraction, 5-shot."""
@@ -295,7 +276,6 @@ STEPS: dict[str, Callable[[Paper], None]] = {
     "perplexity": Paper.perplexity,
     "retrieval": Paper.retrieval,
     "pool_limit": Paper.pool_limit,
-    "ablation": Paper.ablation,
     "sensitivity": Paper.sensitivity,
     "lengths": Paper.lengths,
     "attention": Paper.attention,
@@ -316,17 +296,10 @@ class PaperJob:
 
     def __call__(self) -> str:
         """Run the step and return its name."""
-        tested = ModelUnderTest(self.model, batch=1)
         out = self.out / Path(self.model).name
-        Paper(tested, read_file(str(self.book)), self.book.name, self.size, out, _say).run([self.step])
+        book = read_file(str(self.book))
+        Paper(ModelUnderTest(self.model), book, self.book.name, self.size, out, _say).run([self.step])
         return f"{self.model}: {self.step}"
-
-
-def estimate(jobs: Sequence[PaperJob], processes: int) -> str:
-    """Return a message with the estimated duration of all jobs."""
-    seconds = [job.size.positions()[job.step] * LAYERS * MILLISECONDS / 1000 + 15 for job in jobs]
-    most = max(sum(seconds) / processes, *seconds) / 60
-    return f"{len(jobs)} steps, {processes} at a time: about {most:.0f} min on a quiet machine, less what is done"
 
 
 def run_jobs(jobs: Sequence[PaperJob], processes: int) -> None:
@@ -357,7 +330,6 @@ def run_paper(
     sizes = [QUICK if quick else SIBLING if i else PaperSize() for i in range(len(models))]
     jobs = [PaperJob(m, step, size, book, out) for m, size in zip(models, sizes, strict=True) for step in steps]
     read_file(str(book))
-    _say(estimate(jobs, processes))
     run_jobs(jobs, processes)
 
 

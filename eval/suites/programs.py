@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .gpu_job import ROOT
+ROOT = Path(__file__).resolve().parents[2]
+"""Root of the repository; tests and scripts run there."""
 
 CLI = (sys.executable, "-P", "-m", "offload_rt")
 """Command line of `offload-rt`, independent of the location of the script."""

@@ -1,14 +1,12 @@
 """Quality evaluation on widely used trained models: `make real`, `offload-rt eval real`.
 
 Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS). The evaluation consists of parts. A part starts
-no new rows after `--minutes`; its tables contain the rows measured so far, and a further run continues. Perplexity and
-ablation are computed layer by layer in bfloat16 with few windows. RULER and question tasks run through the LM
-Evaluation Harness and the decode path. Tables are written to eval/results/MODEL.
+no new rows after `--minutes`; its tables contain the rows measured so far, and a further run continues. Models run in
+bfloat16. RULER and question tasks run through the LM Evaluation Harness. Tables are written to eval/results/MODEL.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sysconfig
 import time
@@ -17,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, InputError
+from ...errors import InputError
 from ...policies.base import Policy
 from ...policies.infinigen.policy import InfiniGen
-from ...utils.config_fields import check_choice
+from ...utils.config_fields import check_choice, option
 from ...utils.texts import read_file
-from ..core.model_under_test import ModelUnderTest, Variant
-from ..core.report import Column, Report, Row
-from ..quality.ablation import parts as ablation_parts
+from ..core.model_under_test import ModelUnderTest
+from ..core.report import Column, Report, Row, Say, say_nothing
+from ..core.variants import Variant
 from ..quality.lm_eval_tasks import COLUMNS as TASK_COLUMNS
 from ..quality.lm_eval_tasks import TasksConfig, run_tasks
 from ..quality.perplexity import NOTES, WHAT, PerplexityConfig, measure_all
@@ -48,40 +46,24 @@ RULER = (
 
 TASKS = ("piqa_local", "copa_local", "openbookqa_local", "winogrande_local", "rte_local", "lambada_local")
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class RealSize:
-    """Sample sizes.
+    """Sample sizes."""
 
-    Attributes:
-        windows: Number of windows per text.
-        decoded: Number of decoded tokens per window.
-        limit: Number of documents per task.
-        passages: Number of passages with needles per kind.
-        contexts: Tokens per window; empty for the lengths in `CONTEXTS`.
-        texts: Kinds of text.
-        tasks: Tasks of the parts "ruler" and "tasks"; empty for all.
-    """
-
-    windows: int = 3
-    decoded: int = 512
-    limit: int = 25
-    passages: int = 4
-    contexts: tuple[int, ...] = ()
-    texts: tuple[str, ...] = ("novel", "code", "wikipedia")
-    tasks: tuple[str, ...] = ()
+    windows: int = option(3, help="windows per text", metavar="N")
+    decoded: int = option(512, help="decoded tokens per window", metavar="N")
+    limit: int = option(25, help="documents per task", metavar="N")
+    passages: int = option(4, help="passages with needles of each kind", metavar="N")
+    contexts: tuple[int, ...] = option((), help="tokens per window (by model)", metavar="4k,8k")
+    texts: tuple[str, ...] = option(("novel", "code", "wikipedia"), help="kinds of text", metavar="A,B")
+    tasks: tuple[str, ...] = option((), help="tasks of the parts ruler and tasks (all)", metavar="A,B")
 
     def __post_init__(self) -> None:
         for kind in self.texts:
             check_choice("text", kind, ("novel", "code", "wikipedia"))
         for task in self.tasks:
             check_choice("task", task, (*RULER, *TASKS))
-
-
-SMALL = RealSize(1, 16, 2, 1, (256,))
-"""Tiny sizes to check that everything runs."""
 
 
 def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
@@ -167,25 +149,8 @@ class Real:
             config = PerplexityConfig(context, self.size.windows, context - self.size.decoded)
             for _, name, text in self.texts():
                 rows += self._rows(text, name, self.chosen or compared(), config)
-        self._write("perplexity", f"Perplexity of {self.tested.name} under each policy", rows)
-
-    def ablation(self) -> None:
-        """Run the ablation of the selection at a budget of 5 % on the first text."""
-        _, name, text = self.texts()[0]
-        config = PerplexityConfig(self.contexts[0], self.size.windows, self.contexts[0] - self.size.decoded)
-        variants = [Variant("full"), *(variant for _, variant in ablation_parts(BUDGETS[0]))]
-        rows = self._rows(text, name, variants, config)
-        self._write("ablation", f"Parts of the selection replaced, {self.tested.name}", rows)
-
-    def bytes(self) -> None:
-        """Compare low-bit KV with and without exact KV, on the first text."""
-        _, name, text = self.texts()[0]
-        config = PerplexityConfig(self.contexts[0], self.size.windows, self.contexts[0] - self.size.decoded)
-        rounded = [Variant("full", {}, {"kv_cache_dtype": bits}) for bits in ("int8", "int4", "int2")]
-        points = [(0.02, "int4"), (0.05, "int4"), (0.05, "int2"), (0.01, "int4"), (0.1, "off")]
-        tails = [Variant("infinigen", WINDOW | {"budget": budget, "tail": tail}) for budget, tail in points]
-        rows = self._rows(text, name, [Variant("full"), *rounded, *tails], config)
-        self._write("bytes", f"Low bits with and without exact rows, {self.tested.name}", rows)
+        title = f"Perplexity of {self.tested.name} under each policy"
+        Report("perplexity", title, self.tested.identity, COLUMNS, rows, NOTES).write(self.out)
 
     def needles(self) -> None:
         """Run the needle retrieval in the first text at a budget of 5 %."""
@@ -217,42 +182,13 @@ class Real:
         rows: list[Row] = []
         for variant in variants[1:]:
             both = [variants[0], variant]
-            pair = measure_all(self.tested, text, name, both, config, self.out, lambda line: None, self.late)
+            pair = measure_all(self.tested, text, name, both, config, self.out, say_nothing, self.late)
             if len(pair) < len(both):
                 continue
             pair[1]["low_bits"] = estimated(self.tested.policy(variant), pair[1]["sparse_attended"])
             rows += pair[1:] if rows else pair
             self.say(f"{name}, {config.context} tokens, {variant.label}: {pair[1]['against_full_shown']}")
         return rows
-
-    def _write(self, name: str, title: str, rows: list[Row]) -> None:
-        """Write the table of `rows`, merged with existing rows of other texts, contexts, sizes and variants."""
-        found = {_what(row): row for row in rows}
-        for row in self._held(name):
-            found.setdefault(_what(row), row)
-        ordered = sorted(found.values(), key=lambda row: (row["context"], row["text"], row["scored_tokens"]))
-        Report(name, title, self.tested.identity, COLUMNS, ordered, NOTES).write(self.out)
-
-    def _held(self, name: str) -> list[Row]:
-        """Load the rows of an earlier run whose model and resolved policy options are unchanged."""
-        try:
-            rows: list[Row] = json.loads((self.out / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-        except (OSError, ValueError, KeyError):
-            return []
-        same = [row for row in rows if all(row[key] == value for key, value in self.tested.identity.items())]
-        return [row for row in same if self._lineage(row) == row["lineage"]]
-
-    def _lineage(self, row: Row) -> str | None:
-        """Return the current `lineage` of the variant of a row, or None if its options are no longer valid."""
-        try:
-            return self.tested.policy(Variant(row["policy"], row["options"], row["engine"])).lineage
-        except ConfigError:
-            return None
-
-
-def _what(row: Row) -> tuple[Any, ...]:
-    """Return the columns that identify a row of a table."""
-    return tuple(row[name] for name in ("text", "context", "windows", "scored_tokens", "variant"))
 
 
 def estimated(policy: Policy, exact: float) -> float:
@@ -264,8 +200,6 @@ def estimated(policy: Policy, exact: float) -> float:
 PARTS: dict[str, Callable[[Real], None]] = {
     "perplexity": Real.perplexity,
     "needles": Real.needles,
-    "ablation": Real.ablation,
-    "bytes": Real.bytes,
     "tasks": Real.tasks,
     "ruler": Real.ruler,
 }
@@ -312,17 +246,9 @@ def run_real(
     say: Say,
     chosen: Sequence[Variant] = (),
 ) -> None:
-    """Run `parts` for each model.
+    """Run `parts` (keys of `PARTS`) for each model folder, or name below $OFFLOAD_RT_MODELS.
 
-    Args:
-        names: Model folders, or names below $OFFLOAD_RT_MODELS.
-        parts: Keys of `PARTS`.
-        out: Folder of the results.
-        data: Folder of the texts.
-        minutes: Time limit of each part for starting new rows.
-        size: Sample sizes.
-        say: Called with progress lines.
-        chosen: Variants to measure; empty for the default variants of each part.
+    No part starts a row after `minutes`. `chosen` replaces the default variants of each part.
 
     Raises:
         InputError: If a model or a text is missing.

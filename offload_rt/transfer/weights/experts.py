@@ -6,7 +6,7 @@ of the slots and with choices that are slot indices.
 
 Experts are fetched after the router has chosen them. The choice could be predicted one layer ahead, but copying an
 expert takes many times longer than computing a layer. A correct prediction would therefore hide no more than one layer,
-and a wrong one would occupy the transfer for a whole expert. `offload-rt eval experts` measures the accuracy.
+and a wrong one would occupy the transfer for a whole expert.
 """
 
 from __future__ import annotations

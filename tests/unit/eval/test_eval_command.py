@@ -11,9 +11,9 @@ from support.tiny_models import tiny_checkpoint
 from offload_rt import LLM
 from offload_rt.cli import main
 from offload_rt.errors import ConfigError
-from offload_rt.eval.core.model_under_test import ModelUnderTest, Variant
+from offload_rt.eval.core.model_under_test import ModelUnderTest
 from offload_rt.eval.core.registry import MEASURES
-from offload_rt.eval.core.variants import make_variants
+from offload_rt.eval.core.variants import Variant, make_variants
 from offload_rt.models.loading import load_model
 from offload_rt.skewing.artifact import SkewArtifact
 
@@ -122,7 +122,6 @@ def test_a_skew_artifact_is_used_and_its_model_named(tmp_path: Path, capsys: pyt
             "budget=0.1 of 512 tokens is 51 tokens, which sinks=4 and recent=64 use up",
         ),
         (["retrieval", "reference", "--kinds", "chian"], "did you mean 'chain'"),
-        (["retrieval", "reference", "--path", "wrong"], "path='wrong'"),
         (["retrieval", "reference", "--lengths", "1x"], "is no list of lengths"),
         (["tasks", "reference", "--tasks", ","], "at least one task"),
     ],

@@ -27,7 +27,8 @@ with warnings.catch_warnings():
     from lm_eval.tasks import TaskManager, get_task_dict
 
     from offload_rt.cli import main
-    from offload_rt.eval.core.model_under_test import ModelUnderTest, Variant
+    from offload_rt.eval.core.model_under_test import ModelUnderTest
+    from offload_rt.eval.core.variants import Variant
     from offload_rt.eval.quality.lm_eval_adapter import TASKS, OffloadLM, _batch, _option
     from offload_rt.eval.quality.lm_eval_tasks import (
         OWN,

@@ -16,14 +16,10 @@ from offload_rt.eval.suites.paper import CONTEXTS, POLICIES, STEPS, Paper, Paper
 from offload_rt.models.loading import load_model
 
 BOOK = Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt"
-TINY = PaperSize(320, 1, (0.2,), 1, 1, 1, (256,), 1, 1, 3)
+TINY = PaperSize(320, 1, (0.2,), 1, 1, (256,), 1, 1, 3)
 MADE = [step for step in STEPS if step != "tasks"]
 
 PICTURES = {
-    "attention_similarity_along_the_text.png",
-    "attention_weight_of_tokens_over_steps.png",
-    "caught_mass_by_part_at_10_percent.png",
-    "caught_mass_by_part_at_20_percent.png",
     "needles_and_cost_by_alpha_and_ratio.png",
     "needles_found_by_attended_share.png",
     "needles_found_by_kind.png",
@@ -31,12 +27,9 @@ PICTURES = {
     "perplexity_along_the_text.png",
     "perplexity_by_attended_share.png",
     "perplexity_by_context_with_64_tokens.png",
-    "queries_that_need_few_keys_by_length.png",
-    "recall_of_heaviest_tokens_by_partial_ratio.png",
     "tokens_needed_for_90_percent_of_attention.png",
 }
 TABLES = {
-    "ablation.md",
     "analysis.md",
     "perplexity.md",
     "perplexity_by_context.md",
@@ -72,7 +65,7 @@ def test_every_table_and_figure_is_made_once(
 def test_steps_run_in_processes_of_their_own(tmp_path: Path) -> None:
     book = tmp_path / "arrow.txt"
     book.write_text(BOOK.read_text(encoding="utf-8")[:6000], encoding="utf-8")
-    size = PaperSize(256, 1, (0.3,), 1, 1, 1, (64,), 1, 1, 3)
+    size = PaperSize(256, 1, (0.3,), 1, 1, (64,), 1, 1, 3)
     jobs = [PaperJob(model, "lengths", size, book, tmp_path) for model in ("reference-opt", "no/such/model/at/all")]
     with pytest.raises(OffloadError, match="no/such/model"):
         run_jobs(jobs, 2)

@@ -5,222 +5,22 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.architectures import VOCAB, architecture
-from support.tiny_models import tiny_model
-from transformers import PreTrainedModel
 
-from offload_rt import LLM
-from offload_rt.errors import ConfigError, InputError, PoolFullError
-from offload_rt.eval.core.model_under_test import (
-    ModelUnderTest,
-    Scored,
-    Text,
-    Variant,
-    encode_text,
-    grid,
-    pool_settings,
-)
+from offload_rt.errors import ConfigError, InputError
+from offload_rt.eval.core.model_under_test import ModelUnderTest, encode_text
 from offload_rt.eval.core.report import Column, Report, RowStore
 from offload_rt.eval.core.stats import Interval, paired_bootstrap, perplexity_change, ratio_error, share_error
-from offload_rt.eval.core.teacher_forced import LayerView, score_layerwise
+from offload_rt.eval.core.variants import Scored, Text, Variant, grid
 from offload_rt.eval.quality.perplexity import CHUNK, PerplexityConfig, _chunks, costs, cut_windows, run_perplexity
 from offload_rt.models.loading import load_model
 from offload_rt.policies.options import InfiniGenOptions
-from offload_rt.policies.registry import make_policy
-from offload_rt.skewing.calibrate import cached_artifact
 
 BOOK = Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt"
-
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "full": ("full", {}),
-    "default": ("infinigen", {"recent": 8, "max_fraction": 0.3}),
-    "paper": ("infinigen", {"preset": "paper"}),
-    "normed": ("infinigen", {"source": "normed_input", "recent": 4, "sinks": 1, "dense_layers": ()}),
-    "repair": (
-        "infinigen",
-        {"preset": "rows", "scorer": "int4", "recent": 4, "budget": 0.1, "max_fraction": 0.6, "max_missed_mass": 0.05},
-    ),
-    "oracle": ("oracle", {"budget": 0.25, "recent": 8}),
-    "streaming": ("streaming", {"budget": 0.25, "recent": 8}),
-    "h2o": ("h2o", {"budget": 0.25, "recent": 8}),
-    "quest": ("quest", {"budget": 0.25, "recent": 8}),
-}
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return [int(i) for i in np.random.default_rng(seed).integers(1, 199, size=count)]
-
-
-def by_layer(
-    model: PreTrainedModel,
-    policy: str,
-    options: dict[str, Any],
-    ids: Sequence[int],
-    start: int,
-    engine: dict[str, Any] | None = None,
-) -> Any:
-    loaded = load_model(model)
-    adapter = loaded.adapter
-    made = make_policy(
-        policy,
-        options,
-        geometry=adapter.geometry,
-        device=adapter.device,
-        dtype=adapter.dtype,
-        artifact=lambda method: cached_artifact(loaded, method),
-    )
-    return score_layerwise(adapter, made, ids, start, start + 1, pool=pool_settings(engine or {}))
-
-
-ARCHITECTURES = ("llama", "mistral", "qwen3", "opt", "gpt2")
-CELLS = [
-    (name, architecture)
-    for i, name in enumerate(VARIANTS)
-    for j, architecture in enumerate(ARCHITECTURES)
-    if "OFFLOAD_RT_STRESS" in os.environ or j == 0 or (i + j) % 3 == 0
-]
-"""All of them in `make stress PART=composition`."""
-
-
-@pytest.mark.parametrize(("name", "architecture"), CELLS)
-def test_layer_by_layer_equals_step_by_step(architecture: str, name: str) -> None:
-    """In float64 only rounding differs, and never a choice: 1e-9 is far below what one other token would change."""
-    policy, options = VARIANTS[name]
-    model = tiny_model(architecture).double()
-    ids, start = tokens(130), 105
-    steps = LLM(model, policy=policy, policy_options=options).score([ids[: start + 1]], [ids[start + 1 :]])[0]
-    layers = by_layer(model, policy, options, ids, start)
-    assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-9)
-    assert layers.is_greedy == steps.is_greedy
-    stats = steps.stats
-    shares = layers.fractions
-    assert shares.link == pytest.approx(stats.fetched_fraction, abs=1e-12)
-    assert shares.attended == pytest.approx(stats.exact_fraction, abs=1e-12)
-    assert shares.sparse_link == pytest.approx(stats.sparse_fetched_fraction, abs=1e-12)
-    assert shares.sparse_attended == pytest.approx(stats.sparse_exact_fraction, abs=1e-12)
-    sampled = [masses for step, masses in layers.trace.missed if step % 16 == 0]
-    for (_, theirs), ours in zip(stats.missed_by_step, sampled, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-9)
-
-
-@pytest.mark.parametrize("name", ["full", "default"])
-def test_chunks_are_those_of_the_steps(name: str) -> None:
-    """Layers whose windows stand (Llama 4), past several of them; its norms compute in float32."""
-    policy, options = VARIANTS[name]
-    model = architecture("llama4").double()
-    ids, start = [token % VOCAB for token in tokens(70)], 40
-    steps = LLM(model, policy=policy, policy_options=options).score([ids[: start + 1]], [ids[start + 1 :]])[0]
-    layers = by_layer(model, policy, options, ids, start)
-    assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-6)
-    assert layers.fractions.attended == pytest.approx(steps.stats.exact_fraction, abs=1e-12)
-
-
-CHUNK_BYTES = 2 * 4 * 2 * 16 * 64 * 8
-"""Of the tiny Llama and GPT-2 in float64."""
-
-FIFO = {"policy": "fifo", "protect": "none"}
-
-BOUNDED: list[tuple[str, Any, int, dict[str, Any]]] = [
-    *((name, "counter", 90, {}) for name in ("full", "default", "paper", "oracle", "repair")),
-    ("default", "lru", 90, {}),
-    ("default", FIFO, 90, {}),
-    ("default", "counter", 1, {}),
-    ("default", "lru", 90, {"kv_cache_dtype": "int8"}),
-    ("default", FIFO, 90, {"kv_cache_dtype": "int8"}),
-]
-"""Variant, eviction, tokens prefilled, more settings of the pool."""
-
-
-@pytest.mark.parametrize("name", ["full", "default", "paper", "oracle", "h2o", "repair"])
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int2"])
-def test_rounded_rows_layer_by_layer(name: str, kv_cache_dtype: str) -> None:
-    """As above, rows rounded where they are not resident."""
-    (policy, options), model = VARIANTS[name], tiny_model("llama").double()
-    ids, start, engine = tokens(140), 110, {"kv_cache_dtype": kv_cache_dtype}
-    steps = LLM(model, policy=policy, policy_options=options, **engine).score([ids[: start + 1]], [ids[start + 1 :]])[0]
-    layers = by_layer(model, policy, options, ids, start, engine)
-    assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-9)
-    assert layers.fractions.link == pytest.approx(steps.stats.fetched_fraction, abs=1e-12)
-
-
-@pytest.mark.parametrize(("name", "eviction", "start", "more"), BOUNDED)
-def test_a_bounded_pool_layer_by_layer(name: str, eviction: Any, start: int, more: dict[str, Any]) -> None:
-    """As above in two chunks, from the 129th token on over victims."""
-    (policy, options), model = VARIANTS[name], tiny_model("llama").double()
-    ids = tokens(160)
-    limit = 2 * CHUNK_BYTES if not more else 2 * 2 * 4 * 2 * 64 * (16 + 4)
-    engine = {"host_memory": limit, "eviction": eviction, **more}
-    llm = LLM(model, policy=policy, policy_options=options, **engine)
-    steps = llm.score([ids[: start + 1]], [ids[start + 1 :]], start)[0]
-    layers = by_layer(model, policy, options, ids, start, engine)
-    assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-9)
-    assert layers.fractions.attended == pytest.approx(steps.stats.exact_fraction, abs=1e-12)
-    assert steps.stats.kv_bytes_host == limit
-    free = by_layer(model, policy, options, ids, start, more)
-    room = 128 - start  # the token at 128 is the first to overwrite, and predicts the next one
-    assert layers.logprobs[: room - 1] == free.logprobs[: room - 1]
-    assert layers.logprobs[room:] != free.logprobs[room:]
-
-
-def test_a_pool_that_is_too_small_is_an_error_on_both_paths() -> None:
-    model, ids = tiny_model("llama").double(), tokens(150)
-    with pytest.raises(PoolFullError, match="raise host_memory"):
-        by_layer(model, "full", {}, ids, 90, {"host_memory": 2 * CHUNK_BYTES})
-    with pytest.raises(PoolFullError, match="raise host_memory"):
-        by_layer(model, "full", {}, ids, 140, {"host_memory": 2 * CHUNK_BYTES, "eviction": "lru"})
-
-
-def test_nothing_prefilled_is_the_paper_s_simulation() -> None:
-    """With decode_from 0 and 1 every position goes through the policy, in both paths."""
-    model = tiny_model("llama").double()
-    ids = tokens(100)
-    for start in (0, 1):
-        steps = LLM(model, policy="infinigen", policy_options={"recent": 4}).score([ids[:2]], [ids[2:]], start)[0]
-        layers = by_layer(model, "infinigen", {"recent": 4}, ids, start)
-        assert layers.logprobs[1 - start :] == pytest.approx(steps.logprobs, abs=1e-9)
-
-
-def test_layer_by_layer_full_is_transformers() -> None:
-    model = tiny_model("llama").double()
-    ids = tokens(120)
-    with torch.no_grad():
-        expected = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
-    wanted = [float(expected[i, ids[i + 1]]) for i in range(60, 119)]
-    assert by_layer(model, "full", {}, ids, 60).logprobs == pytest.approx(wanted, abs=1e-9)
-
-
-def test_observer_sees_what_was_attended() -> None:
-    loaded = load_model(tiny_model("llama"))
-    options = {"budget": 0.25, "recent": 8, "sinks": 2}
-    adapter = loaded.adapter
-    policy = make_policy(
-        "oracle",
-        options,
-        geometry=adapter.geometry,
-        device=adapter.device,
-        dtype=adapter.dtype,
-        artifact=lambda method: cached_artifact(loaded, method),
-    )
-    seen: list[LayerView] = []
-    score_layerwise(adapter, policy, tokens(80), 60, 61, observe=seen.append)
-    assert [view.layer for view in seen] == list(range(adapter.geometry.layers))
-    assert torch.equal(seen[0].attended, seen[0].causal.expand_as(seen[0].attended))
-    for view in seen[1:]:
-        assert view.guess is not None
-        for t in range(19):
-            length = 60 + t + 1
-            assert view.attended[:, t].sum(1).tolist() == [length // 4] * 2
-            assert view.attended[:, t, :2].all()
-            assert view.attended[:, t, length - 8 : length].all()
-            assert not view.attended[:, t, length:].any()
 
 
 def test_bootstrap_interval_covers_and_pairs() -> None:
@@ -232,7 +32,7 @@ def test_bootstrap_interval_covers_and_pairs() -> None:
     true = math.expm1((worse - base).mean() / 100)
     assert interval.value == pytest.approx(true, rel=1e-12)
     assert interval.low < true < interval.high
-    assert interval.excludes_zero  # unpaired windows differ twenty times more than the policies do
+    assert interval.low > 0  # unpaired windows differ twenty times more than the policies do
     assert interval.high - interval.low == pytest.approx(2 * 1.96 * 0.01 / math.sqrt(60), rel=0.25)
     again = paired_bootstrap(worse, base, weights, change=perplexity_change)
     assert again == interval
@@ -248,10 +48,9 @@ def test_decoding_chunks_are_means_of_whole_chunks() -> None:
 
 def test_costs_are_means_over_texts_of_what_was_measured() -> None:
     dense = Scored([1.0], [True], 1.0, 0.9, 0.0, 0.0, None, None)
-    sparse = [Scored([1.0], [True], 0.2, 0.1, 0.15, 0.05, m, 2 * m, 3 * m, 4 * m) for m in (0.1, 0.2)]
+    sparse = [Scored([1.0], [True], 0.2, 0.1, 0.15, 0.05, m, 2 * m) for m in (0.1, 0.2)]
     found = costs([dense, *sparse])
     assert (found["missed"], found["missed_worst"]) == pytest.approx((0.15, 0.3))
-    assert (found["output_error"], found["output_error_worst"]) == pytest.approx((0.45, 0.6))
     assert (found["attended"], found["link"]) == pytest.approx((1.4 / 3, 1.1 / 3))
     assert (found["sparse_attended"], found["sparse_link"]) == pytest.approx((0.1, 0.1 / 3))
     assert costs([dense])["missed"] is None
@@ -357,20 +156,6 @@ def test_a_row_is_known_by_what_its_options_mean() -> None:
     named = tested.key(Variant("infinigen", {"recent": InfiniGenOptions().recent}))
     assert plain["lineage"] == named["lineage"] != recent["lineage"]
     assert tested.key(Variant("full"))["lineage"] == "exact"
-
-
-def test_both_paths_give_one_row(tmp_path: Path) -> None:
-    text = BOOK.read_text(encoding="utf-8")[:8_000]
-    config = PerplexityConfig(context=96, windows=2, decode_from=64)
-    rows = [
-        run_perplexity(
-            ModelUnderTest("reference", path=path), text, "t", [Variant("infinigen", {"recent": 8})], config, out
-        )
-        for path, out in (("layers", tmp_path / "a"), ("steps", tmp_path / "b"))
-    ]
-    ours, steps = rows[0].rows[0], rows[1].rows[0]
-    for key in ("bits_per_byte", "attended", "link", "sparse_attended"):
-        assert ours[key] == pytest.approx(steps[key], abs=2e-5)  # bfloat16-free float32 rounding over 62 tokens
 
 
 def test_rows_are_whole_or_absent(tmp_path: Path) -> None:

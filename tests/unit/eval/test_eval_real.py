@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offload_rt.cli import main
-from offload_rt.eval.core import model_under_test
-from offload_rt.eval.core.model_under_test import ModelUnderTest, Variant
+from offload_rt.eval.core.model_under_test import ModelUnderTest
 from offload_rt.eval.core.needles import KINDS
-from offload_rt.eval.core.teacher_forced import Prefix
-from offload_rt.eval.quality.ablation import parts
+from offload_rt.eval.core.variants import Variant
 from offload_rt.eval.quality.tasks.haystack import sentences
 from offload_rt.eval.suites.real import PARTS, Real, RealSize, compared, estimated, looked_up
-from offload_rt.models.adapter import ModelAdapter
 
 ROOT = Path(__file__).parents[3]
 BOOK = ROOT / "offload_rt" / "data" / "black_arrow.txt"
@@ -42,22 +39,19 @@ def rows(path: Path) -> list[dict[str, object]]:
 
 
 def test_a_part_goes_on_where_it_stopped(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tested, said = ModelUnderTest(str(MODEL)), list[str]()
-    late = Real(tested, RealSize(1, 8, 1, 1, (96,)), tmp_path, data, time.monotonic() - 1, said.append)
-    PARTS["bytes"](late)
-    assert rows(tmp_path / "bytes.json") == [] and said == []
-    part = Real(tested, late.size, tmp_path, data, time.monotonic() + 600, said.append)
-    PARTS["bytes"](part)
-    first = rows(tmp_path / "bytes.json")
-    names = [row["variant"] for row in first]
-    assert names[:4] == ["full", "full kv_cache_dtype=int8", "full kv_cache_dtype=int4", "full kv_cache_dtype=int2"]
-    assert len(said) == len(first) - 1 == 8
-    assert all(row["context"] == 96 and row["text"] == "war_and_peace.txt" for row in first)
+    said: list[str] = []
+    chosen = [Variant("full"), *(Variant("streaming", {"budget": budget}) for budget in (0.25, 0.5))]
+    part = small(data, tmp_path, said.append, *chosen)
+    PARTS["perplexity"](replace(part, until=0.0))
+    assert rows(tmp_path / "perplexity.json") == [] and said == []
+    PARTS["perplexity"](part)
+    first = rows(tmp_path / "perplexity.json")
+    texts = ("war_and_peace.txt", "standard library (Python)", "wikitext-2 valid_raw.txt")
+    assert [(row["text"], row["variant"]) for row in first] == [(t, v.label) for t in texts for v in chosen]
+    assert len(said) == 3 * 2 and all(row["context"] == 96 for row in first)
     monkeypatch.setattr(ModelUnderTest, "score", lambda *arguments: pytest.fail("measured again"))
-    PARTS["bytes"](replace(part, out=tmp_path, until=0.0))
-    assert rows(tmp_path / "bytes.json") == first, "what is measured is shown, late or not"
-    PARTS["bytes"](part)
-    assert rows(tmp_path / "bytes.json") == first
+    PARTS["perplexity"](replace(part, until=0.0))
+    assert rows(tmp_path / "perplexity.json") == first, "what is measured is shown, late or not"
 
 
 def test_what_is_compared() -> None:
@@ -89,64 +83,18 @@ def small(data: Path, out: Path, say: Callable[[str], None], *chosen: Variant, w
     return Real(ModelUnderTest(str(MODEL)), size, out, data, time.monotonic() + 600, say, chosen)
 
 
-def test_the_ablation_has_a_row_for_every_part(data: Path, tmp_path: Path) -> None:
-    """Also for skew="none", which only `ModelUnderTest` knows."""
-    PARTS["ablation"](small(data, tmp_path, lambda line: None))
-    names = [row["variant"] for row in rows(tmp_path / "ablation.json")]
-    assert names[1:] == [variant.label for _, variant in parts(0.05)]
-
-
-def test_needles_are_prefilled_and_told_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for one kind's passages."""
+def test_needles_are_told_kind_by_kind_and_late_ones_not(data: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    made: list[Prefix] = []
-    prefill = model_under_test.prefill_layers
-
-    def counted(adapter: ModelAdapter, tokens: Sequence[int]) -> Prefix:
-        made.append(prefill(adapter, tokens))
-        monkeypatch.setattr(model_under_test, "PREFIX_BYTES", made[0].nbytes * 3 // 2)
-        return made[-1]
-
-    monkeypatch.setattr(model_under_test, "prefill_layers", counted)
     real = small(data, tmp_path, said.append, Variant("full"), Variant("streaming", {"budget": 0.5}))
     PARTS["needles"](replace(real, size=replace(real.size, contexts=(512,))))
     labels = ("full", "streaming budget=0.5")
     assert [line.split(": ")[0] for line in said] == [
         f"512 tokens, {kind}, {name}" for kind in KINDS for name in labels
     ]
-    assert len(made) == len(KINDS)
     assert len(rows(tmp_path / "retrieval.json")) == 2
     late = replace(real, size=replace(real.size, contexts=(544,)), until=time.monotonic() - 1)
     PARTS["needles"](late)
     assert [row["variant"] for row in rows(tmp_path / "retrieval.json")] == ["full"]
-
-
-def test_a_table_keeps_the_rows_of_other_runs(data: Path, tmp_path: Path) -> None:
-    """Of other texts, sizes and variants; those whose model or words meant something else then are left out."""
-
-    def shown() -> list[tuple[object, ...]]:
-        return [tuple(row[key] for key in ("text", "windows", "variant")) for row in rows(tmp_path / "perplexity.json")]
-
-    novel, wiki = "war_and_peace.txt", "wikitext-2 valid_raw.txt"
-    half = Variant("streaming", {"budget": 0.5})
-    first = small(data, tmp_path, lambda line: None, Variant("full"), half)
-    PARTS["perplexity"](replace(first, size=replace(first.size, texts=("novel",))))
-    PARTS["perplexity"](replace(first, size=replace(first.size, texts=("wikipedia",)), chosen=first.chosen[:1]))
-    assert shown() == [(novel, 1, "full"), (novel, 1, half.label)]
-    quarter = Variant("streaming", {"budget": 0.25})
-    more = small(data, tmp_path, lambda line: None, Variant("full"), quarter, windows=2)
-    PARTS["perplexity"](replace(more, size=replace(more.size, texts=("novel", "wikipedia"))))
-    old = [(novel, 1, "full"), (novel, 1, half.label)]
-    new = [(text, 2, label) for text in (novel, wiki) for label in ("full", quarter.label)]
-    assert sorted(shown()) == sorted(old + new)
-    path = tmp_path / "perplexity.json"
-    held = json.loads(path.read_text())
-    held["rows"][0]["lineage"] = "of other defaults"
-    held["rows"][1]["options"] = {"budgt": 0.5}
-    path.write_text(json.dumps(held))
-    gone = shown()[:2]
-    PARTS["perplexity"](replace(more, chosen=(), size=replace(more.size, texts=("novel",)), until=0.0))
-    assert not set(gone) & set(shown()) and len(shown()) == 4
 
 
 def test_mistakes_are_one_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

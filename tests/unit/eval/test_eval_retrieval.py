@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from offload_rt.errors import ConfigError, InputError
-from offload_rt.eval.core.model_under_test import ModelUnderTest, Scored, Text, Variant
+from offload_rt.eval.core.model_under_test import ModelUnderTest
 from offload_rt.eval.core.needles import KINDS, LINKED, NAMES, Haystack
+from offload_rt.eval.core.variants import Scored, Text, Variant
 from offload_rt.eval.quality.retrieval import (
     RetrievalConfig,
     accuracies,
@@ -89,9 +90,9 @@ def test_a_kind_told_in_other_words_is_measured_again_and_no_other(
     asked: list[str] = []
     score = ModelUnderTest.score
 
-    def counted(self: ModelUnderTest, variant: Variant, texts: Sequence[Text], *more: Any) -> list[Scored]:
+    def counted(self: ModelUnderTest, variant: Variant, texts: Sequence[Text]) -> list[Scored]:
         asked.extend(self.loaded.tokenizer.decode(text.tokens[text.scored_from :]) for text in texts)
-        return score(self, variant, texts, *more)
+        return score(self, variant, texts)
 
     monkeypatch.setattr(ModelUnderTest, "score", counted)
     first = run_retrieval(tested, BOOK, "arrow", variants, config, tmp_path).rows

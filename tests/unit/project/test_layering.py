@@ -82,7 +82,7 @@ def circles(graph: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[list[str
     return sorted(sorted(".".join(name) for name in knot) for knot in knots if knot)
 
 
-EVAL_ORDER = ("core", "quality speed simulate serving", "suites", "measures", "cli")
+EVAL_ORDER = ("core", "quality speed", "suites", "measures", "cli")
 EVAL_RANK = {folder: rank for rank, folders in enumerate(EVAL_ORDER) for folder in folders.split()}
 
 

@@ -25,7 +25,6 @@ from offload_rt.cli import main
 from offload_rt.engine.recording import Recording
 from offload_rt.errors import InputError, ModelError, StoreError
 from offload_rt.eval.core.report import RowStore
-from offload_rt.eval.simulate.store import read_trace
 from offload_rt.sessions.catalog import delete_stored, export_text, find_stored, read_catalog
 from offload_rt.sessions.history import History, document_name
 from offload_rt.skewing.artifact import SkewArtifact
@@ -191,18 +190,12 @@ def written(folder: Path) -> dict[str, Callable[[Path], Any]]:
     (folder / "tuned").mkdir()
     (folder / "tuned" / "policy.json").write_text(TunedPolicy("infinigen", {"recent": 8}, "f").text())
     RowStore(folder / "rows").put({"suite": "x"}, {"value": 1.5})
-    request = {"input_length": 500, "output_length": 9}
-    trace = [request | {"timestamp": 1000 * i, "hash_ids": [i]} for i in range(5)]
-    (folder / "trace").mkdir()
-    (folder / "trace" / "trace.jsonl").write_text("\n".join(map(json.dumps, trace)) + "\n")
     (folder / "text").mkdir()
     (folder / "text" / "book.txt").write_text("It was a dark and stormy night.\n" * 30)
     (folder / "chapters").mkdir()
     (folder / "chapters" / "novel.txt").write_text("Title\n\nCHAPTER 1\n\nOnce\n\nCHAPTER 2\n\nupon")
     (folder / "chapters" / "novel.txt.chapters").write_text("5\n22\n")
-    (folder / "answers").mkdir()
-    (folder / "answers" / "out.jsonl").write_text('{"question": "a", "answer": "b"}\n' * 2)
-    novel, questions = load_example("generate_document"), load_example("answer_many")
+    novel = load_example("generate_document")
 
     def chapters(place: Path) -> None:
         with suppress(OSError, UnicodeDecodeError):  # errors of the user's own document
@@ -214,14 +207,12 @@ def written(folder: Path) -> dict[str, Callable[[Path], Any]]:
         "recording": lambda place: list(Recording.open(place).steps()),
         "tuned": lambda place: default_options(place, "infinigen", {}, None),
         "rows": lambda place: RowStore(place).get({"suite": "x"}),
-        "trace": lambda place: read_trace(place / "trace.jsonl"),
         "text": lambda place: (read_text(str(place / "book.txt")), read_prompts(str(place / "book.txt"))),
         "chapters": chapters,
-        "answers": lambda place: questions.answered(place / "out.jsonl", ["a", "a"]),
     }
 
 
-KINDS = ("artifact", "recording", "tuned", "rows", "trace", "text", "chapters", "answers")
+KINDS = ("artifact", "recording", "tuned", "rows", "text", "chapters")
 
 
 @pytest.mark.parametrize("kind", KINDS)

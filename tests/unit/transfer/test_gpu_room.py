@@ -20,26 +20,22 @@ from support.tiny_models import tiny_checkpoint
 
 from offload_rt.cli import main
 from offload_rt.errors import InputError, MemoryLimitError
-from offload_rt.eval.speed import hardware, kernels
+from offload_rt.eval.speed import kernels
 from offload_rt.eval.suites import gpu, gpu_parts, gpu_readme, programs
-from offload_rt.eval.suites.gpu_job import SMALL, GpuJob, GpuSize
+from offload_rt.eval.suites.gpu_parts import SMALL, GpuJob, GpuSize
 
 CPU = torch.device("cpu")
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 
 TINY = replace(
     SMALL,
-    hardware=replace(hardware.SMALL, rows=8, launches=2, repeats=1),
-    kernels=kernels.KernelSize(128, 0.05, 2, 32, 16, 1),
-    shape="tiny",
-    layers=None if ALL else 1,
-    contexts=(128, 192) if ALL else (128,),
+    kernels=kernels.KernelSize(1 << 12, 128, 0.05, 2, 32, 16, 1),
+    decode=replace(SMALL.decode, shape=("tiny",), layers=None if ALL else 1, contexts=(128, 192) if ALL else (128,)),
     prompts=(96, 128),
     histories=(80,),
     policies=("--policies", "infinigen,h2o,quest,streaming" if ALL else "infinigen", "--budgets", "0.2"),
     perplexity=("--context", "24", "--windows", "1", "--set", "sinks=1", "--set", "recent=2"),
     needles=("--lengths", "160", "--passages", "1", "--kinds", "single"),
-    train=("cuda",),
 )
 
 
@@ -58,19 +54,16 @@ def test_without_a_device_every_part_says_so(capsys: pytest.CaptureFixture[str],
 
 
 def program(command: Sequence[str], limit: float, **variables: str) -> tuple[int, str]:
-    """Run evaluations in this process, where the device is simulated. For pytest and training, which run in separate
-    processes, only write their result files."""
+    """Run evaluations in this process, where the device is simulated. For pytest, which runs in a separate process,
+    only write its result file."""
     assert limit <= gpu_parts.LIMIT
     if tuple(command[: len(programs.CLI)]) == programs.CLI:
         return main(list(command[len(programs.CLI) :])), ""
-    report = [word.removeprefix("--junitxml=") for word in command if word.startswith("--junitxml=")]
-    if report:
-        wrong = int("racecheck" in command)
-        Path(report[0]).write_text(f'<r><testsuite tests="3" failures="{wrong}" errors="0" skipped="1"/></r>')
-        return wrong, "seen"
-    gpu_parts.RUNS.mkdir(parents=True, exist_ok=True)
-    (gpu_parts.RUNS / "log.jsonl").write_text('{"step": 8, "tokens": 9, "loss": 1.5, "tokens_per_second": 7}\n')
-    return programs.STOPPED, ""
+    assert all((programs.ROOT / word).exists() for word in command if word.startswith("tests/"))
+    [report] = [word.removeprefix("--junitxml=") for word in command if word.startswith("--junitxml=")]
+    wrong = int("racecheck" in command)
+    Path(report).write_text(f'<r><testsuite tests="3" failures="{wrong}" errors="0" skipped="1"/></r>')
+    return wrong, "seen"
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +93,6 @@ def run_all_parts(out: Path, data: Path) -> Path:
         patch.setattr(kernels, "REPLAYED", 2)
         for name, value in {"KV_HEADS": 1, "GROUP": 2, "D": 32}.items():
             patch.setattr(kernels, name, value)
-        patch.setattr(gpu_parts, "RUNS", out / "runs")
         patch.setattr(programs, "run_program", program)
         patch.setattr(gpu_parts.shutil, "which", lambda name: name)
         patch.setattr(gpu, "_nvidia_smi", lambda: dict.fromkeys(gpu.QUERY, "1"))
@@ -122,26 +114,16 @@ def test_every_result_says_on_what_it_was_measured(results: Path) -> None:
         assert about["commit"] and about["versions"]["torch"] and about["finished"] and about["device_memory"]
 
 
-def test_what_only_hardware_can_settle_comes_first(results: Path) -> None:
-    assert next(iter(gpu_parts.PARTS)) == "device"
-    found = read(results, "device")["results"]
-    assert set(found["launch"]) == {"torch", "triton", "fork and join", "graph, of torch"}
-    assert [(one["way"], one["work"]) for one in found["overlap"]] == [
-        (way, work) for work in ("matrix by matrix", "row by matrix") for way in ("gather kernel", "copy engine")
-    ]
-    assert found["capture"]["right"] is True and found["capture"]["waits"] > 0
-    assert found["page-locking"]["seconds"] > 0
-
-
 def test_every_part_is_of_less_than_ten_minutes() -> None:
     assert all(part.minutes < 10 for part in gpu_parts.PARTS.values())
 
 
 def test_all_baselines_are_timed(results: Path) -> None:
     found = read(results, "decode")["results"]
-    assert {t["context"] for t in found["timings"]} == set(TINY.contexts)
-    assert len({t["name"] for t in found["timings"]}) + len(found["skipped"]) == len(TINY.baselines)
-    assert all("optimum-quanto" in line for line in found["skipped"])
+    skipped = found["about"]["skipped"]
+    assert {row["context"] for row in found["rows"]} == set(TINY.decode.contexts)
+    assert len({row["name"] for row in found["rows"]}) + len(skipped) == len(TINY.decode.baselines)
+    assert all("optimum-quanto" in line for line in skipped)
 
 
 def test_accuracy_is_of_every_policy(results: Path) -> None:
@@ -222,7 +204,7 @@ def test_a_part_that_fails_says_what_to_do_and_keeps_what_it_found(
 def test_parts_run_in_processes_of_their_own_and_those_that_failed_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    codes = {"device": 1, "tests": programs.STOPPED}
+    codes = {"kernels": 1, "tests": programs.STOPPED}
 
     def ended(command: Sequence[str], limit: float) -> tuple[int, str]:
         part = command[command.index("--part") + 1]
@@ -231,7 +213,7 @@ def test_parts_run_in_processes_of_their_own_and_those_that_failed_are_named(
     monkeypatch.setattr(gpu, "run_program", ended)
     assert gpu.run_gpu(None, "cpu", True, tmp_path) == 1
     said = capsys.readouterr().out
-    assert "device: failed; make gpu PART=device runs it again" in said and "tests: stopped after" in said
+    assert "kernels: failed; make gpu PART=kernels runs it again" in said and "tests: stopped after" in said
     assert all(f"{part}: said" in said for part in gpu_parts.PARTS) and said.count("failed") == 1
 
 
@@ -246,10 +228,9 @@ def test_nvidia_smi_is_asked_and_where_it_fails_torch_is(tmp_path: Path, monkeyp
         assert gpu._nvidia_smi() == {"name": "simulated"}
 
 
-def test_on_a_cpu_the_first_part_runs_too(tmp_path: Path) -> None:
-    assert main(["eval", "gpu", "--part", "device", "--device", "cpu", "--small", "--out", str(tmp_path)]) == 0
-    found = read(tmp_path, "device")["results"]
-    assert "skipped" in found["capture"] and "skipped" in found["page-locking"] and len(found["overlap"]) == 4
+def test_on_a_cpu_a_part_runs_too(tmp_path: Path) -> None:
+    assert main(["eval", "gpu", "--part", "kernels", "--device", "cpu", "--small", "--out", str(tmp_path)]) == 0
+    assert all(row["error"] <= 1 for row in read(tmp_path, "kernels")["results"]["rows"])
 
 
 # ------------------------------------------------------------------------------------------------- the documentation
@@ -267,13 +248,13 @@ def test_the_section_is_made_from_the_files_alone(results: Path, tmp_path: Path)
     gpu_readme.write_readme(readme, folder)
     text = readme.read_text()
     assert text.startswith("before\n\n") and text.endswith("\n\nafter\n") and "written before" not in text
-    decode = read(results, "decode")["results"]["timings"]
+    decode = read(results, "decode")["results"]["rows"]
     for name in {t["name"] for t in decode}:
         assert " | ".join([f"| {name}", *(f"{t['median']:.1f}" for t in decode if t["name"] == name)]) in text
-    for what in ("The machine", "A decode step", "Kernels", "Prefill", "Accuracy", "Training"):
+    for what in ("A decode step", "Kernels", "Prefill", "Accuracy"):
         assert f"**{what}**" in text
     assert "**First token of a session's next turn**" in text
-    assert "racecheck | 1 | 1 | 1" in text and "Not run" not in text and "replays right" in text
+    assert "racecheck | 1 | 1 | 1" in text and "Not run" not in text
     assert f"![Time per token over context](results/{gpu_readme.PICTURE})" in text
     assert (folder / gpu_readme.PICTURE).stat().st_size > 5_000
     once = readme.read_bytes()

@@ -1,0 +1,107 @@
+"""Resident memory of contexts on disk stays within 64 MiB of `host_memory`, under selection and full attention."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload_rt.core import ModelGeometry, Selection, Visible
+from offload_rt.kv_cache.disk.disk_tier import DiskTier
+from offload_rt.kv_cache.disk.speed import DiskSpeed
+from offload_rt.kv_cache.pool import HostPool
+from offload_rt.model_runner.attention import attend
+from offload_rt.transfer.disk import DiskLink
+from offload_rt.utils.allocator import give_back
+
+SINKS, RECENT, KV_HEADS, D = 4, 64, 2, 64
+HOST = 0.25
+"""Of the KV of the context."""
+
+
+def peak(reset: bool) -> int:
+    """Return the peak resident memory in bytes, after resetting it if asked."""
+    if reset:
+        gc.collect()
+        give_back()
+        Path("/proc/self/clear_refs").write_text("5")
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
+
+
+def selections(layers: int, context: int, steps: int) -> list[list[torch.Tensor]]:
+    """Draw 5 % of the context for each step and layer, four of five from the step before."""
+    generator = torch.Generator().manual_seed(0)
+    count, room = context // 20, context - SINKS - RECENT
+    held = [torch.randperm(room, generator=generator)[:count] for _ in range(layers * KV_HEADS)]
+    found = []
+    for _ in range(steps):
+        found.append([torch.stack(held[i : i + KV_HEADS]).sort().values + SINKS for i in range(0, len(held), KV_HEADS)])
+        for i, own in enumerate(held):
+            kept = own[torch.randperm(count, generator=generator)[: count * 4 // 5]]
+            fresh = torch.randperm(room, generator=generator)[:count]
+            held[i] = torch.cat((kept, fresh[~torch.isin(fresh, kept)]))[:count]
+    return found
+
+
+@torch.inference_mode()
+def over_limit(folder: Path, context: int, layers: int, steps: int, selects: bool) -> int:
+    """Decode `steps` tokens and return the bytes by which the peak resident memory exceeds `host_memory`."""
+    geometry = ModelGeometry(
+        layers, 14 * D, 14, KV_HEADS, D, vocab=2, scales=(D**-0.5,) * layers, windows=(None,) * layers,
+        max_positions=1 << 30, absolute_positions=False, default_alpha=4.0,
+    )  # fmt: skip
+    size, dtype = geometry.kv_bytes(context, torch.bfloat16), torch.bfloat16
+    drawn = selections(layers, context, steps) if selects else [None] * steps
+    before, limit = peak(reset=True), int(HOST * size)
+    room = geometry.kv_bytes(context + context // 64 + 4096, dtype)
+    pool = HostPool(geometry, dtype, limit, disk=DiskTier(folder, room, DiskSpeed(20e-6, 1e-9)))
+    link, blocks = DiskLink(pool, geometry, torch.device("cpu")), pool.new_block_table(context)
+    k, v = torch.randn(2, KV_HEADS, 4096, D).to(dtype)
+    for layer in range(layers):
+        for start in range(0, context, 4096):
+            pool.write(blocks, layer, start, k, v)
+    pool.commit(blocks, context)
+    give_back()  # as the runner does after a prompt
+    link.storage.open(blocks, SINKS, RECENT)
+    q, row = torch.randn(14, D).to(dtype), torch.randn(KV_HEADS, 1, D).to(dtype)
+    for step in drawn:
+        position = blocks.length
+        pool.reserve(blocks, position + 1)
+        visible = Visible.of(position + 1, sinks=SINKS, recent=RECENT, window=None)
+        chosen = [None if step is None else Selection(tokens) for tokens in step or [None] * layers]
+        fetched = link.rows.fetch(blocks, 0, visible, chosen[0])
+        for layer in range(layers):
+            link.storage.append(blocks, layer, position, row, row)
+            upcoming = link.rows.fetch(blocks, layer + 1, visible, chosen[layer + 1]) if layer + 1 < layers else fetched
+            attend(q, fetched.wait(), geometry.scales[layer])
+            fetched = upcoming
+        pool.commit(blocks, position + 1)
+    return peak(reset=False) - before - limit
+
+
+def measured(folder: Path, context: int, layers: int) -> dict[str, int]:
+    """Measure full attention and selection. A small run before loads the libraries."""
+    over_limit(folder, 8192, 1, 2, True)
+    steps = {"full": (2, False), "selected": (24, True)}
+    return {what: over_limit(folder, context, layers, *how) for what, how in steps.items()}
+
+
+@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="a GB to write: make stress PART=disk")
+@pytest.mark.parametrize(("context", "layers"), [(1 << 20, 2), (1 << 18, 8)])
+def test_resident_memory_stays_within_64_mib_of_the_limit(context: int, layers: int, tmp_path: Path) -> None:
+    """In a process of its own, where no other test has left memory with the allocator."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        found = process.submit(measured, tmp_path, context, layers).result()
+    print(context, {what: f"{over >> 20} MiB over the limit" for what, over in found.items()})
+    assert all(over < 64 << 20 for over in found.values())
+
+
+def test_a_small_context_is_within_it_too(tmp_path: Path) -> None:
+    """Shows in each run that the measurement works; the process has the memory of other tests."""
+    assert over_limit(tmp_path, 16_384, 1, 3, True) < 64 << 20
