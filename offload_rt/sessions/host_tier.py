@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..errors import PoolFullError
-from ..storage.policies import Order, eviction_window, make_live_order, prefetch_window
+from ..storage.policies import EvictionOrder, eviction_window, prefetch_window
 from .context import SessionContext
 from .session_kv import SessionKV
 
@@ -76,7 +76,7 @@ class HostTier:
         """Create the tier of a store. `clock` returns seconds."""
         self._runner, self._pool, self._storage = context.runner, context.runner.pool, context.storage
         self._options, self._clock = context.options, clock
-        self._order: Order[SessionKV] = make_live_order(context.options.policy)
+        self._order = EvictionOrder[SessionKV](context.options.policy)
         self._since: dict[SessionKV, float] = {}
         self._waiting: tuple[SessionKV, ...] = ()
         self._fetching: SessionKV | None = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .policies import Order, make_live_order
+from .policies import EvictionOrder
 
 DOCUMENTS, BEFORE = ".doc", ".before"
 """Suffixes of files that are never evicted: documents and their previous generations."""
@@ -44,7 +44,7 @@ class DiskIndex:
         self.files: dict[Path, _File] = {}
         self.reserved = 0
         self._renew = policy != "fifo"
-        self._order: Order[Path] = make_live_order(policy)
+        self._order = EvictionOrder[Path](policy)
         self._ttl, self._clock = ttl, clock
         self._pins: Counter[Path] = Counter()
         self._wanted: set[Path] = set()
@@ -82,7 +82,7 @@ class DiskIndex:
             self._stored += size
             self._order.enter(path)
             if path in self._wanted:
-                self._order.expect(path, 0)
+                self._order.expect(path)
             self._mark(path)
 
     def use(self, paths: Sequence[Path]) -> None:

@@ -84,9 +84,8 @@ class DirectFile(BlockFile):
                 "where you may write"
             ) from error
         super().__init__(handle)
-        self._readers, self._own, self._counting = readers or reader, threading.local(), threading.Lock()
+        self._readers, self._own = readers or reader, threading.local()
         self.files = FileTable(handle, direct=self.direct)
-        self.bytes_read = self.bytes_written = 0
 
     def read(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies | None = None) -> None:
         """Read whole blocks of `files` into `buffer` (uint8, from `aligned`) and perform `copies` from it.
@@ -97,17 +96,10 @@ class DirectFile(BlockFile):
             self._own.reader = self._readers()
         handles = self.files.handles
         self._own.reader.read(handles, requests, buffer.numpy().data, copies)
-        with self._counting:
-            self.bytes_read += int(requests.size.sum())
         if not self.files.direct:
             places = zip(*np.divmod(requests.offset, 1 << FILE_BITS), requests.size, strict=True)
             for number, offset, size in places:
                 os.posix_fadvise(int(handles[number]), int(offset), int(size), os.POSIX_FADV_DONTNEED)
-
-    def write(self, offset: int, data: torch.Tensor) -> None:
-        """Write whole blocks (`BlockFile.write`)."""
-        super().write(offset, data)
-        self.bytes_written += len(data)
 
 
 def aligned(size: int) -> torch.Tensor:

@@ -13,7 +13,6 @@ from ..kv_format import KVFormat
 from .direct_file import DirectFile
 from .file_arena import FileArena
 from .file_layout import FileLayout, HostShares
-from .speed import USUAL, DiskSpeed
 
 TIMES_HOST = 16  # default limit of the disk space, as a multiple of the host memory
 
@@ -26,12 +25,10 @@ class DiskTier:
         folder: Folder on the disk.
         limit: Maximum bytes on the disk. None means `TIMES_HOST` times the host memory, or half of the free space if
             that is less.
-        speed: Speed of the disk.
     """
 
     folder: Path
     limit: int | None = None
-    speed: DiskSpeed = USUAL
 
 
 def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
@@ -62,4 +59,4 @@ def open_file_arena(
     limit = disk_limit(disk.folder, disk.limit, host_bytes)
     layout = FileLayout.fit(limit, geometry, format, slab_tokens)
     HostShares.of(host_bytes, layout)  # check before the file is created
-    return FileArena(layout.arena, format.storage, DirectFile(disk.folder), host_bytes, disk.speed)
+    return FileArena(layout.arena, format.storage, DirectFile(disk.folder), host_bytes)

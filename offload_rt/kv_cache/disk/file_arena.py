@@ -22,10 +22,10 @@ from .file_layout import FileLayout, HostShares, whole_blocks
 from .requests import BLOCK, Offsets, Requests, merged
 from .row_cache import RowCache
 from .row_copy import RowCopies
-from .speed import USUAL, DiskSpeed
 from .write_behind import Piece, WriteBehind
 
 AT_ONCE = 2  # layers that are read concurrently: keeps the disk busy while one layer looks up its KV entries
+GAP = 4 * BLOCK  # bytes that take as long to read as a new request (10 µs at 2 GB/s): shorter gaps are read through
 LARGEST_READ = 1 << 20  # bytes per request: copying out of one overlaps with reading the next
 
 
@@ -71,15 +71,12 @@ class FileArena:
         dtype: Data type of the stored elements.
         file: The pool's own file.
         limit: Bytes of host memory.
-        speed: Speed of the disk.
     """
 
-    def __init__(
-        self, layout: ArenaLayout, dtype: torch.dtype, file: DirectFile, limit: int, speed: DiskSpeed = USUAL
-    ) -> None:
+    def __init__(self, layout: ArenaLayout, dtype: torch.dtype, file: DirectFile, limit: int) -> None:
         assert dtype.itemsize == layout.itemsize
         self.layout, self.dtype, self.places = layout, dtype, FileLayout(layout)
-        self.file, self.gap = file, speed.gap
+        self.file = file
         self.shares = HostShares.of(limit, self.places)
         self.active, self.use = 0, DiskUse()
         self._cache = RowCache(self.shares.slots, 2 * layout.head_dim, dtype)
@@ -335,7 +332,7 @@ class FileArena:
             least = whole_blocks(own * row) + BLOCK  # a piece may begin within a disk block
             buffer = staging if len(staging) >= least else aligned(least)
             largest = min(len(buffer), max(LARGEST_READ, least))
-            for reads in merged(offsets, own * row, self.gap, largest).batches(len(buffer)):
+            for reads in merged(offsets, own * row, GAP, largest).batches(len(buffer)):
                 at = reads.places[:, None] + np.arange(own) * row
                 copies = RowCopies(reads.first * own, at.reshape(-1), into[reads.pieces].reshape(-1), out)
                 self._read(reads.requests, buffer, copies)

@@ -287,7 +287,7 @@ def test_a_context_of_four_times_host_memory_has_the_tokens_of_one_in_memory(pol
                 assert file is not None
                 if llm.runner.pool.format.exact:
                     assert 8 * file.shares.slots < llm.runner.pool.bytes_peak // file.places.pair_bytes
-                assert file.file.bytes_read > 0 and list(tmp_path.iterdir()) == []
+                assert file.use.bytes_read > 0 and list(tmp_path.iterdir()) == []
                 llm.runner.check_integrity()
     assert said[0] == said[1]
 

@@ -13,7 +13,6 @@ import torch
 
 from offload_rt.core import ModelGeometry, Selection, Visible
 from offload_rt.kv_cache.disk.disk_tier import DiskTier
-from offload_rt.kv_cache.disk.speed import DiskSpeed
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.model_runner.attention import attend
 from offload_rt.transfer.disk import DiskLink
@@ -60,7 +59,7 @@ def over_limit(folder: Path, context: int, layers: int, steps: int, selects: boo
     drawn = selections(layers, context, steps) if selects else [None] * steps
     before, limit = peak(reset=True), int(HOST * size)
     room = geometry.kv_bytes(context + context // 64 + 4096, dtype)
-    pool = HostPool(geometry, dtype, limit, disk=DiskTier(folder, room, DiskSpeed(20e-6, 1e-9)))
+    pool = HostPool(geometry, dtype, limit, disk=DiskTier(folder, room))
     link, blocks = DiskLink(pool, geometry, torch.device("cpu")), pool.new_block_table(context)
     k, v = torch.randn(2, KV_HEADS, 4096, D).to(dtype)
     for layer in range(layers):
