@@ -63,6 +63,7 @@ def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytes
     assert native.low_bit(32, 2, 1) is not None
 
 
+@pytest.mark.slow
 def test_each_level_has_code_of_its_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines may share a home folder, so file names contain the instruction set level."""
     if native.low_bit(32, 2, 1) is None:

@@ -165,6 +165,7 @@ def test_header_survives_the_round_trip_and_keeps_its_place() -> None:
     assert ChunkHeader.decode(data) == header
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_a_miss_or_changes_nothing(tmp_path: Path) -> None:
     """Flip 2,000 sampled bits, one at a time: each load is a miss or returns the right bytes, without an exception."""
     store = open_store(tmp_path)
@@ -452,6 +453,7 @@ def test_a_full_disk_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert save(store, 2)
 
 
+@pytest.mark.slow
 def test_killed_at_random_points_of_saving(tmp_path: Path) -> None:
     """After SIGKILL, blocks are whole or missing, the limit holds, the lock is free and temporary files are gone."""
     # `make stress` runs it 200 times.

@@ -112,6 +112,7 @@ def killed(child: int, reading: int, phase: str, after: int, seconds: float) -> 
     return said
 
 
+@pytest.mark.slow
 def test_killed_while_a_context_on_disk_is_read_and_written(
     right: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

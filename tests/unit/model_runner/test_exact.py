@@ -267,6 +267,7 @@ def test_completions_beams_and_scores_are_those_of_full_attention() -> None:
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_preempted_request_goes_on_exactly() -> None:
     """The pool holds two of three requests. The youngest is preempted and its tokens are prefilled."""
     model = tiny_model("llama")

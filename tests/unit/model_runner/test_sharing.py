@@ -90,6 +90,7 @@ def test_a_tree_of_prompts_for_other_models(name: str, policy: str) -> None:
         assert [c.token_ids for c in completed(llm.generate(prompts, params))] == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=100 if STRESS else 6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 10_000))
 def test_joins_leaves_and_cancellations_mid_decode(seed: int) -> None:

@@ -54,6 +54,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_no_name_is_ever_parsed(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Use session names that look like files, paths, markup or documents of the store.
 

@@ -178,6 +178,7 @@ def test_rows_of_a_truncated_session_are_nobody_elses(tmp_path: Path) -> None:
     assert done.stats.reused_tokens == 0 and done.token_ids == expected([], prompt)
 
 
+@pytest.mark.slow
 def test_one_bit_anywhere_in_a_session_is_never_a_wrong_token(tmp_path: Path) -> None:
     """Flip sampled bits in stored blocks and in the history."""
     llm = make_llm()
@@ -208,6 +209,7 @@ def test_one_bit_anywhere_in_a_session_is_never_a_wrong_token(tmp_path: Path) ->
     assert damaged > 3
 
 
+@pytest.mark.slow
 def test_killed_while_a_session_is_saved(tmp_path: Path) -> None:
     """Kill a process at random times during turns that are saved in the background.
 
