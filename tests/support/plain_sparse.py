@@ -17,7 +17,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.core import KVPart, ModelGeometry, Selection, VisibleTokens
 from offload_rt.kv_cache.kv_format import make_kv_format
 from offload_rt.kv_cache.pool import HostPool
-from offload_rt.model_runner.attention import attend, group_weights, join_tail
+from offload_rt.model_runner.attention import attend, group_weights
 from offload_rt.model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
 from offload_rt.models.full_attention import guessed_input, residual_after_attention
 from offload_rt.models.loading import LoadedModel
@@ -147,15 +147,14 @@ def _step(
         q, k, v = adapter.qkv(layer, attention_input, at)
         moved = slots.append(k, v)
         if layer in policy.dense_layers:
-            chosen, tail = None, None
+            chosen = None
         else:
             if moved is not None:
                 state.on_moved(layer, *moved)
             state.on_keys(layer, k, slots.newest)
             state.on_values(layer, v, slots.newest)
             chosen = _select(state, layer, q[:, 0], q[:, 0] if guess is None else guess, slots)
-            tail = state.tail(layer, q[:, 0], slots.visible, Selection(chosen))
-        out = _attend(loaded, policy, state, layer, q[:, 0], slots, chosen, tail, found)
+        out = _attend(loaded, policy, state, layer, q[:, 0], slots, chosen, found)
         residual = adapter.after_attention(layer, x, out.flatten()[None])
         guess = None
         if layer + 1 < len(layers) and layer + 1 not in policy.dense_layers and policy.query_source != "query":
@@ -181,7 +180,6 @@ def _attend(
     q: torch.Tensor,
     slots: _Slots,
     chosen: torch.Tensor | None,
-    tail: tuple[torch.Tensor, torch.Tensor] | None,
     found: PlainScore,
 ) -> torch.Tensor:
     """Return the attention output `[H, d]` of q `[H, d]`; record fractions and missed mass."""
@@ -200,8 +198,10 @@ def _attend(
     grouped = q.view(heads, -1, q.shape[-1]) * scale
     scores = _capped(grouped @ keys.mT, softcap).masked_fill(~attended[:, None], -math.inf)
     out, lse = scores.softmax(-1) @ values, scores.logsumexp(-1)
-    if tail is not None:
-        out, lse = join_tail(out, lse, tail[0].view_as(out), tail[1].view_as(lse))
+    if chosen is not None:
+        exact = out.reshape(q.shape), lse.flatten()
+        merged, total = state.merge_approximate(layer, q, visible, Selection(chosen), *exact)
+        out, lse = merged.view_as(out), total.view_as(lse)
     count = len(visible.candidates) if chosen is None else chosen.shape[1]
     found.fetched[-1][layer] = count / len(visible.all)
     found.attended[-1][layer] = (visible.resident + count) / len(visible.all)
