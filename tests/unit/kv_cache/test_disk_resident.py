@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,13 +35,14 @@ def peak(reset: bool) -> int:
 
 
 def selections(layers: int, context: int, steps: int) -> list[list[torch.Tensor]]:
-    """Draw 5 % of the context for each step and layer, four of five from the step before."""
+    """Draw 5 % of the context in pairs of tokens for each step and layer, four of five pairs from the step before."""
     generator = torch.Generator().manual_seed(0)
-    count, room = context // 20, context - SINKS - RECENT
+    count, room = context // 40, (context - SINKS - RECENT) // 2
     held = [torch.randperm(room, generator=generator)[:count] for _ in range(layers * KV_HEADS)]
     found = []
     for _ in range(steps):
-        found.append([torch.stack(held[i : i + KV_HEADS]).sort().values + SINKS for i in range(0, len(held), KV_HEADS)])
+        pairs = [torch.stack(held[i : i + KV_HEADS]).sort().values for i in range(0, len(held), KV_HEADS)]
+        found.append([torch.stack((2 * one, 2 * one + 1), -1).flatten(1) + SINKS for one in pairs])
         for i, own in enumerate(held):
             kept = own[torch.randperm(count, generator=generator)[: count * 4 // 5]]
             fresh = torch.randperm(room, generator=generator)[:count]
@@ -74,12 +76,12 @@ def over_limit(folder: Path, context: int, layers: int, steps: int, selects: boo
         pool.reserve(blocks, position + 1)
         visible = VisibleTokens.of(position + 1, sinks=SINKS, recent=RECENT, window=None)
         chosen = [None if step is None else Selection(tokens) for tokens in step or [None] * layers]
-        fetched = link.rows.fetch(blocks, 0, visible, chosen[0])
+        pending: list[Any] = [link.rows.fetch(blocks, 0, visible, chosen[0])]
         for layer in range(layers):
             link.storage.append(blocks, layer, position, row, row)
-            upcoming = link.rows.fetch(blocks, layer + 1, visible, chosen[layer + 1]) if layer + 1 < layers else fetched
-            attend(q, fetched.wait(), geometry.scales[layer])
-            fetched = upcoming
+            if layer + 1 < layers:
+                pending.append(link.rows.fetch(blocks, layer + 1, visible, chosen[layer + 1]))
+            attend(q, pending.pop(0).wait(), geometry.scales[layer])  # no reference stays to what was attended to
         pool.commit(blocks, position + 1)
     return peak(reset=False) - before - limit
 
