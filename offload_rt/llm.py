@@ -26,7 +26,6 @@ from .engine.checks import (
 )
 from .engine.engine import Engine
 from .engine.prompts import PromptLike, each_prompt, one_prompt
-from .engine.recording import RunInfo, RunWriter
 from .engine.request import Request, request_output
 from .engine.runner import Runner
 from .engine.scoring import Score, score
@@ -171,7 +170,6 @@ class LLM:
         self,
         prompt: PromptLike,
         sampling_params: SamplingParams | None = None,
-        record: str | Path | None = None,
         *,
         cache_salt: str = "",
     ) -> Iterator[TokenOutput]:
@@ -180,32 +178,22 @@ class LLM:
         Args:
             prompt: Text or token ids.
             sampling_params: None uses the model's defaults.
-            record: New folder to which the selected tokens of every step are written.
             cache_salt: See `generate`.
 
         Raises:
-            InputError: The prompt is empty or has invalid ids, more than one completion is requested, or `record` is
-                not empty.
+            InputError: The prompt is empty or has invalid ids, or more than one completion is requested.
             ModelError, PoolFullError: The model has too few positions, or the KV cache is too small.
         """
         self._check_open()
         params = sampling(sampling_params, self.runner.model.sampling)
         if params.n > 1 or params.num_beams > 1:
             raise InputError("stream returns one completion: use generate for n or num_beams above 1")
-        if record is not None and self.config.exact is not None:
-            raise InputError("record cannot be combined with exact, which attends to all tokens: remove one of them")
-        ids, cache_salt = self.encode(prompt), salt(cache_salt)
-        return self._stream(ids, params, cache_salt, None if record is None else folder_path("record", record))
+        return self._stream(self.encode(prompt), params, salt(cache_salt))
 
-    def _stream(
-        self, prompt: list[int], params: SamplingParams, cache_salt: str, record: Path | None
-    ) -> Iterator[TokenOutput]:
-        with ExitStack() as ends, self._progress.bar("prefill", self.geometry.layers) as on_prefill:
+    def _stream(self, prompt: list[int], params: SamplingParams, cache_salt: str) -> Iterator[TokenOutput]:
+        with self._progress.bar("prefill", self.geometry.layers) as on_prefill:
             engine = Engine(self.runner, max_num_seqs=1, on_prefill=lambda _, layers: on_prefill(layers))
-            recorder = None if record is None else RunWriter(record, RunInfo.of(self.runner, prompt))
-            self._last = request = engine.add(prompt, params, recorder, cache_salt)
-            if recorder is not None:
-                ends.callback(lambda: recorder.close(request.tokens or prompt, self.tokenizer))
+            self._last = request = engine.add(prompt, params, cache_salt=cache_salt)
             try:
                 while not engine.idle:
                     self._check_open()

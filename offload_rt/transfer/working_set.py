@@ -27,22 +27,6 @@ LFU. If it selects more, it is up to 3 points worse.
 _EMPTY = -1
 
 
-_SLOT_BYTES = 8
-"""Bytes of a table per slot: a token and a score."""
-
-
-def rows_within(size: int, layers: int, kv_heads: int, pair_bytes: int) -> int:
-    """Return the largest capacity, in entries per KV head, of a working set of at most `size` bytes.
-
-    Args:
-        size: Bytes of the working set, tables included.
-        layers: Number of sparse layers.
-        kv_heads: Number of KV heads.
-        pair_bytes: Bytes of a stored entry, K and V.
-    """
-    return max(0, size // (layers * kv_heads * (pair_bytes + _SLOT_BYTES)) - 1)
-
-
 @dataclass(frozen=True)
 class LookUp:
     """Result of a look-up of tokens `[P, n]`.

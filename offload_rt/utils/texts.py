@@ -68,12 +68,6 @@ def read_text(spec: str) -> str:
     return "".join(parts)
 
 
-def read_prompts(spec: str) -> list[str]:
-    """Return the non-empty lines of a plain file, or rows of a table or dataset. Errors as `read_text`."""
-    rows = _rows(spec)
-    return [row.strip() for row in (read_file(spec).splitlines() if rows is None else rows) if row.strip()]
-
-
 def check_writable(path: str | None) -> None:
     """Raise InputError if `path` cannot be written, before a long run starts."""
     if path is None:

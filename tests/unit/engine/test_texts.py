@@ -11,7 +11,7 @@ import pytest
 
 from offload_rt.errors import ConfigError, InputError
 from offload_rt.utils import texts
-from offload_rt.utils.texts import check_writable, read_prompts, read_text, text_name
+from offload_rt.utils.texts import check_writable, read_text, text_name
 
 ROWS = [{"text": "One.", "id": 1}, {"text": "Two.\n", "id": 2}, {"text": " ", "id": 3}, {"text": "Four", "id": 4}]
 
@@ -32,7 +32,6 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_tables_are_read_row_by_row(table: dict[str, str], kind: str) -> None:
     assert read_text(table[kind]) == "One.\nTwo.\n \nFour\n"
     assert read_text(f"{table[kind]}:text") == read_text(table[kind])
-    assert read_prompts(table[kind]) == ["One.", "Two.", "Four"]
     assert text_name(table[kind]) == f"a.{kind}"
 
 
@@ -40,9 +39,9 @@ def test_a_column_must_be_there_and_be_text(table: dict[str, str], tmp_path: Pat
     with pytest.raises(InputError, match="no column 'id' of strings; columns of strings: text"):
         read_text(f"{table['jsonl']}:id")
     (tmp_path / "b.jsonl").write_text(json.dumps({"question": "Why?", "n": 1}) + "\n")
-    assert read_prompts(str(tmp_path / "b.jsonl")) == ["Why?"]
+    assert read_text(str(tmp_path / "b.jsonl")) == "Why?\n"
     (tmp_path / "c.jsonl").write_text(json.dumps({"question": "Why?", "answer": "So."}) + "\n")
-    assert read_prompts(f"{tmp_path / 'c.jsonl'}:answer") == ["So."]
+    assert read_text(f"{tmp_path / 'c.jsonl'}:answer") == "So.\n"
     with pytest.raises(InputError, match="choose one"):
         read_text(str(tmp_path / "c.jsonl"))
 
@@ -50,7 +49,6 @@ def test_a_column_must_be_there_and_be_text(table: dict[str, str], tmp_path: Pat
 def test_plain_files(tmp_path: Path) -> None:
     (tmp_path / "a:b.txt").write_text("One line.\n\n Another.\n")
     assert read_text(str(tmp_path / "a:b.txt")) == "One line.\n\n Another.\n"
-    assert read_prompts(str(tmp_path / "a:b.txt")) == ["One line.", "Another."]
     for name in ("none.txt", "none.jsonl", "none.csv:text"):
         with pytest.raises(InputError, match="cannot read"):
             read_text(str(tmp_path / name))
@@ -126,7 +124,7 @@ def test_nothing_to_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_minus_is_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfOne.\n\nTwo.")))
-    assert read_prompts("-") == ["One.", "Two."]
+    assert read_text("-") == "One.\n\nTwo."
 
 
 def test_what_cannot_be_written_is_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

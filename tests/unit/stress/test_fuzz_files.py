@@ -22,14 +22,13 @@ from support.tiny_models import assert_greedy, tiny_checkpoint, tiny_model, tiny
 
 from offload_rt import LLM, OffloadError, SamplingParams
 from offload_rt.cli import main
-from offload_rt.engine.recording import Recording
-from offload_rt.errors import InputError, ModelError, StoreError
+from offload_rt.errors import ModelError, StoreError
 from offload_rt.eval.core.report import RowStore
 from offload_rt.sessions.catalog import delete_stored, export_text, find_stored, read_catalog
 from offload_rt.sessions.history import History, document_name
 from offload_rt.skewing.artifact import SkewArtifact
 from offload_rt.skewing.tuned import TunedPolicy, default_options
-from offload_rt.utils.texts import read_prompts, read_text
+from offload_rt.utils.texts import read_text
 
 CASES = int(os.environ.get("OFFLOAD_RT_FUZZ", "0"))
 BEFORE = Path(__file__).parents[2] / "data" / "written_before"
@@ -186,7 +185,6 @@ def test_a_history_with_counts_that_no_conversation_has(counts: dict[str, int]) 
 def written(folder: Path) -> dict[str, Callable[[Path], Any]]:
     """Write files of every kind into subfolders of `folder`, and return a reader for each."""
     shutil.copytree(BEFORE / "skew_tiny", folder / "artifact")
-    shutil.copytree(BEFORE / "recording", folder / "recording")
     (folder / "tuned").mkdir()
     (folder / "tuned" / "policy.json").write_text(TunedPolicy("infinigen", {"recent": 8}, "f").text())
     RowStore(folder / "rows").put({"suite": "x"}, {"value": 1.5})
@@ -204,15 +202,14 @@ def written(folder: Path) -> dict[str, Callable[[Path], Any]]:
 
     return {
         "artifact": lambda place: SkewArtifact.load(place / "skew.safetensors", None),
-        "recording": lambda place: list(Recording.open(place).steps()),
         "tuned": lambda place: default_options(place, "infinigen", {}, None),
         "rows": lambda place: RowStore(place).get({"suite": "x"}),
-        "text": lambda place: (read_text(str(place / "book.txt")), read_prompts(str(place / "book.txt"))),
+        "text": lambda place: read_text(str(place / "book.txt")),
         "chapters": chapters,
     }
 
 
-KINDS = ("artifact", "recording", "tuned", "rows", "text", "chapters")
+KINDS = ("artifact", "tuned", "rows", "text", "chapters")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -236,15 +233,6 @@ def test_what_has_no_end(kind: str, content: bytes | None, tmp_path: Path) -> No
         path.symlink_to("/dev/zero") if content is None else path.write_bytes(content)
     with suppress(OffloadError), memory_limit(MEMORY):
         read(folder / kind)
-
-
-@pytest.mark.parametrize(("field", "value"), [("selecting", [99]), ("kv_heads", 0), ("tokens", "abc"), ("layers", -1)])
-def test_a_recording_that_cannot_be(field: str, value: Any, tmp_path: Path) -> None:
-    shutil.copytree(BEFORE / "recording", tmp_path / "recording")
-    about = tmp_path / "recording" / "run.json"
-    about.write_text(json.dumps(json.loads(about.read_text()) | {field: value}))
-    with pytest.raises(InputError, match="is damaged: its values are impossible"):
-        list(Recording.open(tmp_path / "recording").steps())
 
 
 # -------------------------------------------------------------------------------------------------------------- models
