@@ -19,7 +19,7 @@ from offload_rt.kv_cache.kv_format import make_kv_format
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.model_runner.attention import attend, group_weights
 from offload_rt.model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
-from offload_rt.models.full_attention import guessed_input, residual_after_attention
+from offload_rt.models.full_attention import residual_after_attention
 from offload_rt.models.loading import LoadedModel
 from offload_rt.policies.base import Policy, PolicyState
 from offload_rt.policies.registry import make_policy
@@ -158,7 +158,10 @@ def _step(
         residual = adapter.after_attention(layer, x, out.flatten()[None])
         guess = None
         if layer + 1 < len(layers) and layer + 1 not in policy.dense_layers and policy.query_source != "query":
-            guessed = guessed_input(adapter, layer + 1, policy.query_source, x, attention_input, residual)
+            guessed = attention_input
+            if policy.query_source != "attention_input":  # InfiniGen §4.3
+                hidden = x if policy.query_source == "normed_input" else residual
+                guessed = adapter.attention_input(layer + 1, hidden)
             guess = adapter.query(layer + 1, policy.correct_guess(layer + 1, guessed), at)[:, 0]
         x = adapter.mlp(layer, residual)
     return adapter.logits(x)[0]

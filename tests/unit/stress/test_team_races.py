@@ -73,7 +73,7 @@ def build(compiler: list[str], folder: Path, source: str, *flags: str) -> Path |
     """Compile `PROGRAM` with `source` for team.c. Return None if the compiler does not know a flag."""
     (folder / "team.c").write_text(source, encoding="utf-8")
     (folder / "races.c").write_text(PROGRAM, encoding="utf-8")
-    command = [*compiler, "-O1", "-g", "-std=gnu11", "-pthread", *flags, "races.c", "-o", "races"]
+    command = [*compiler, "-O1", "-g", "-std=gnu11", "-pthread", f"-I{TEAM.parent}", *flags, "races.c", "-o", "races"]
     built = subprocess.run(command, cwd=folder, capture_output=True, check=False)
     assert flags or not built.returncode, built.stderr.decode()
     return None if built.returncode else folder / "races"
