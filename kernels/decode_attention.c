@@ -50,7 +50,7 @@ static inline int place_of(int c) {
 /* The rows of a block's tokens. Behind the last token they repeat it. */
 typedef struct {
     const Number *keys[KEYS], *values[KEYS];
-    int count;
+    int count, in_order;
 } Block;
 
 /* The token at place `i` among the tokens that KV head `head` attends to. */
@@ -60,18 +60,33 @@ static inline int64_t token_at(const Call *call, int64_t head, int64_t i) {
     return i < resident ? call->recent + i - sinks : call->tokens[head * call->selected + i - resident];
 }
 
+/* The row of the first of `count` tokens from place `i` on, if they lie in order; -1 if they may not. */
+static inline int64_t first_row(const Call *call, int64_t i, int count) {
+    if (!call->block_rows) return i;
+    int64_t sinks = call->sinks_stop - call->sinks, resident = sinks + call->recent_stop - call->recent;
+    if (i + count > resident || (i < sinks && i + count > sinks)) return -1;
+    int64_t token = token_at(call, 0, i);
+    return token / KEYS == (token + count - 1) / KEYS ? token + call->block_rows[token / KEYS] : -1;
+}
+
 static void find_block(const Call *call, int64_t head, int64_t start, int64_t stop, Block *block) {
     const Number *k = call->k + head * call->k_head, *v = call->v + head * call->v_head;
     block->count = stop - start < KEYS ? (int)(stop - start) : KEYS;
-    for (int t = 0; t < KEYS; t++) {
+    int64_t row = first_row(call, start, block->count);
+    block->in_order = row >= 0;
+    for (int t = 0; row >= 0 && t < KEYS; t++) {
+        int64_t at = row + (t < block->count ? t : block->count - 1);
+        block->keys[t] = k + at * call->k_token, block->values[t] = v + at * call->v_token;
+    }
+    for (int t = 0; row < 0 && t < KEYS; t++) {
         int64_t token = start + (t < block->count ? t : block->count - 1);
-        int64_t row = token;
-        if (call->block_rows) row = token_at(call, head, token), row += call->block_rows[row / KEYS];
-        block->keys[t] = k + row * call->k_token, block->values[t] = v + row * call->v_token;
+        int64_t at = token_at(call, head, token);
+        at += call->block_rows[at / KEYS];
+        block->keys[t] = k + at * call->k_token, block->values[t] = v + at * call->v_token;
     }
 }
 
-/* Rows that lie anywhere are in no cache: request those of the next block while this one is computed. */
+/* Rows that are not in order are in no cache, and no processor looks ahead: request those of the next block while this one is computed. */
 static inline void prefetch_block(const Block *block) {
     for (int t = 0; t < block->count; t++)
         for (int c = 0; c < HEAD_DIM * (int)sizeof(Number); c += 64) {
@@ -175,7 +190,7 @@ static void attend_range(const Call *call, int64_t head, int64_t start, int64_t 
     for (int now = 0; start < stop; start += KEYS, now = !now) {
         if (start + KEYS < stop) {
             find_block(call, head, start + KEYS, stop, &blocks[!now]);
-            if (call->block_rows) prefetch_block(&blocks[!now]);
+            if (!blocks[!now].in_order) prefetch_block(&blocks[!now]);
         }
         for (int i = 0; i < count; i++) {
             int64_t left = call->group - i * QUERIES;

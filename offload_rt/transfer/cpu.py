@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, PagedRows, Selection, VisibleTokens
+from ..kernels import decode_attention
 from ..kv_cache.pool import HostPool
 from .link import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
 from .plan import first_askers
@@ -26,9 +27,10 @@ _NOTHING = range(0), range(0)
 
 @dataclass(frozen=True)
 class _DenseFetch:
-    """All KV of `tokens`, as views of the pool."""
+    """All KV of `tokens`, as views of the pool, or block by block if it is in several runs and kernels read it so."""
 
-    pool: HostPool
+    pages: _Pages
+    scratch: _Scratch
     blocks: BlockTable
     layer: int
     tokens: range
@@ -36,7 +38,13 @@ class _DenseFetch:
     savings: Savings | None = None
 
     def wait(self) -> list[KVPart]:
-        return self.pool.runs(self.blocks, self.layer, self.tokens)
+        pool = self.pages.pool
+        runs = pool.runs(self.blocks, self.layer, self.tokens)
+        if len(runs) == 1 or pool.groups.group[self.layer] or decode_attention.takes(pool.rows) is None:
+            return runs
+        nothing = torch.empty(pool.layout.kv_heads, 0, dtype=torch.int64)
+        rows = self.pages.rows(self.blocks, self.layer, (self.tokens, range(0)), nothing)
+        return [_PagedPart(self.scratch, rows)]
 
 
 @dataclass(frozen=True)
@@ -247,7 +255,9 @@ class CpuRows(RowFetch):
         self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
     ) -> PendingFetch:
         if selection is None:
-            return _DenseFetch(self._pool, blocks, layer, visible.all, len(visible.candidates) * self._token_bytes)
+            return _DenseFetch(
+                self._pages, self._fetched, blocks, layer, visible.all, len(visible.candidates) * self._token_bytes
+            )
         return self._sparse(blocks, layer, visible, selection)
 
     def _sparse(
@@ -263,7 +273,7 @@ class CpuRows(RowFetch):
         return _SparseFetch(self._pages, self._fetched, blocks, layer, resident, selection.tokens, asked, savings)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
-        return _DenseFetch(self._pool, blocks, layer, tokens, len(tokens) * self._token_bytes)
+        return _DenseFetch(self._pages, self._fetched, blocks, layer, tokens, len(tokens) * self._token_bytes)
 
     def fetch_together(
         self,

@@ -14,7 +14,8 @@ static void expected_row(const Call *call, int64_t query, double *out, double *l
     for (int64_t i = 0; i < call->n; i++) {
         int64_t row = i;
         if (call->block_rows) {
-            row = i < 2 ? 1 + i : i < 5 ? 70 + i - 2 : call->tokens[head * (call->n - 5) + i - 5];
+            int64_t sinks = call->sinks_stop - 1, resident = sinks + 3;
+            row = i < sinks ? 1 + i : i < resident ? 170 + i - sinks : call->tokens[head * call->selected + i - resident];
             row += call->block_rows[row / 64];
         }
         const Number *k = call->k + head * call->k_head + row * call->k_token;
@@ -30,8 +31,9 @@ static void expected_row(const Call *call, int64_t query, double *out, double *l
     *lse = log(total);
 }
 
-/* If `paged`, the call attends to tokens 1, 2, 70, 71, 72 and n - 5 random ones, in blocks in random order. */
-static int check_step(int64_t group, int64_t n, int paged, float softcap) {
+/* If `sinks` is not 0, the call attends to so many tokens from 1 on, to tokens 170 to 172, and to random ones, in blocks in
+another order. */
+static int check_step(int64_t group, int64_t n, int sinks, float softcap) {
     enum { RESULTS = HEADS * MAX_PARTS * MAX_GROUP };
     static float outs[RESULTS * HEAD_DIM], peaks[RESULTS], sums[RESULTS], out[HEADS * MAX_GROUP * HEAD_DIM];
     static float lse[HEADS * MAX_GROUP];
@@ -41,9 +43,9 @@ static int check_step(int64_t group, int64_t n, int paged, float softcap) {
     for (int64_t i = 0; i < HEADS * MAX_TOKENS; i++) tokens[i] = random_bits() % ROWS;
     for (int64_t b = 0; b < BLOCKS; b++) block_rows[b] = (b * 3 % BLOCKS - b) * 64;
     Call call = {.q = random_numbers(HEADS * group * HEAD_DIM, 2), .k = random_numbers(HEADS * ROWS * HEAD_DIM, 2),
-                 .v = random_numbers(HEADS * ROWS * HEAD_DIM, 2), .tokens = paged ? tokens : NULL,
-                 .block_rows = paged ? block_rows : NULL, .sinks = 1, .sinks_stop = 3, .recent = 70, .recent_stop = 73,
-                 .selected = n - 5, .outs = outs, .peaks = peaks, .sums = sums, .out = out, .lse = lse,
+                 .v = random_numbers(HEADS * ROWS * HEAD_DIM, 2), .tokens = sinks ? tokens : NULL,
+                 .block_rows = sinks ? block_rows : NULL, .sinks = 1, .sinks_stop = 1 + sinks, .recent = 170, .recent_stop = 173,
+                 .selected = n - sinks - 3, .outs = outs, .peaks = peaks, .sums = sums, .out = out, .lse = lse,
                  .k_head = ROWS * HEAD_DIM, .k_token = HEAD_DIM, .v_head = ROWS * HEAD_DIM, .v_token = HEAD_DIM,
                  .kv_heads = HEADS, .group = group, .n = n, .per_part = PER_PART,
                  .scale = 1 / sqrtf(HEAD_DIM), .softcap = softcap};

@@ -25,12 +25,13 @@ class DenseCPU(LinearBackend):
         return device.type == "cpu" and row_products.takes(layer.weight) is not None
 
     def linear(self, layer: BackendLinear, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() or x.dtype != layer.weight.dtype or not x.numel():
+        weight = layer.weight  # modules look up parameters slowly, and a decode step has hundreds of linear layers
+        if torch.is_grad_enabled() or x.dtype != weight.dtype or not x.numel():
             return super().linear(layer, x)
         if x.numel() > row_products.MAX_ROWS * layer.in_features:
             return self._by_tiles(layer, x)
-        code = row_products.takes(layer.weight)
-        return super().linear(layer, x) if code is None else code.linear(x, layer.weight, layer.bias)
+        code = row_products.takes(weight)
+        return super().linear(layer, x) if code is None else code.linear(x, weight, layer.bias)
 
     def _by_tiles(self, layer: BackendLinear, x: torch.Tensor) -> torch.Tensor:
         # torch multiplies bfloat16 slowly without native instructions, so tiles of the weight are converted to float32.

@@ -28,10 +28,11 @@ def inputs(group: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor
 def paged_rows(k: torch.Tensor, v: torch.Tensor) -> PagedRows:
     """Return k, v `[2, n, d]` as entries of a pool with blocks in another order, and NaN between them.
 
-    The first three tokens and the last two are resident, as far as there are so many. The others lie anywhere.
+    The first tokens and the last two are resident, as far as there are so many. The others lie anywhere.
     """
     (heads, n, d), generator = k.shape, torch.Generator().manual_seed(0)
-    first, last = min(3, n - 1), min(2, max(0, n - 4))
+    first = 150 if n > 200 else min(3, n - 1)
+    last = min(2, max(0, n - 4))
     middle, blocks = n - first - last, n // 32 + 2
     stop = blocks * 64 - 3
     resident = range(first), range(stop - last, stop)
