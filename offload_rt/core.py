@@ -203,6 +203,11 @@ class KVPart:
         return kv_heads, n
 
     @property
+    def runs(self) -> list[KVPart]:
+        """The entries in order, in parts of which each is contiguous."""
+        return [self]
+
+    @property
     def paged(self) -> PagedRows | None:
         """The entries in the host pool, if k and v would have to be gathered first."""
         return None

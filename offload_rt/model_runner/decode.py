@@ -126,7 +126,12 @@ class SharedPrefixFetch:
         """Return the attention output `[B, H * d]` of q `[H, B, d]`. Shared KV is read once."""
         pending_fetches = [(segment.first, segment.stop, pending) for segment, pending in self.segments]
         pending_fetches += [(b, b + 1, fetch.pending) for b, fetch in enumerate(self.own)]
-        runs = [Run(first, stop, part.k, part.v) for first, stop, pending in pending_fetches for part in pending.wait()]
+        runs = [
+            Run(first, stop, run.k, run.v)
+            for first, stop, pending in pending_fetches
+            for part in pending.wait()
+            for run in part.runs
+        ]
         out, lse = attend_runs(q, runs, self.scale)
         out = give_to_sinks(out, lse, None if self.sinks is None else self.sinks[:, None])
         return out.to(q.dtype).transpose(0, 1).flatten(1)

@@ -27,10 +27,9 @@ _NOTHING = range(0), range(0)
 
 @dataclass(frozen=True)
 class _DenseFetch:
-    """All KV of `tokens`, as views of the pool, or block by block if it is in several runs and kernels read it so."""
+    """All KV of `tokens`, as views of the pool. KV in several runs is one part if kernels read it block by block."""
 
     pages: _Pages
-    scratch: _Scratch
     blocks: BlockTable
     layer: int
     tokens: range
@@ -44,7 +43,7 @@ class _DenseFetch:
             return runs
         nothing = torch.empty(pool.layout.kv_heads, 0, dtype=torch.int64)
         rows = self.pages.rows(self.blocks, self.layer, (self.tokens, range(0)), nothing)
-        return [_PagedPart(self.scratch, rows)]
+        return [_SplitPart(runs, rows)]
 
 
 @dataclass(frozen=True)
@@ -161,6 +160,39 @@ class _PagedPart(KVPart):
         return F.embedding_bag(self._rows.ids.view(-1), rows, bags, mode="sum", per_sample_weights=each).unsqueeze(1)
 
 
+class _SplitPart(KVPart):
+    """KV in several runs. One kernel call reads it in place (`paged`)."""
+
+    def __init__(self, runs: list[KVPart], rows: PagedRows) -> None:
+        """Creates a part of the views `runs`, which are the entries `rows`."""
+        self._runs, self._rows = runs, rows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Hkv and n."""
+        return self._rows.shape
+
+    @property
+    def runs(self) -> list[KVPart]:
+        """Views of the pool."""
+        return self._runs
+
+    @property
+    def paged(self) -> PagedRows:
+        """The KV in the pool."""
+        return self._rows
+
+    @property
+    def k(self) -> torch.Tensor:
+        """K `[Hkv, n, d]`, copied on each access."""
+        return torch.cat([run.k for run in self._runs], dim=1)
+
+    @property
+    def v(self) -> torch.Tensor:
+        """V `[Hkv, n, d]`, copied on each access."""
+        return torch.cat([run.v for run in self._runs], dim=1)
+
+
 class CpuStorage(KVStorage):
     """`KVStorage` on the CPU. It writes to the pool and counts resident tokens, which have no copies."""
 
@@ -255,9 +287,7 @@ class CpuRows(RowFetch):
         self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
     ) -> PendingFetch:
         if selection is None:
-            return _DenseFetch(
-                self._pages, self._fetched, blocks, layer, visible.all, len(visible.candidates) * self._token_bytes
-            )
+            return _DenseFetch(self._pages, blocks, layer, visible.all, len(visible.candidates) * self._token_bytes)
         return self._sparse(blocks, layer, visible, selection)
 
     def _sparse(
@@ -273,7 +303,7 @@ class CpuRows(RowFetch):
         return _SparseFetch(self._pages, self._fetched, blocks, layer, resident, selection.tokens, asked, savings)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
-        return _DenseFetch(self._pages, self._fetched, blocks, layer, tokens, len(tokens) * self._token_bytes)
+        return _DenseFetch(self._pages, blocks, layer, tokens, len(tokens) * self._token_bytes)
 
     def fetch_together(
         self,

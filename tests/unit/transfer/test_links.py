@@ -9,12 +9,14 @@ import pytest
 import torch
 from support.device_link import staged
 from support.outputs import completed
+from support.pools import geometry as pool_geometry
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.core import CHUNK, Selection, VisibleTokens
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.outputs import CompletionOutput
+from offload_rt.transfer.cpu import CpuLink
 from offload_rt.transfer.cuda import CudaLink
 from offload_rt.transfer.link import PendingFetch
 from offload_rt.transfer.residency import Residency
@@ -183,3 +185,26 @@ def test_residency_holds_exactly_the_resident_rows(sinks: int, recent: int, step
 
 def tiny_llama_geometry() -> Any:
     return LLM(tiny_model("llama"), policy="full", host_memory="1MiB").geometry
+
+
+def test_dense_fetches_of_split_kv_do_not_disturb_each_other() -> None:
+    """Slabs of two blocks split the KV of each sequence into several runs. Both fetches are read together, as a batch
+    with a shared prefix does, with the head dimension of kernels that read the pool in place."""
+    shape = pool_geometry(head_dim=32)
+    pool = HostPool(shape, torch.float32, 1 << 22, slab_tokens=2 * CHUNK)
+    link, tables, written = CpuLink(pool, shape), [pool.new_block_table(1) for _ in range(2)], []
+    for sequence, blocks in enumerate(tables):
+        link.storage.open(blocks, 0, 1)
+        written.append(torch.randn(2, 2, 4 * CHUNK, 32) + 100 * sequence)
+    for start in range(0, 4 * CHUNK, CHUNK):
+        for blocks, (k, v) in zip(tables, written, strict=True):
+            pool.reserve(blocks, start + CHUNK)
+            pool.write(blocks, 0, start, k[:, start : start + CHUNK], v[:, start : start + CHUNK])
+            pool.commit(blocks, start + CHUNK)
+    visible = VisibleTokens.of(4 * CHUNK, sinks=0, recent=1, window=None)
+    fetches = [link.rows.fetch(tables[0], 0, visible, None), link.rows.fetch_range(tables[1], 0, range(4 * CHUNK))]
+    parts = [part for fetch in fetches for part in fetch.wait()]
+    assert all(len(pool.runs(blocks, 0, range(4 * CHUNK))) > 1 for blocks in tables), "the case is what it claims"
+    for read in (parts, [run for part in parts for run in part.runs]):
+        sides = zip(*[(part.k, part.v) for part in read], strict=True)
+        assert torch.stack([torch.cat(side, 1) for side in sides]).equal(torch.cat(written, 2))
