@@ -57,7 +57,9 @@ def _reader(kind: Any) -> Any:
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, --out and the runtime flags read by `model_under_test`."""
     parser.add_argument("model", metavar="MODEL", help="'reference', a local folder or a hub id")
-    parser.add_argument("--out", required=True, metavar="DIR", help="results; a rerun goes on with what is missing")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="folder of the results; a rerun computes only missing rows"
+    )
     parser.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16|float16|float64")
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda")
     parser.add_argument(

@@ -186,7 +186,7 @@ class SessionStore:
         if document.damage:
             warnings.warn(
                 f"session {name!r} was opened as it was saved the time before last, with {len(history.turns) // 2:,} "
-                f"turns, because {document.damage}; what was said since then, the last turn at most, is lost",
+                f"turns, because {document.damage}; the last turn may be lost",
                 stacklevel=4,
             )
         return history

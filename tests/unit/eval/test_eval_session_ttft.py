@@ -1,4 +1,4 @@
-"""The resumption's measurement: what is timed is the turn, computed anew each time, and KV lies where it is said."""
+"""Test the time to first token of resumed sessions: each repetition computes the turn again, with KV in the given tier."""
 
 from __future__ import annotations
 
