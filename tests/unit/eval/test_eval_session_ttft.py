@@ -1,4 +1,4 @@
-"""Test the time to first token of resumed sessions: each repetition computes the turn again, with KV in the given tier."""
+"""Test the time to first token of resumed sessions: each repetition computes the turn again, in the given tier."""
 
 from __future__ import annotations
 
