@@ -101,6 +101,31 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
     module.keep_rows(k, v, kept, places)
 
 
+def read_lists(table: PointerTable, rows: int, counts: torch.Tensor) -> torch.Tensor:
+    """Return the first `rows` rows of each list `[P, rows, w]`, 0 from row `counts[b]` on."""
+    module: Any = lists
+    if _compiled(counts):
+        from . import triton_entries as module
+    found: torch.Tensor = module.read_lists(table, rows, counts)
+    return found
+
+
+def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor) -> None:
+    """Write the first `counts[b]` rows of each list in entries `[P, rows, w]`."""
+    module: Any = lists
+    if _compiled(counts):
+        from . import triton_entries as module
+    module.write_lists(entries, table, counts)
+
+
+def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
+    """Store entries `[P, w]` in row `slots[p] // page` of each list: the minimum if the row has earlier tokens."""
+    module: Any = lists
+    if _compiled(slots):
+        from . import triton_entries as module
+    module.append_entries(entries, table, slots, page)
+
+
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:

@@ -107,6 +107,38 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
             rows.index_copy_(1, place.view(1), own.unsqueeze(1))
 
 
+# --------------------------------------------------------------------------------------------------------- entries
+
+
+def read_lists(table: PointerTable, rows: int, counts: torch.Tensor) -> torch.Tensor:
+    """Return the first `rows` rows of the tensors `[X, n_b, w]` of a batch as lists `[X * B, rows, w]`.
+
+    Rows from `counts[b]` (int `[B]`) on are 0.
+    """
+    first = table.tensors[0]
+    lists = first.new_zeros(len(table.tensors), table.heads, rows, first.shape[2])
+    for own, there, count in zip(table.tensors, lists, counts.tolist(), strict=True):
+        there[:, :count] = own[:, : min(count, rows)]
+    return lists.flatten(0, 1)
+
+
+def write_lists(lists: torch.Tensor, table: PointerTable, counts: torch.Tensor) -> None:
+    """Write the first `counts[b]` rows of lists `[X * B, rows, w]` to the tensors `[X, n_b, w]` of a batch."""
+    for own, there, count in zip(table.tensors, lists.split(table.heads), counts.tolist(), strict=True):
+        own[:, : min(count, lists.shape[1])] = there[:, :count]
+
+
+def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
+    """Store entries `[P, w]` of the newest tokens in row `slots[p] // page` (int64 `[P]`) of `[X, n_b, w]`.
+
+    If the row holds earlier tokens of the page, the result is the minimum. Lists with negative slots are skipped.
+    """
+    for own, there, slot in zip(table.tensors, entries.split(table.heads), slots[:: table.heads].tolist(), strict=True):
+        if slot >= 0:
+            row = own[:, slot // page]
+            row.copy_(there if slot % page == 0 else torch.minimum(row, there))
+
+
 # ---------------------------------------------------------------------------------------------------------- scores
 
 

@@ -25,8 +25,8 @@ from typing import Literal, Protocol
 import torch
 
 from ..core import Selection, VisibleTokens
-from .infinigen.key_lists import Rule
-from .infinigen.scoring_keys import ScoringKeys
+from .infinigen.scoring_keys import ListedKeys
+from .rule import Rule
 
 QuerySource = Literal["attention_input", "normed_input", "residual", "query"]
 """The source of the query that `select` gets for layer l. The first three are available one layer ahead and give a
@@ -57,7 +57,7 @@ class PolicyState(Protocol):
         ...
 
     @property
-    def scoring_keys(self) -> ScoringKeys | None:
+    def scoring_keys(self) -> ListedKeys | None:
         """The scoring keys from which `KeyLists` of a batch are built, if the policy has a `rule`."""
         ...
 
@@ -126,11 +126,12 @@ class PolicyState(Protocol):
         """
         ...
 
-    def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
+    def on_attended(self, layer: int, visible: VisibleTokens, tokens: torch.Tensor, weights: torch.Tensor) -> None:
         """Observe the attention weights that a sparse layer has just computed.
 
         Args:
             layer: The layer index.
+            visible: The tokens that the layer sees.
             tokens: Attended token indices `[Hkv, n]`, resident and newest tokens included.
             weights: Softmax weights `[Hkv, n]`, summed over the G query heads of each KV head.
         """

@@ -12,21 +12,12 @@ from typing import Generic, Self, TypeVar
 
 import torch
 
-from ..core import ModelGeometry, VisibleTokens
+from ..core import ModelGeometry
 from ..errors import ConfigError
-from ..kernels.selection import floor_share
 from .demand import MemoryDemand
 from .options import BudgetOptions
 from .registry import PolicyContext, PolicyOptions
-
-
-def budget_tokens(budget: float, visible: VisibleTokens) -> int:
-    """Return the number of candidates to select.
-
-    Resident and selected tokens together are at most `budget` of the visible tokens, rounded down. Resident tokens are
-    always attended; if they use up the budget, the number is 0.
-    """
-    return max(0, min(len(visible.candidates), floor_share(budget, len(visible.all)) - visible.resident))
+from .rule import Rule
 
 
 def dense_layers(named: Iterable[int], geometry: ModelGeometry) -> frozenset[int]:
@@ -56,7 +47,7 @@ class BudgetPolicy(Generic[Chosen]):
     wants_weights = False
     evictable = False
     wants_queries = False
-    rule = None
+    rule: Rule | None = None
     dense_until = 0
 
     def __init__(self, options: Chosen, geometry: ModelGeometry) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from ..core import Selection, VisibleTokens
 from .base import PolicyState
-from .infinigen.scoring_keys import ScoringKeys
+from .infinigen.scoring_keys import ListedKeys
 
 
 class PassiveState:
@@ -25,7 +25,7 @@ class PassiveState:
         return 0
 
     @property
-    def scoring_keys(self) -> ScoringKeys | None:
+    def scoring_keys(self) -> ListedKeys | None:
         return None
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
@@ -56,7 +56,7 @@ class PassiveState:
         """Return out and lse: tokens that are not selected are ignored."""
         return out, lse
 
-    def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
+    def on_attended(self, layer: int, visible: VisibleTokens, tokens: torch.Tensor, weights: torch.Tensor) -> None:
         """Ignore attention weights `[Hkv, n]`."""
 
     def fork_prefix(self, tokens: int) -> PolicyState | None:

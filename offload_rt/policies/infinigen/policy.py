@@ -23,13 +23,14 @@ from ...kernels.selection import extend_selection, floor_share
 from ...skewing.artifact import SkewArtifact, artifact_bytes
 from ...skewing.guess import SOURCES
 from ..base import KeyReader, QuerySource
-from ..budget import budget_tokens, dense_layers
+from ..budget import dense_layers
 from ..demand import MemoryDemand
 from ..options import InfiniGenOptions
 from ..passive import PassiveState
 from ..registry import PolicyContext
+from ..rule import ANY_SCORE, Rule, Spans, budget_tokens
 from .bases import Basis, CalibratedColumns, PromptColumns, kept_columns
-from .key_lists import KeyLists, Rule, Spans
+from .key_lists import KeyLists
 from .low_bit_rows import LowBitRows, RowBasis, basis_bytes, row_bytes, row_layout
 from .scoring import BITS, PartialKeys, QuantisedKeys, Quantiser, key_bytes
 from .scoring_keys import KeyQuery, ScoringKeys
@@ -111,8 +112,10 @@ class InfiniGenState(PassiveState):
         assert moved is not None
         copy_into(moved, lists.tables)
         numbers = Spans.numbers([visible], kv_heads, rule)
-        starts, stops, limits = (to_device(torch.tensor(each, dtype=torch.int32), q.device) for each in numbers)
-        spans = Spans(starts, stops, limits, slots, numbers[2][0])
+        starts, stops, limits, contexts = (
+            to_device(torch.tensor(each, dtype=torch.int32), q.device) for each in numbers
+        )
+        spans = Spans(starts, stops, limits, contexts, slots, max(1, numbers[2][0]))
         return Selection(*lists.select(layer, q.unsqueeze(1), spans))
 
     def _ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
@@ -235,15 +238,14 @@ class InfiniGen:
         self.options = replace(options, alpha=self.alpha, source=self.query_source)
         self.geometry = geometry
         self.keys_device, self.keys_on_host = torch.device("cpu") if keys_on_host else device, keys_on_host
-        asks = keys_on_host or not (options.budget is options.max_missed_mass is None)
-        self.rule = None if device.type != "cuda" or asks else Rule(self.alpha, options.max_fraction)
-        """The rule of batched selection with counts on the device.
-
-        None with a budget, whose counts are known, and with repairs, which need the counts on the host.
-        """
+        self.wants_queries = options.keys == "partial" and options.columns == "prompt"
+        asks = keys_on_host or options.max_missed_mass is not None
+        alpha = self.alpha if options.budget is None else ANY_SCORE
+        rule = Rule(alpha, options.max_fraction, options.budget, own_bases=self.wants_queries)
+        self.rule = None if device.type != "cuda" or asks else rule
+        """The rule of batched selection with counts on the device. None with repairs, which need them on the host."""
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)
-        self.wants_queries = options.keys == "partial" and options.columns == "prompt"
         self.provenance_key = self._provenance_key(artifact)
         self._correction = self._corrections(artifact, device, dtype)
         own = artifact.to(self.keys_device)

@@ -28,6 +28,7 @@ from ...kernels.selection import (
     unpack,
 )
 from ..growing import LayerTensors
+from ..rule import Spans
 from .bases import Basis, Columns, kept_columns
 from .scoring_keys import KeyQuery
 
@@ -142,17 +143,10 @@ class PartialKeys:
         """Skew the newest keys k `[P, d]` of a batch and store them in column `slots[p]` of their storages."""
         dispatch.append_partial(k, basis.key, storages, slots)
 
-    def found(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        storages: PointerTable,
-        starts: torch.Tensor,
-        stops: torch.Tensor,
-        tokens: int,
-    ) -> Scores:
-        """Return the scores of queries q `[P, G, r]` of a batch."""
-        return dispatch.partial_scores(q, storages, starts, stops, tokens)
+    def found(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
+        """Return the scores of queries q `[H, B, d]` of a batch."""
+        skewed = basis.skew_queries(q, storages.heads)
+        return dispatch.partial_scores(skewed, storages, spans.starts, spans.stops, spans.tokens)
 
     def fork(self) -> PartialKeys:
         """Return a copy-on-write copy."""
@@ -287,18 +281,12 @@ class QuantisedKeys:
         own = self._quantisers[layer]
         dispatch.append_quantised(k, basis.key, own.mean, own.step, self._bits, storages, slots)
 
-    def found(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        storages: PointerTable,
-        starts: torch.Tensor,
-        stops: torch.Tensor,
-        tokens: int,
-    ) -> Scores:
-        """Return the scores of queries q `[P, G, d]` of a batch."""
-        own = self._quantisers[layer]
-        return dispatch.quantised_scores(q, storages, own.mean, own.step, self._bits, starts, stops, tokens)
+    def found(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
+        """Return the scores of queries q `[H, B, d]` of a batch."""
+        own, skewed = self._quantisers[layer], basis.skew_queries(q, storages.heads)
+        return dispatch.quantised_scores(
+            skewed, storages, own.mean, own.step, self._bits, spans.starts, spans.stops, spans.tokens
+        )
 
     def _bytes_of(self, layer: int, tokens: range) -> tuple[torch.Tensor, slice]:
         """Return the packed keys `[Hkv, m, d]` that contain `tokens`, and the slice of `tokens` in their codes."""
