@@ -110,22 +110,23 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
 # --------------------------------------------------------------------------------------------------------- entries
 
 
-def read_lists(table: PointerTable, rows: int, counts: torch.Tensor) -> torch.Tensor:
+def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int = 1) -> torch.Tensor:
     """Return the first `rows` rows of the tensors `[X, n_b, w]` of a batch as lists `[X * B, rows, w]`.
 
-    Rows from `counts[b]` (int `[B]`) on are 0.
+    A row holds `page` tokens. Rows behind the first `counts[b]` (int `[B]`) tokens are 0.
     """
     first = table.tensors[0]
     lists = first.new_zeros(len(table.tensors), table.heads, rows, first.shape[2])
-    for own, there, count in zip(table.tensors, lists, counts.tolist(), strict=True):
+    for own, there, count in zip(table.tensors, lists, (-(-counts // page)).tolist(), strict=True):
         there[:, :count] = own[:, : min(count, rows)]
     return lists.flatten(0, 1)
 
 
-def write_lists(lists: torch.Tensor, table: PointerTable, counts: torch.Tensor) -> None:
-    """Write the first `counts[b]` rows of lists `[X * B, rows, w]` to the tensors `[X, n_b, w]` of a batch."""
-    for own, there, count in zip(table.tensors, lists.split(table.heads), counts.tolist(), strict=True):
-        own[:, : min(count, lists.shape[1])] = there[:, :count]
+def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor, page: int = 1) -> None:
+    """Write entries `[X * B, rows, w]` of the first `counts[b]` tokens to the tensors `[X, n_b, w]` of a batch."""
+    numbers = (-(-counts // page)).tolist()
+    for own, there, count in zip(table.tensors, entries.split(table.heads), numbers, strict=True):
+        own[:, : min(count, entries.shape[1])] = there[:, :count]
 
 
 def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
@@ -178,10 +179,10 @@ def quantised_scores(
     return within(scores, starts, stops)
 
 
-def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> Scores:
-    """Set scores `[P, G, N]` outside [start, stop) of each list to -inf and compute their statistics."""
-    token = torch.arange(scores.shape[2], device=scores.device)
-    outside = (token < starts[:, None]) | (token >= stops[:, None])
+def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
+    """Set scores `[P, G, N]` of pages without a token in [start, stop) to -inf and compute their statistics."""
+    token = torch.arange(scores.shape[2], device=scores.device) * page
+    outside = (token + page <= starts[:, None]) | (token >= stops[:, None])
     scores = scores.masked_fill(outside.unsqueeze(1), -math.inf)
     maxima = scores.amax(-1, keepdim=True)
     return Scores(scores, maxima, (scores - finite(maxima)).exp().sum(-1, keepdim=True))

@@ -36,6 +36,7 @@ class H2O(ScorerPolicy[BudgetOptions]):
     query_source: QuerySource = "attention_input"
     wants_weights = True
     wants_queries = True
+    drops = True
 
     @classmethod
     def entry_shape(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:

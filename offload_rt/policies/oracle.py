@@ -10,7 +10,7 @@ import torch
 
 from ..core import ModelGeometry
 from ..kernels.reference import capped
-from ..kernels.selection import dot_scores, group_lse, group_scores
+from ..kernels.selection import dot_scores
 from .base import KeyReader
 from .options import BudgetOptions
 from .scorer import EntryShape, ScorerPolicy, ScorerState, TokenLists
@@ -45,8 +45,7 @@ class Oracle(ScorerPolicy[BudgetOptions]):
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
         """Score tokens by their largest softmax weight in any query head of the group."""
-        scores = capped(dot_scores(queries, keys.entries.transpose(1, 2)), self.geometry.softcap)
-        return group_scores(scores, group_lse(scores))
+        return keys.group_ranks(capped(dot_scores(queries, keys.entries.transpose(1, 2)), self.geometry.softcap))
 
     def new_state(self, keys: KeyReader) -> OracleState:
         """Return a state that reads `keys`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from ..core import ModelGeometry
-from ..kernels.selection import group_lse, group_scores
 from .options import QuestOptions
 from .scorer import EntryShape, ScorerPolicy, TokenLists
 
@@ -34,7 +33,7 @@ class Quest(ScorerPolicy[QuestOptions]):
         its largest softmax weight (over the pages of the candidates) in the query group. A page with tokens that are
         not candidates is ranked by all its keys.
         """
-        low, high = keys.entries.to(queries.dtype).transpose(1, 2).chunk(2, 1)
-        bounds = torch.baddbmm(torch.bmm(queries.clamp(max=0), low), queries.clamp(min=0), high, alpha=-1)
-        bounds = bounds.masked_fill(~keys.pages_inside.unsqueeze(1), -torch.inf)
-        return group_scores(bounds, group_lse(bounds)).repeat_interleave(keys.page, 1)
+        # q * low for q < 0, and (-q) * (-high) for q > 0.
+        least = self.entry(layer, queries).clamp(max=0)
+        bounds = torch.bmm(least, keys.entries.to(queries.dtype).transpose(1, 2))
+        return keys.group_ranks(bounds).repeat_interleave(keys.page, 1)

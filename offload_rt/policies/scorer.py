@@ -16,9 +16,9 @@ import torch
 from ..core import ModelGeometry, Selection, VisibleTokens
 from ..kernels import dispatch
 from ..kernels.h2d_copy import to_device
-from ..kernels.lists import Scores, within
+from ..kernels.lists import Scores
 from ..kernels.pointer_table import PointerTable
-from ..kernels.selection import top_tokens
+from ..kernels.selection import group_scores, top_tokens
 from .base import KeyReader, QuerySource
 from .budget import BudgetPolicy, Chosen
 from .demand import MemoryDemand
@@ -48,18 +48,37 @@ class TokenLists:
         entries: Stored entries `[P, m, w]`. Entry j is that of the tokens from `first + j * page` on.
         first: First token of the first entry.
         page: Tokens of an entry.
-        starts, stops: The candidates [start, stop) of each list, `[P, 1]`.
-        limits: Number of tokens that the engine selects, `[P, 1]`.
-        contexts: Number of tokens of the sequence, `[P, 1]`.
+        spans: The candidates. Their slots count from token 0.
     """
 
     entries: torch.Tensor
     first: int
     page: int
-    starts: torch.Tensor
-    stops: torch.Tensor
-    limits: torch.Tensor
-    contexts: torch.Tensor
+    spans: Spans
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """First candidate of each list, `[P, 1]`."""
+        return self.spans.starts.unsqueeze(1)
+
+    @property
+    def stops(self) -> torch.Tensor:
+        """End of the candidates of each list, `[P, 1]`."""
+        return self.spans.stops.unsqueeze(1)
+
+    @property
+    def limits(self) -> torch.Tensor:
+        """Number of tokens that the engine selects from each list, `[P, 1]`."""
+        return self._each(self.spans.limits)
+
+    @property
+    def contexts(self) -> torch.Tensor:
+        """Number of tokens of the sequence of each list, `[P, 1]`."""
+        return self._each(self.spans.contexts)
+
+    def _each(self, numbers: torch.Tensor) -> torch.Tensor:
+        heads = len(self.entries) // len(numbers)
+        return numbers.unsqueeze(1).expand(-1, heads).reshape(-1, 1)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -72,17 +91,26 @@ class TokenLists:
         """Whether each token is a candidate, bool `[P, n]`."""
         return (self.tokens >= self.starts) & (self.tokens < self.stops)
 
-    @property
-    def pages_inside(self) -> torch.Tensor:
-        """Whether each entry has a token that is a candidate, bool `[P, m]`."""
-        firsts = self.tokens[:: self.page]
-        return (firsts + self.page > self.starts) & (firsts < self.stops)
+    def group_ranks(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return one number `[P, m]` for scores `[P, G, m]` of the entries: the largest log-softmax of the group.
+
+        The softmax is over the entries with candidates.
+        """
+        if scores.shape[1] == 1:
+            return scores[:, 0]
+        starts, stops = self.spans.starts, self.spans.stops
+        if self.first:
+            starts, stops = starts - self.first, stops - self.first
+        found = dispatch.within(scores.contiguous(), starts, stops, self.page)
+        return group_scores(found.scores, found.lse.unsqueeze(2))
 
 
 class ScorerPolicy(BudgetPolicy[Chosen]):
     """Base of policies that define `score`. Subclasses define `name`, and `query_source` unless it is "query"."""
 
     query_source: QuerySource = "query"
+    drops = False
+    """Whether `score` returns -inf for candidates that must not be selected, as many for every list of a sequence."""
 
     def __init__(self, options: Chosen, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> None:
         """Raises ConfigError if an option does not fit the model."""
@@ -114,7 +142,7 @@ class ScorerPolicy(BudgetPolicy[Chosen]):
         return k
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Return scores `[P, n]` of the tokens `keys.tokens`; tokens with -inf are never selected.
+        """Return scores `[P, n]` of the tokens `keys.tokens`.
 
         Args:
             layer: The layer index.
@@ -154,14 +182,8 @@ class ScorerPolicy(BudgetPolicy[Chosen]):
     def lists(self, storages: PointerTable, spans: Spans) -> TokenLists:
         """Return what is stored of the sequences of a batch, all slots up to `spans.tokens`."""
         page = self.entries.page
-        counts = -(-spans.contexts // page)
-        entries = dispatch.read_lists(storages, -(-spans.tokens // page), counts)
-        each = (
-            spans.starts,
-            spans.stops,
-            *(x.repeat_interleave(storages.heads) for x in (spans.limits, spans.contexts)),
-        )
-        return TokenLists(entries, 0, page, *(x.unsqueeze(1) for x in each))
+        entries = dispatch.read_lists(storages, -(-spans.tokens // page), spans.contexts, page)
+        return TokenLists(entries, 0, page, spans)
 
 
 class ScorerState(PassiveState):
@@ -215,7 +237,8 @@ class ScorerState(PassiveState):
         scores = policy.score(layer, policy.scaled(layer, q.unsqueeze(1)), keys)
         first = candidates.start - keys.first
         scores = scores[:, first : first + len(candidates)]
-        n = min(n, int((scores > -torch.inf).sum(1).min()))
+        if policy.drops:
+            n = min(n, int((scores > -torch.inf).sum(1).min()))
         return Selection(top_tokens(scores, n) + candidates.start)
 
     def on_attended(self, layer: int, visible: VisibleTokens, tokens: torch.Tensor, weights: torch.Tensor) -> None:
@@ -231,10 +254,12 @@ class ScorerState(PassiveState):
         """Return the entries of `tokens`, rounded to whole pages."""
         page = self._policy.entries.page
         pages = range(tokens.start // page, -(-tokens.stop // page))
-        limit = budget_tokens(self._policy.budget, visible)
-        numbers = [visible.candidates.start, visible.candidates.stop, limit, visible.all.stop]
-        bounds = to_device(torch.tensor(numbers), self._policy.device).view(4, 1, 1)
-        return TokenLists(self._stored(layer, pages), pages.start * page, page, *bounds)
+        policy, heads = self._policy, self._policy.geometry.kv_heads
+        seen, limit = visible.candidates, budget_tokens(policy.budget, visible)
+        numbers = torch.tensor([*[seen.start] * heads, *[seen.stop] * heads, limit, visible.all.stop])
+        starts, stops, limits, contexts = to_device(numbers, policy.device).split([heads, heads, 1, 1])
+        spans = Spans(starts, stops, limits, contexts, visible.all.stop, limit)
+        return TokenLists(self._stored(layer, pages), pages.start * page, page, spans)
 
     def _stored(self, layer: int, pages: range) -> torch.Tensor:
         """Return the entries `[Hkv, m, w]` of `pages`."""
@@ -259,7 +284,7 @@ class ScorerState(PassiveState):
         policy = self._policy
         scores = policy.score(layer, policy.scaled(layer, q), policy.lists(storages, spans))
         wide = scores[:, : spans.tokens].to(torch.promote_types(scores.dtype, torch.float32))
-        return within(wide.unsqueeze(1).contiguous(), spans.starts, spans.stops)
+        return dispatch.within(wide.unsqueeze(1).contiguous(), spans.starts, spans.stops)
 
     def attended(
         self, layer: int, storages: PointerTable, spans: Spans, weights: torch.Tensor, attended: torch.Tensor
@@ -267,7 +292,7 @@ class ScorerState(PassiveState):
         """Update the entries of a batch by the weights `[P, tokens]` of a step."""
         keys = self._policy.lists(storages, spans)
         entries = self._policy.on_attended(layer, keys, weights, attended)
-        dispatch.write_lists(entries.contiguous(), storages, -(-spans.contexts // keys.page))
+        dispatch.write_lists(entries.contiguous(), storages, spans.contexts, keys.page)
 
     def fork(self, keys: KeyReader) -> Self:
         """Return a copy that shares the entries until either side writes."""

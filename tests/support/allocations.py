@@ -21,7 +21,7 @@ import torch
 from torch.autograd.profiler import profile
 
 from offload_rt.kernels import selection
-from offload_rt.policies import h2o, quest
+from offload_rt.policies import scorer
 from offload_rt.policies.infinigen import scoring
 
 
@@ -32,7 +32,7 @@ def device_selection() -> Iterator[None]:
         patch.setattr(selection, "select_tokens", selection.select_tokens_reference)
         patch.setattr(scoring, "select_tokens", selection.select_tokens_reference)
         patch.setattr(scoring, "select_quantised", _select_from_scores)
-        for module in (h2o, quest, selection):
+        for module in (scorer, selection):
             patch.setattr(module, "top_tokens", selection.top_tokens_reference)
         yield
 

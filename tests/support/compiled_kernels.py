@@ -219,6 +219,7 @@ def _append() -> None:
     entries = PointerTable.of([torch.empty(KV_HEADS, TOKENS, D, dtype=torch.bfloat16) for _ in range(BATCH)])
     triton_entries.append_entries(k, entries, slots, 16)
     triton_entries.write_lists(triton_entries.read_lists(entries, 64, slots[:BATCH]), entries, slots[:BATCH])
+    triton_entries.within(torch.empty(lists, GROUP, 64), _lists(), _lists(), 16)
 
 
 def _partial(group: int) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -91,6 +95,18 @@ def test_a_policy_of_one_method_is_batched_and_captured(name: str, head_dim: int
     with simulated(Lazy()):
         found, graphs = answers("cuda", name, head_dim, **GRAPHS)
     assert found == expected and graphs is not None and set(graphs) >= {(4, 64), (4, 128)}
+
+
+def test_the_policy_of_the_documentation_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Path(__file__).parents[3] / "docs" / "pages" / "extending.md"
+    snippet = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)[0]
+    module = ModuleType("my_policy")
+    monkeypatch.setitem(sys.modules, "my_policy", module)
+    registry._registered.pop("low-norm")
+    exec(compile(snippet, str(page), "exec"), vars(module))
+    assert capsys.readouterr().out.strip()
 
 
 def test_memory_is_planned_for_what_is_stored() -> None:
