@@ -16,7 +16,7 @@ import torch
 
 from ..core import CHUNK
 from .pointer_table import PointerTable
-from .selection import floor_share, group_scores, pack, quantise, skew, top_tokens_reference, unpack
+from .selection import pack, quantise, select_tokens_reference, skew, unpack
 from .selection import quantised_scores as packed_scores
 
 
@@ -214,28 +214,15 @@ def select_tokens(
     lists, group, _ = found.scores.shape
     tokens = torch.zeros(lists, cap, dtype=torch.int64, device=found.scores.device)
     counts = torch.zeros(lists, dtype=torch.int32, device=found.scores.device)
-    maximum, lses = found.maximum, found.lse
+    lses = found.lse.masked_fill(found.lse.isneginf(), 0).unsqueeze(-1)
     for b, limit in enumerate(limits.tolist()):
         own = slice(b * kv_heads, (b + 1) * kv_heads)
         start, stop = int(starts[own.start]), int(stops[own.start])
-        if start >= stop or limit == 0:
-            continue
-        scores = found.scores[own, :, start:stop]
-        passing = scores >= maximum[own].unsqueeze(-1) - alpha
-        n = min(-(-int(passing.sum()) // (kv_heads * group)), limit, cap)
-        passed = passing.flatten(0, 1).any(0).nonzero().squeeze(1)
-        lse = lses[own].masked_fill(lses[own].isneginf(), 0).unsqueeze(-1)
-        values = group_scores(scores, None if group == 1 else lse)
-        chosen = passed[top_tokens_reference(values[:, passed], n)] + start
-        tokens[own, :n] = chosen.sort(1).values
-        counts[own] = n
+        lse = None if group == 1 else lses[own]
+        chosen = select_tokens_reference(found.scores[own, :, start:stop], alpha, min(limit, cap), lse)
+        counts[own] = n = chosen.shape[1]
+        tokens[own, :n] = chosen.sort(1).values + start
     return tokens, counts
-
-
-def selection_limit(candidates: int, max_fraction: float) -> int:
-    """Return how many of its `candidates` a sequence may select: floor of the fraction, but at least 1 if there are
-    any."""
-    return max(min(1, candidates), floor_share(max_fraction, candidates))
 
 
 # ------------------------------------------------------------------------------------------------------- attention

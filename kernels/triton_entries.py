@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .lists import Scores
 from .pointer_table import FIELDS, PointerTable
-from .triton_scores import _finish
+from .triton_scores import store_scores
 
 _NUMBERS = 4096
 """Numbers per program."""
@@ -69,7 +69,7 @@ def _within(
     acc = tl.load(given + ((p * G + head) * tokens)[:, None] + token[None, :], mask=real, other=float("-inf"))
     start, stop = tl.load(starts + p) // PAGE, (tl.load(stops + p) + PAGE - 1) // PAGE
     stop = tl.minimum(stop, tokens)
-    _finish(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
+    store_scores(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
 
 
 def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:

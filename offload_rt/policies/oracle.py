@@ -17,7 +17,7 @@ from .scorer import EntryShape, ScorerPolicy, ScorerState, TokenLists
 
 
 class OracleState(ScorerState):
-    """State of policy "oracle", which stores nothing and reads keys from the pool."""
+    """State of policy "oracle", which reads keys from the pool instead of storing entries."""
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Ignore keys `[Hkv, m, d]`."""
@@ -40,7 +40,7 @@ class Oracle(ScorerPolicy[BudgetOptions]):
 
     @classmethod
     def entry_shape(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return that nothing is stored."""
+        """Return the shape of empty entries."""
         return EntryShape(0, dtype)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core import VisibleTokens
-from ..kernels.lists import selection_limit
-from ..kernels.selection import floor_share
+from ..kernels.selection import floor_share, selection_limit
 
 ANY_SCORE = torch.finfo(torch.float32).max / 2
 """An `alpha` that every finite score passes, but not -inf."""

@@ -1,7 +1,7 @@
 """Base of policies that rank tokens by a score. The engine selects the best ones within the budget.
 
-A policy defines `score`. If needed, it also defines `entry` (what is stored of a new key), and `on_queries` and
-`on_attended` (updates of what is stored). These methods work on lists, one for each KV head of each sequence. One
+A policy defines `score`. If needed, it also defines `entry`, which compresses a new key for storage, and `on_queries`
+and `on_attended`, which update stored entries. These methods work on lists, one for each KV head of each sequence. One
 definition therefore serves a single sequence and a batch, and can be captured in a CUDA graph. Apart from `on_queries`,
 they must not read values of tensors on the host.
 """
@@ -30,7 +30,7 @@ from .rule import ANY_SCORE, Rule, Spans, budget_tokens
 
 @dataclass(frozen=True)
 class EntryShape:
-    """What a policy stores: `width` numbers of `dtype` for each KV head and `page` adjacent tokens.
+    """Shape of stored entries: `width` numbers of `dtype` for each KV head and `page` adjacent tokens.
 
     The entry of a page is the minimum of the entries of its tokens.
     """
@@ -42,7 +42,7 @@ class EntryShape:
 
 @dataclass(frozen=True)
 class TokenLists:
-    """What a policy has stored of the tokens of P lists, and which of them are candidates.
+    """Stored entries and candidates of P lists.
 
     Attributes:
         entries: Stored entries `[P, m, w]`. Entry j is that of the tokens from `first + j * page` on.
@@ -125,7 +125,7 @@ class ScorerPolicy(BudgetPolicy[Chosen]):
 
     @classmethod
     def entry_shape(cls, options: Chosen, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of what `entry` returns. By default, that is the key."""
+        """Return the shape of entries, by default that of keys."""
         return EntryShape(geometry.head_dim, dtype)
 
     @classmethod
@@ -138,7 +138,7 @@ class ScorerPolicy(BudgetPolicy[Chosen]):
         return replace(super().memory_demand(options, geometry, dtype), key_bytes=keys, copied_bytes=copied)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return what is stored of new keys k `[P, m, d]`: `[P, m, w]`."""
+        """Return entries `[P, m, w]` of new keys k `[P, m, d]`, by default the keys."""
         return k
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
@@ -147,8 +147,8 @@ class ScorerPolicy(BudgetPolicy[Chosen]):
         Args:
             layer: The layer index.
             queries: Queries `[P, G, d]`, multiplied by the model's scale, in float32 (float64 for a float64 model).
-            keys: What `entry` returned for the tokens, 0 for tokens that do not exist. Scores of tokens that are not
-                candidates are ignored.
+            keys: The entries of the tokens, 0 if a token does not exist. Scores of tokens that are not candidates are
+                ignored.
         """
         raise NotImplementedError
 
@@ -180,7 +180,7 @@ class ScorerPolicy(BudgetPolicy[Chosen]):
         return wide.view(self.geometry.kv_heads, -1, batch, d).permute(2, 0, 1, 3).flatten(0, 1)
 
     def lists(self, storages: PointerTable, spans: Spans) -> TokenLists:
-        """Return what is stored of the sequences of a batch, all slots up to `spans.tokens`."""
+        """Return the stored entries of a batch, for all slots up to `spans.tokens`."""
         page = self.entries.page
         entries = dispatch.read_lists(storages, -(-spans.tokens // page), spans.contexts, page)
         return TokenLists(entries, 0, page, spans)
@@ -217,7 +217,7 @@ class ScorerState(PassiveState):
         page, stop = self._policy.entries.page, start + k.shape[1]
         self._entries.open(layer, k.shape[0], 0, self._policy.entries.width)
         first = self._entries.length(layer)
-        assert start <= first, f"layer {layer} has {first} keys, not {start}"
+        assert start == first or self._policy.wants_queries, f"layer {layer} has {first} keys, not {start}"
         entering = self._policy.entry(layer, k[:, first - start :])
         data = self._entries.reserve(layer, stop)
         if page == 1:

@@ -18,7 +18,7 @@ class Streaming(ScorerPolicy[BudgetOptions]):
 
     @classmethod
     def entry_shape(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return that nothing is stored."""
+        """Return the shape of empty entries."""
         return EntryShape(0, dtype)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:

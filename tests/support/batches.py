@@ -12,7 +12,6 @@ from offload_rt.engine.runner import Runner
 from offload_rt.kernels import dispatch
 from offload_rt.model_runner.sequence import Sequence
 from offload_rt.policies.infinigen.policy import InfiniGen
-from offload_rt.policies.rule import Rule
 
 from .device_link import staged
 from .tiny_models import tiny_model, tiny_prompt
@@ -28,8 +27,7 @@ def make(counted: bool = True, **options: Any) -> Runner:
     llm = staged(LLM(model, policy_options=OPTIONS | options, host_memory="4MiB", missed_mass_every=0))
     policy = llm.runner.policy
     assert isinstance(policy, InfiniGen)
-    rule = Rule(policy.alpha, policy.options.max_fraction, own_bases=policy.wants_queries)
-    policy.rule = rule if counted else None
+    policy.rule = policy.selection if counted else None
     return llm.runner
 
 

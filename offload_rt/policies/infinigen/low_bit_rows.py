@@ -115,7 +115,7 @@ class LowBitRows:
 
     def length(self, layer: int) -> int:
         """Return the number of keys of the layer."""
-        return self._rows.length(layer) + len(self._keys.get(layer, ()))
+        return self._rows.lengths.get(layer, 0) + len(self._keys.get(layer, ()))
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Write keys k `[Hkv, m, d]` to the slots from `start` on."""
@@ -128,11 +128,11 @@ class LowBitRows:
     def write_values(self, layer: int, v: torch.Tensor, start: int) -> None:
         """Write values v `[Hkv, m, d]` to the slots from `start` on, after their keys."""
         assert start + v.shape[1] <= self.length(layer), "keys come before values"
-        if start < self._rows.length(layer):
+        if start < self._rows.lengths[layer]:
             self._write_values(layer, v, start)
             return
         values = self._values.setdefault(layer, [])
-        assert start == self._rows.length(layer) + len(values)
+        assert start == self._rows.lengths[layer] + len(values)
         values.append(v)
         if len(values) >= WAITING:
             self._round(layer)
@@ -140,14 +140,14 @@ class LowBitRows:
     def _round(self, layer: int) -> None:
         """Quantise the waiting tokens."""
         if keys := self._keys.pop(layer, None):
-            start, values = self._rows.length(layer), self._values.pop(layer, None)
+            start, values = self._rows.lengths[layer], self._values.pop(layer, None)
             self._write(layer, torch.cat(keys, dim=1), start)
             if values:
                 self._write_values(layer, torch.cat(values, dim=1), start)
 
     def _rounded(self, layer: int, tokens: range) -> Pages:
         """Return the pages of the layer for reading, in which `tokens` are quantised."""
-        if tokens.stop > self._rows.length(layer):
+        if tokens.stop > self._rows.lengths[layer]:
             self._round(layer)
         return self._rows.pages(layer)
 

@@ -20,20 +20,13 @@ class KeyQuery(Protocol):
         """Estimated attention scores `[Hkv, G, n]`, scaled, in float32 (float64 for a float64 model)."""
         ...
 
-    def select(self, alpha: float, max_fraction: float) -> torch.Tensor:
+    def select(self, alpha: float, limit: int) -> torch.Tensor:
         """Select tokens by `select_tokens`. Returns int64 `[Hkv, n]`, relative to the first token."""
-        ...
-
-    def top(self, n: int) -> torch.Tensor:
-        """Return the n tokens with the largest softmax weight in any query head of the group.
-
-        The result is int64 `[Hkv, n]`, relative to the first token.
-        """
         ...
 
 
 class ListedKeys(Protocol):
-    """What a sequence stores for scoring, as far as the lists of a batch (`KeyLists`) need it."""
+    """Selection data of one sequence, as far as the lists of a batch (`KeyLists`) need it."""
 
     def basis(self, layer: int) -> Basis | None:
         """Return the basis of the keys and queries of a layer, which must have at least one key; None for none."""

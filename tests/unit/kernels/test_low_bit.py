@@ -230,7 +230,7 @@ def test_a_processor_selects_and_stores_what_is_defined(
     both = [ask(q, mean, pages, layout, tokens) for ask in (low_bit.LowBitQuery, low_bit_cpu.ask)]
     chosen = [asked.select(alpha, max_fraction).sort(1).values for asked in both]
     assert chosen[0].equal(chosen[1])
-    best = [asked.top(len(tokens) // 3).sort(1).values for asked in both]
+    best = [asked.select(math.inf, len(tokens) // 3).sort(1).values for asked in both]
     assert best[0].equal(best[1])
     rows = torch.randn(2, 130, 64) * torch.logspace(-2, 2, 130)[:, None]
     rows[:, 3], rows[:, 4] = 0, torch.linspace(-1, 1, 64)
@@ -251,7 +251,7 @@ def test_a_layers_scores_take_the_memory_of_the_layers_before(monkeypatch: pytes
         pytest.skip("without compiled code torch's products do it")
     for _ in range(3):
         asked = low_bit_cpu.ask(q, mean, pages, layout, tokens)
-        assert asked.top(5).shape == (2, 5) and approximate(asked, skip)[1].isfinite().all()
+        assert asked.select(math.inf, 5).shape == (2, 5) and approximate(asked, skip)[1].isfinite().all()
         assert native.SCRATCH.nbytes == 0, "a query keeps its scores"
         del asked
         assert 2 * 7 * 5504 * 4 <= native.SCRATCH.nbytes < 2 * 7 * 5504 * 4 * 1.13, "those of one layer"
