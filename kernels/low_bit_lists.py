@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from .lists import Scores, within
-from .low_bit import Layout, low_bit_scores, store_rows, tail_attention
+from .low_bit import Layout, low_bit_scores, store_rows, approximate_attention
 from .pages import PAGE_TOKENS, PageTable
 from .reference import merge_lse
 from .selection import skew
@@ -89,7 +89,7 @@ def merge_approximate(
     for b, own in enumerate(table.pages):
         lists = slice(b * table.heads, (b + 1) * table.heads)
         candidates = range(int(starts[lists.start]), int(stops[lists.start]))
-        tail, tail_lse = tail_attention(q[lists], mean, own, layout, candidates, skip[lists])
+        tail, tail_lse = approximate_attention(q[lists], mean, own, layout, candidates, skip[lists])
         merged.append(merge_lse((out[lists], tail @ mixing.T), (lse[lists], tail_lse)))
     outs, lses = zip(*merged, strict=True)
     return torch.cat(outs), torch.cat(lses)

@@ -15,7 +15,7 @@ from ..kv_cache.disk.extents import StoredExtent
 from ..kv_cache.prefix_tree import TOKEN_BYTES, block_key, root_key
 from ..utils.private_files import open_private
 from .block_file import BlockHeader, FileBlock, FileBlockWriter, data_offset
-from .documents import Documents
+from .documents import NamespaceDocuments
 from .files import open_regular, read_header
 from .folder import BLOCKS, StoreFolder, block_paths
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.device_link import staged
+from support.staged_transfer import staged
 from support.outputs import completed
 from support.plain_decode import Kept, plain_step
 from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
