@@ -193,7 +193,7 @@ def test_rows_are_those_of_a_run_that_never_drafted() -> None:
         runner = llm.runner
         [done] = completed(llm.generate([prompt], GREEDY))
         blocks = runner.pool.match([*prompt, *done.token_ids], "exact")
-        assert blocks.length == 128, "full chunks of verified tokens are shared as exact ones"
+        assert blocks.length == 128, "full blocks of verified tokens are shared as exact ones"
         rows.append(runner.pool.runs(blocks, 2, range(128))[0])
         runner.pool.release(blocks)
     # float64. RMSNorm computes in float32 and sums in another order over several tokens, which leaves 1e-6.
