@@ -10,7 +10,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.model_runner.shared_prefix import SharedPrefixes
 
-from .device_link import staged as with_device_link
+from .device_link import staged as with_staging
 from .tiny_models import depth, tiny_model
 
 LAYERS = 2
@@ -29,4 +29,4 @@ def make(name: str = "llama", *, blocks: int = 200, staged: bool = False, **opti
     llm = LLM(model, **({"policy": "full", "dtype": "float64", "host_memory": blocks * BLOCK_BYTES} | options))
     runner = llm.runner
     runner.prefixes = SharedPrefixes(ROW, pays_from=1)
-    return with_device_link(llm) if staged else llm
+    return with_staging(llm) if staged else llm

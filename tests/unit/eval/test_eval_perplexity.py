@@ -52,7 +52,7 @@ def test_costs_are_means_over_texts_of_what_was_measured() -> None:
     found = costs([dense, *sparse])
     assert (found["missed"], found["missed_worst"]) == pytest.approx((0.15, 0.3))
     assert (found["attended"], found["link"]) == pytest.approx((1.4 / 3, 1.1 / 3))
-    assert (found["sparse_attended"], found["sparse_link"]) == pytest.approx((0.1, 0.1 / 3))
+    assert (found["sparse_attended"], found["sparse_transfer"]) == pytest.approx((0.1, 0.1 / 3))
     assert costs([dense])["missed"] is None
 
 

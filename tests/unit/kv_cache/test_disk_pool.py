@@ -271,7 +271,7 @@ def test_a_block_of_a_run_lies_in_one_piece(tmp_path: Path) -> None:
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy_options": {"preset": "rows", "recent": 8, "budget": 0.2}},
-    "infinigen, tail": {"policy_options": {"recent": 8, "tail": "int4", "budget": 0.2}},
+    "infinigen, tail": {"policy_options": {"recent": 8, "approximate_kv": "int4", "budget": 0.2}},
     "infinigen, int4 rows": {"policy_options": {"recent": 8, "budget": 0.2}, "kv_cache_dtype": "int4"},
     "infinigen, missed mass": {"policy_options": {"recent": 8, "max_missed_mass": 0.2}},
     "oracle": {"policy": "oracle", "policy_options": {"budget": 0.2, "recent": 8}},

@@ -27,7 +27,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("infinigen", {"preset": "paper"}),
     ("infinigen", {"preset": "rows", "recent": 5, "sinks": 3, "scorer": "int4", "dense_layers": ()}),
     ("infinigen", {"preset": "rows", "recent": 5, "scorer": "int2", "source": "attention_input"}),
-    ("infinigen", {"recent": 8, "tail": "int2", "budget": 0.3}),
+    ("infinigen", {"recent": 8, "approximate_kv": "int2", "budget": 0.3}),
     ("oracle", {"budget": 0.3, "recent": 16}),
 ]
 

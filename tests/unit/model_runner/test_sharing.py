@@ -53,7 +53,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
     ("infinigen", {"recent": 8, "sinks": 2}),
     ("infinigen", {"preset": "rows", "scorer": "int4", "recent": 16, "max_missed_mass": 0.05}),
-    ("infinigen", {"tail": "int2", "recent": 16, "max_missed_mass": 0.2}),
+    ("infinigen", {"approximate_kv": "int2", "recent": 16, "max_missed_mass": 0.2}),
     ("infinigen", {"preset": "paper"}),
     ("quest", {"budget": 0.4, "recent": 16}),
     ("h2o", {"budget": 0.4, "recent": 16}),

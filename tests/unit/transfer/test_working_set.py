@@ -140,7 +140,7 @@ def test_tokens_are_the_same_and_fewer_bytes_cross(rows: int, policy: str, setti
         assert with_set.stats.h2d_bytes <= without.stats.h2d_bytes
         assert with_set.stats.fetched_fraction <= without.stats.fetched_fraction
     assert done[-1].stats.h2d_bytes < plain[-1].stats.h2d_bytes
-    assert llm.runner.link.device_bytes == 0
+    assert llm.runner.transfer.device_bytes == 0
 
 
 def test_hits_bytes_and_fractions_agree() -> None:
@@ -209,7 +209,7 @@ def test_forks_take_the_rows_along() -> None:
         runner.decode([first])
     fork = runner.fork(first, 200)
     runner.check_integrity()
-    assert runner.link.working_set_bytes(fork.blocks) == runner.link.working_set_bytes(first.blocks) > 0
+    assert runner.transfer.working_set_bytes(fork.blocks) == runner.transfer.working_set_bytes(first.blocks) > 0
     before = first.trace.bytes_to_device
     runner.decode([first])
     runner.decode([fork])
