@@ -126,7 +126,10 @@ class InfiniGenOptions(PolicyOptions):
     )
     budget: float | None = option(None, help="fraction of the context attended, (0, 1]", metavar="F")
     approximate_kv: ApproximateKVBits = option(
-        "int4", help="bits of the values in the approximate KV of tokens not selected", neutral="off"
+        "int4",
+        help="bits of the values in the approximate KV of tokens not selected",
+        neutral="off",
+        stored_name="tail",
     )
 
     def __post_init__(self) -> None:
