@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support.batches import OPTIONS, begun, compiled, make
-from support.staged_transfer import staged
 from support.host_sync import NoHostSync
+from support.staged_transfer import staged
 from support.tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 

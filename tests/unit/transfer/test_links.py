@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.staged_transfer import staged
 from support.outputs import completed
 from support.pools import geometry as pool_geometry
+from support.staged_transfer import staged
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.core import BLOCK_SIZE, Selection, VisibleTokens
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.outputs import CompletionOutput
+from offload_rt.transfer.base import PendingFetch
 from offload_rt.transfer.cpu import CpuTransfer
 from offload_rt.transfer.cuda import CudaTransfer
-from offload_rt.transfer.base import PendingFetch
 from offload_rt.transfer.residency import Residency
 from offload_rt.transfer.streams import InlineStream
 
