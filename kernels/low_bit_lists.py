@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from .lists import Scores, within
-from .low_bit import Layout, low_bit_scores, store_rows, approximate_attention
+from .low_bit import Layout, approximate_attention, low_bit_scores, store_rows
 from .pages import PAGE_TOKENS, PageTable
 from .reference import merge_lse
 from .selection import skew
