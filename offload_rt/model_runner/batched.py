@@ -38,7 +38,7 @@ def selects_together(batch: DecodeBatch) -> bool:
     Models with capped scores attend sequence by sequence.
     """
     selects = any(batch.selects(layer) for layer in range(batch.geometry.layers)) and batch.geometry.softcap is None
-    ready = all(s.position > 0 and not batch.sees_all(s) for s in batch.sequences)
+    ready = all(s.position > 0 and s.state.scoring_keys and not batch.sees_all(s) for s in batch.sequences)
     return batch.policy.rule is not None and selects and ready
 
 

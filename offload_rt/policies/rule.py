@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..core import VisibleTokens
+from ..core import ModelGeometry, VisibleTokens
+from ..errors import ConfigError
 from ..kernels.selection import floor_share, selection_limit
 
 ANY_SCORE = torch.finfo(torch.float32).max / 2
 """An `alpha` that every finite score passes, but not -inf."""
+
+
+def dense_layers(named: Iterable[int], geometry: ModelGeometry) -> frozenset[int]:
+    """Return the layers that attend to all visible tokens: those `named` and all sliding-window layers.
+
+    Raises:
+        ConfigError: If the model does not have one of the layers.
+    """
+    for layer in named:
+        if layer >= geometry.layers:
+            raise ConfigError(f"dense_layers names layer {layer}, but the model has layers 0 to {geometry.layers - 1}")
+    return frozenset(named) | frozenset(geometry.sliding)
 
 
 def budget_tokens(budget: float, visible: VisibleTokens) -> int:

@@ -8,8 +8,9 @@ they must not read values of tensors on the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Self
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
@@ -19,13 +20,12 @@ from ..kernels.h2d_copy import to_device
 from ..kernels.lists import Scores
 from ..kernels.pointer_table import PointerTable
 from ..kernels.selection import group_scores, top_tokens
-from .base import KeyReader, QuerySource
-from .budget import BudgetPolicy, Chosen
+from .base import KeyReader, PolicyState, QuerySource
 from .demand import MemoryDemand
 from .growing import LayerTensors
-from .passive import PassiveState
+from .options import BudgetOptions
 from .registry import PolicyContext
-from .rule import ANY_SCORE, Rule, Spans, budget_tokens
+from .rule import ANY_SCORE, Rule, Spans, budget_tokens, dense_layers
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,32 @@ class TokenLists:
         return group_scores(found.scores, found.lse.unsqueeze(2))
 
 
-class ScorerPolicy(BudgetPolicy[Chosen]):
-    """Base of policies that define `score`. Subclasses define `name`, and `query_source` unless it is "query"."""
+Chosen = TypeVar("Chosen", bound=BudgetOptions)
 
+
+class ScorerPolicy(Generic[Chosen]):
+    """Base of policies that define `score`. Subclasses define `name`, and `query_source` unless it is "query".
+
+    The budget is the fraction of the visible context that a sparse layer attends to, resident tokens included. At equal
+    budgets, policies are compared at equal numbers of attended bytes.
+    """
+
+    name: str
     query_source: QuerySource = "query"
+    wants_weights = False
+    evictable = False
+    wants_queries = False
+    dense_until = 0
     drops = False
     """Whether `score` returns -inf for candidates that must not be selected, as many for every list of a sequence."""
 
     def __init__(self, options: Chosen, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> None:
         """Raises ConfigError if an option does not fit the model."""
-        super().__init__(options, geometry)
+        self.geometry, self.budget = geometry, options.budget
+        self.sinks, self.recent = options.sinks, options.recent
+        self.dense_layers = dense_layers(options.dense_layers, geometry)
+        digest = hashlib.sha256(options.provenance_text().encode()).hexdigest()[:16]
+        self.provenance_key = f"{self.name}-{digest}"
         self.device, self.entries = device, self.entry_shape(options, geometry, dtype)
         self.rule = Rule(ANY_SCORE, budget=options.budget) if device.type == "cuda" else None
 
@@ -135,7 +151,13 @@ class ScorerPolicy(BudgetPolicy[Chosen]):
         keys = float(shape.width * shape.dtype.itemsize * geometry.kv_heads) / shape.page
         # A batch reads the entries into one tensor, and a score may widen them.
         copied = keys + keys / shape.dtype.itemsize * torch.promote_types(dtype, torch.float32).itemsize
-        return replace(super().memory_demand(options, geometry, dtype), key_bytes=keys, copied_bytes=copied)
+        dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
+        resident = options.sinks + options.recent
+        return MemoryDemand(dense, resident, options.budget, key_bytes=keys, copied_bytes=copied)
+
+    def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+        """Return `attention_input` `[T, D]` unchanged."""
+        return attention_input
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
         """Return entries `[P, m, w]` of new keys k `[P, m, d]`, by default the keys."""
@@ -186,7 +208,7 @@ class ScorerPolicy(BudgetPolicy[Chosen]):
         return TokenLists(entries, 0, page, spans)
 
 
-class ScorerState(PassiveState):
+class ScorerState(PolicyState):
     """Stored entries of one sequence, `[Hkv, slots, w]` per layer. Implements `ListedKeys`."""
 
     def __init__(self, policy: ScorerPolicy[Any], keys: KeyReader) -> None:

@@ -22,13 +22,11 @@ from ...kernels.reference import capped
 from ...kernels.selection import extend_selection, selection_limit
 from ...skewing.artifact import SkewArtifact, artifact_bytes
 from ...skewing.guess import SOURCES
-from ..base import KeyReader, QuerySource
-from ..budget import dense_layers
+from ..base import KeyReader, PolicyState, QuerySource
 from ..demand import MemoryDemand
 from ..options import InfiniGenOptions
-from ..passive import PassiveState
 from ..registry import PolicyContext
-from ..rule import ANY_SCORE, Rule, Spans
+from ..rule import ANY_SCORE, Rule, Spans, dense_layers
 from .bases import Basis, CalibratedColumns, PromptColumns, kept_columns
 from .key_lists import KeyLists
 from .low_bit_rows import LowBitRows, RowBasis, basis_bytes, row_bytes, row_layout
@@ -36,7 +34,7 @@ from .scoring import BITS, PartialKeys, QuantisedKeys, Quantiser, key_bytes
 from .scoring_keys import KeyQuery, ScoringKeys
 
 
-class InfiniGenState(PassiveState):
+class InfiniGenState(PolicyState):
     """The scoring keys and the approximate KV of one sequence."""
 
     def __init__(self, policy: InfiniGen, keys: ScoringKeys, approximate: LowBitRows | None = None) -> None:
