@@ -7,6 +7,7 @@ in registers. The floor is arithmetic: 2 * HEAD_DIM products for each pair of a 
 With products of bfloat16 (AVX512-BF16), one instruction adds two products to each of 16 sums: of two channels of 16 keys
 in scores, of two tokens of 16 channels in outputs. Elsewhere keys and values are packed as float32. */
 
+#include "fields.h"
 #include "simd.h"
 
 #define KEYS 64                   /* of a block */
@@ -42,6 +43,15 @@ typedef struct {
     int64_t kv_heads, group, m, n, first, window, reach, begun;
     float scale, softcap; /* 0: scores are not capped */
 } Call;
+
+FIELDS_OF(Call) = {
+    FIELD(Call, q), FIELD(Call, k), FIELD(Call, v), FIELD(Call, out), FIELD(Call, packed), FIELD(Call, sinks),
+    FIELD(Call, lse), FIELD(Call, q_head), FIELD(Call, q_token), FIELD(Call, k_head), FIELD(Call, k_token),
+    FIELD(Call, v_head), FIELD(Call, v_token), FIELD(Call, out_head), FIELD(Call, out_token), FIELD(Call, kv_heads),
+    FIELD(Call, group), FIELD(Call, m), FIELD(Call, n), FIELD(Call, first), FIELD(Call, window), FIELD(Call, reach),
+    FIELD(Call, begun), FIELD(Call, scale), FIELD(Call, softcap),
+    END_OF_FIELDS(Call),
+};
 
 INLINE f32 load_numbers(const Number *at) {
 #if BFLOAT16

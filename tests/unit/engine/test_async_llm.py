@@ -24,7 +24,7 @@ from offload_rt.core import CHUNK
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 LONG = SamplingParams(max_tokens=400, temperature=0)
-CHUNK_BYTES = 2 * 2 * 2 * 16 * CHUNK * 4
+CHUNK_BYTES = 2 * 2 * 2 * 32 * CHUNK * 4
 """Bytes of a block: K and V, two layers, two KV heads, head size 16, float32."""
 
 
