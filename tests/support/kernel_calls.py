@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
+from offload_rt.core import KVPart
 from offload_rt.kernels import causal_cpu, low_bit_cpu
 from offload_rt.kernels.decode_attention import DecodeAttention
 from offload_rt.kernels.native import LowBitLibrary
-from offload_rt.model_runner import attention
 from offload_rt.transfer import cpu
 
 IN_PLACE = ("attend", "attend_paged")
 LOW_BIT = ("score", "merge")
-FALLBACKS = ("attention_weights", "gather", "ProductQuery")
+FALLBACKS = ("mix", "gather", "ProductQuery")
 
 
 def count_kernels(patch: pytest.MonkeyPatch) -> Counter[str]:
@@ -47,7 +47,8 @@ def count_kernels(patch: pytest.MonkeyPatch) -> Counter[str]:
     for name in ("score", "select", "merge"):
         count(LowBitLibrary, name)
     count(causal_cpu, "causal", "_attend")
-    count(attention, "attention_weights")
+    count(KVPart, "mix")
+    count(cpu._PagedPart, "mix")
     count(cpu._Scratch, "gather")
     count(low_bit_cpu, "ProductQuery")
     return calls

@@ -1,6 +1,6 @@
 """Tiny random models shared by all tests: `tiny_model("llama")`.
 
-Their head dimension is 32, which C kernels need (`support.kernel_calls`); in some it is 16 or 24, which they do not take.
+Their head dimension is 32, which C kernels need (`support.kernel_calls`); some have 16 or 24, which they do not take.
 They avoid trivial values: norm gains are not 1, biases are not 0, and Qwen3's QK-norm is not uniform. Attention is
 peaked (scores spread by about two nats) and greedy continuations vary. No token ends a text (no EOS) unless requested.
 """
