@@ -177,7 +177,7 @@ class AsyncLLM:
             h2d_bytes=self._h2d_bytes,
             weight_bytes=runner.model.weight_bytes,
             device_kv_bytes=self._device_bytes,
-            kept_bytes=pool.idle_chunks * pool.chunk_bytes,
+            kept_bytes=pool.idle_blocks * pool.block_bytes,
         )
         if sessions is None:
             return load

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from ..config import EngineConfig
-from ..core import CHUNK, BlockTable
+from ..core import BLOCK_SIZE, BlockTable
 from ..kernels.team import engine_threads
 from ..kv_cache.disk.file_arena import DiskUse
 from ..kv_cache.pool import HostPool
@@ -162,7 +162,7 @@ class Runner:
         self._prepare()
 
     def _prepare(self) -> None:
-        self.pool.prepare(CHUNK * sum(sequence.chunks_ahead for sequence in self._open.values()))
+        self.pool.prepare(BLOCK_SIZE * sum(sequence.blocks_ahead for sequence in self._open.values()))
 
     @device_guard
     @torch.inference_mode()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import EngineConfig
-from ..core import CHUNK, bucket, padded_batch
+from ..core import BLOCK_SIZE, bucket, padded_batch
 from ..kernels.causal import KEYS_AT_ONCE
 from ..kv_cache.disk.disk_tier import disk_limit
 from ..kv_cache.disk.file_layout import FileLayout, HostShares
@@ -249,7 +249,7 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
     return Requirements(
         context=context,
         kv_per_token=(geometry.layers - len(geometry.sliding)) * geometry.kv_bytes(1, dtype) // geometry.layers,
-        kv_host=groups.chunks(context) * groups.layers * geometry.kv_bytes(CHUNK, dtype) // geometry.layers,
+        kv_host=groups.blocks(context) * groups.layers * geometry.kv_bytes(BLOCK_SIZE, dtype) // geometry.layers,
         weights=weights,
         scoring=costs.fixed() + costs.scoring(context),
         resident=costs.resident - costs.working_set_bytes,

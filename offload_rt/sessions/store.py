@@ -17,8 +17,8 @@ from ..engine.cache_manager import Holding
 from ..engine.runner import Runner
 from ..errors import ConfigError, InputError, StoreError
 from ..kv_cache.prefix_tree import root_key
-from ..storage.chunk_file import LAYOUT_VERSION
-from ..storage.chunk_store import StorageTier
+from ..storage.block_file import LAYOUT_VERSION
+from ..storage.block_store import StorageTier
 from ..storage.disk_store import DiskStore
 from ..storage.index import DOCUMENTS
 from ..storage.saver import Saver
@@ -290,6 +290,6 @@ def _check_restorable(runner: Runner) -> None:
         )
     if runner.config.eviction is not None:
         raise ConfigError(
-            "eviction overwrites tokens in place, so that chunks are no longer what their names say: open sessions "
+            "eviction overwrites tokens in place, so that blocks are no longer what their names say: open sessions "
             "without eviction, and truncate them where they grow too long"
         )

@@ -15,14 +15,14 @@ from pathlib import Path
 from ..config import StoreOptions
 from ..errors import StoreError
 from ..utils.units import format_size
-from .chunk_store import Document
+from .block_store import Document
 from .files import LARGEST_DOCUMENT, read_document, seal, sync_folder, write_document
 from .folder import DAMAGED, DOCUMENT_FILE, NAME, StoreFolder, spaces
 from .index import BEFORE, DOCUMENTS
 
 
 class Documents:
-    """Documents of the namespace in the folder `own` (`chunk_store.StorageTier`).
+    """Documents of the namespace in the folder `own` (`block_store.StorageTier`).
 
     They count towards the limit of the store's `folder`.
     """

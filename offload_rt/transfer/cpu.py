@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, PagedRows, Selection, VisibleTokens
+from ..core import BLOCK_SIZE, BlockTable, KVPart, ModelGeometry, PagedRows, Selection, VisibleTokens
 from ..kernels import decode_attention
 from ..kv_cache.pool import HostPool
 from .link import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
@@ -77,10 +77,10 @@ class _Pages:
 
     def _block_rows(self, blocks: BlockTable) -> torch.Tensor:
         """Return `PagedRows.block_rows`, int64 `[blocks]`."""
-        chunks, rows = self._known.get(id(blocks), ([], None))
-        if rows is None or chunks != blocks.chunks:
-            rows = self.pool.row_base(blocks) - torch.arange(0, len(blocks.chunks) * CHUNK, CHUNK)
-            self._known[id(blocks)] = list(blocks.chunks), rows
+        ids, rows = self._known.get(id(blocks), ([], None))
+        if rows is None or ids != blocks.ids:
+            rows = self.pool.row_base(blocks) - torch.arange(0, len(blocks.ids) * BLOCK_SIZE, BLOCK_SIZE)
+            self._known[id(blocks)] = list(blocks.ids), rows
         return rows
 
     def rows(self, blocks: BlockTable, layer: int, resident: tuple[range, range], tokens: torch.Tensor) -> PagedRows:

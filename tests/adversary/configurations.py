@@ -100,7 +100,7 @@ class Case:
         llm = self._runtime(ends, "64MiB")
         pool = llm.runner.pool
         if self.small and pool.file is None:
-            llm = self._runtime(ends, pool.bytes_for(self.rng.choice((128, 256, 640))) + pool.chunk_bytes)
+            llm = self._runtime(ends, pool.bytes_for(self.rng.choice((128, 256, 640))) + pool.block_bytes)
         return llm
 
     def _runtime(self, ends: ExitStack, memory: int | str) -> LLM:

@@ -103,7 +103,7 @@ def slid(make: Callable[..., LLM], folder: Path) -> Answers:
 
 def evicted(make: Callable[..., LLM], folder: Path) -> Answers:
     """Generate past the end of a pool of two blocks."""
-    return answers(make(host_memory=CHUNK_BYTES * 2), [tiny_prompt(125)], 8)
+    return answers(make(host_memory=BLOCK_BYTES * 2), [tiny_prompt(125)], 8)
 
 
 def forked(make: Callable[..., LLM], folder: Path) -> Answers:
@@ -144,7 +144,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 """Sliding windows in all layers, and in the second layer only."""
 
 LAYERS, STREAMED_LAYERS, CONTEXT = 2, 5, 128
-CHUNK_BYTES = 2 * LAYERS * 2 * 32 * 64 * 4
+BLOCK_BYTES = 2 * LAYERS * 2 * 32 * 64 * 4
 
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {

@@ -62,21 +62,21 @@ class WriteBehind:
             if self._lost and (why := next((self._lost[place] for place in places if place in self._lost), None)):
                 raise DiskError(f"cannot write KV to {str(self._folder)!r}: {why}; what was computed is lost")
 
-    def wait_for(self, place: int, chunks: NDArray[np.int64]) -> None:
-        """Wait for the layer at `place` in `chunks`, which may contain duplicates."""
+    def wait_for(self, place: int, blocks: NDArray[np.int64]) -> None:
+        """Wait for the layer at `place` in `blocks`, which may contain duplicates."""
         with self._changed:
             quiet = not self._waiting and not self._lost
         if not quiet:
-            self.wait([(chunk, place) for chunk in np.unique(chunks).tolist()])
+            self.wait([(block, place) for block in np.unique(blocks).tolist()])
 
     @property
     def lost(self) -> set[int]:
         with self._changed:
-            return {chunk for chunk, _ in self._lost}
+            return {block for block, _ in self._lost}
 
-    def forgive(self, chunks: Sequence[int]) -> None:
+    def forgive(self, blocks: Sequence[int]) -> None:
         """Ignore past and pending write errors of blocks that were freed."""
-        gone = set(chunks)
+        gone = set(blocks)
         with self._changed:
             self._lost = {place: why for place, why in self._lost.items() if place[0] not in gone}
             self._unwanted.update(place for place in self._waiting if place[0] in gone)

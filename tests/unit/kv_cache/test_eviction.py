@@ -14,12 +14,12 @@ from support.tiny_models import depth, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
 from offload_rt.config import EvictionOptions
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.model_runner.sequence import Sequence
 from offload_rt.model_runner.slot_table import InPlaceEviction
 from offload_rt.models.shape import load_shape
 
-BLOCK_BYTES = 2 * 2 * 32 * CHUNK * 4
+BLOCK_BYTES = 2 * 2 * 32 * BLOCK_SIZE * 4
 """K and V of a block in one layer with two KV heads, float32."""
 
 POLICIES: list[tuple[str, dict[str, Any]]] = [
@@ -36,7 +36,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 def make_llm(
     policy: str,
     options: dict[str, Any],
-    chunks: int,
+    blocks: int,
     eviction: Any,
     name: str = "llama",
     layers: int = 3,
@@ -48,7 +48,7 @@ def make_llm(
         policy=policy,
         policy_options=options,
         dtype=dtype,
-        host_memory=chunks * load_shape(model).geometry.kv_bytes(CHUNK, dtype),
+        host_memory=blocks * load_shape(model).geometry.kv_bytes(BLOCK_SIZE, dtype),
         eviction=eviction,
     )
 
@@ -63,12 +63,12 @@ def test_generation_goes_on_far_past_the_limit_in_flat_memory(
     """Generate nearly twice as many tokens as the pool holds."""
     llm = make_llm(policy, options, 2, eviction, layers=2)
     pool, runner = llm.runner.pool, llm.runner
-    for event in llm.stream(tiny_prompt(50), SamplingParams(max_tokens=3 * CHUNK, temperature=0)):
+    for event in llm.stream(tiny_prompt(50), SamplingParams(max_tokens=3 * BLOCK_SIZE, temperature=0)):
         assert pool.bytes_used <= 2 * 2 * BLOCK_BYTES
         if event.index % 50 == 0:
             runner.check_integrity()
     stats = llm.last_stats
-    assert stats is not None and stats.new_tokens == 3 * CHUNK
+    assert stats is not None and stats.new_tokens == 3 * BLOCK_SIZE
     assert stats.kv_bytes_host == 2 * 2 * BLOCK_BYTES and pool.bytes_held == 0
 
 
@@ -107,7 +107,7 @@ def test_full_with_fifo_equals_attention_over_the_newest_tokens(
     runner.prefill(sequence, 120)
     for position, token in enumerate(tokens[120:], start=120):
         for layer in kept:
-            if len(layer) == 2 * CHUNK:
+            if len(layer) == 2 * BLOCK_SIZE:
                 layer.pop(0)
         expected = plain_step(runner.adapter, [token], position, kept)
         torch.testing.assert_close(runner.decode([sequence])[0], expected, rtol=0, atol=bound)
@@ -156,7 +156,7 @@ def test_slots_hold_what_a_plain_list_says(
             slots.selected(layer, chosen)
         pool.commit(blocks, slots.context)
         if position == prompt + given_at and (moves := slots.shrink(blocks)) is not None:
-            before = slots.context + CHUNK if prompt + given_at >= 2 * CHUNK else position + 1
+            before = slots.context + BLOCK_SIZE if prompt + given_at >= 2 * BLOCK_SIZE else position + 1
             for layer, pairs in enumerate(moves):
                 for source, target in pairs:
                     pool.move(blocks, layer, source, target)
@@ -165,7 +165,7 @@ def test_slots_hold_what_a_plain_list_says(
                 assert len(rows[layer]) == before and len(lost) >= position + 1 - slots.context
                 del rows[layer][slots.context :]
             pool.truncate(blocks, slots.context)
-            assert blocks.capacity == slots.context == CHUNK and not slots.grows
+            assert blocks.capacity == slots.context == BLOCK_SIZE and not slots.grows
     state = slots._state
     for layer in range(3):
         [run] = pool.runs(blocks, layer, range(slots.context))
@@ -194,7 +194,7 @@ def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], 
     settings = {"policy": policy, "policy_options": options, "dtype": "float32", "eviction": "counter", **more}
     llm = LLM(
         tiny_model("llama", dtype=torch.float32, num_hidden_layers=2),
-        host_memory=4 * 2 * 2 * 2 * CHUNK * row,
+        host_memory=4 * 2 * 2 * 2 * BLOCK_SIZE * row,
         **settings,
     )
     runner, prompts = llm.runner, [tiny_prompt(180), tiny_prompt(60, seed=3)]
@@ -207,7 +207,7 @@ def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], 
             for sequence, logits in zip(sequences, runner.decode(sequences), strict=True):
                 if sequence.position == len(sequence.tokens):
                     sequence.tokens.append(int(logits.argmax()))
-            chunks.append([len(sequence.blocks.chunks) for sequence in sequences])
+            blocks.append([len(sequence.blocks.ids) for sequence in sequences])
             assert runner.pool.bytes_used <= runner.pool.limit_bytes
         runner.check_integrity()
         assert [sequence.slots.grows for sequence in sequences] == [len(sequences) == 1] * len(sequences)
@@ -216,11 +216,11 @@ def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], 
         assert runner.pool.bytes_held == 0
         return sequences
 
-    chunks: list[list[int]] = []
+    blocks: list[list[int]] = []
     _, short = run(prompts, 80)
-    assert [c for i, c in enumerate(chunks) if i == 0 or c != chunks[i - 1]] == [[3, 1], [2, 2]]
-    [alone] = run(prompts[1:], 2 * CHUNK - 60)
-    assert short.tokens[: 2 * CHUNK] == alone.tokens[: 2 * CHUNK]
+    assert [c for i, c in enumerate(blocks) if i == 0 or c != blocks[i - 1]] == [[3, 1], [2, 2]]
+    [alone] = run(prompts[1:], 2 * BLOCK_SIZE - 60)
+    assert short.tokens[: 2 * BLOCK_SIZE] == alone.tokens[: 2 * BLOCK_SIZE]
 
 
 def test_rows_that_a_fork_holds_are_spared() -> None:

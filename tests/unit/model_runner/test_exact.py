@@ -195,7 +195,7 @@ def test_rows_are_those_of_a_run_that_never_drafted(dtype: torch.dtype, bound: f
         runner = llm.runner
         [done] = completed(llm.generate([prompt], GREEDY))
         blocks = runner.pool.match([*prompt, *done.token_ids], "exact")
-        assert blocks.length == 128, "full chunks of verified tokens are shared as exact ones"
+        assert blocks.length == 128, "full blocks of verified tokens are shared as exact ones"
         rows.append(runner.pool.runs(blocks, 2, range(128))[0])
         runner.pool.release(blocks)
     torch.testing.assert_close(rows[0].k, rows[1].k, rtol=0, atol=bound)

@@ -21,7 +21,7 @@ from support.tiny_models import VOCAB, depth, tiny_model, tiny_prompt
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams, offload
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.kernels import decode_attention
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.model_runner.shared_prefix import SharedPrefixes
@@ -66,7 +66,7 @@ class Case:
         shared: dict[str, Any] = {"dtype": self.model.dtype, "verify": "off"}
         pool = LLM(self.model, policy="full", host_memory="8MiB", **shared).runner.pool
         windows = 6 if len(set(pool.groups.group)) > 1 else 0
-        return LLM(self.model, host_memory=(blocks + windows) * pool.chunk_bytes, **shared, **chosen | options)
+        return LLM(self.model, host_memory=(blocks + windows) * pool.block_bytes, **shared, **chosen | options)
 
 
 # --------------------------------------------------------------------------------------------------------- scenarios
@@ -183,7 +183,7 @@ CASES = [
 def test_tokens_are_those_of_transformers(
     kind: str, dtype: torch.dtype, policy: str, scenario: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(HostPool.__init__.__kwdefaults__, "slab_tokens", 2 * CHUNK)  # so that KV is in several runs
+    monkeypatch.setitem(HostPool.__init__.__kwdefaults__, "slab_tokens", 2 * BLOCK_SIZE)  # so that KV is in several runs
     calls, case = count_kernels(monkeypatch), Case(KINDS[kind](dtype), policy, tmp_path)
     reference = KINDS[kind](dtype).float()
     for prompt, tokens in scenario(case):

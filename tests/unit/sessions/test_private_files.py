@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.disk_chunks import named, open_store, save
+from support.disk_blocks import named, open_store, save
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.core import CHUNK, ModelGeometry
+from offload_rt.core import BLOCK_SIZE, ModelGeometry
 from offload_rt.errors import ConfigError, DeviceFullError, MemoryLimitError
 from offload_rt.models.shape import ModelShape, load_shape
 from offload_rt.models.weights import WeightSizes, decoder_layers, layer_bytes, weight_sizes
@@ -33,7 +33,7 @@ from offload_rt.transfer.streams import InlineStream
 from offload_rt.transfer.weights.streamed import WeightStream
 
 LAYERS, PROMPT, NEW = 12, 110, 5
-CONTEXT = 2 * CHUNK
+CONTEXT = 2 * BLOCK_SIZE
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0)
 PAIR = [tiny_prompt(PROMPT, seed=seed) for seed in (1, 2)]
 
