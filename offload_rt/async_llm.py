@@ -263,7 +263,7 @@ class AsyncLLM:
             except Exception as error:  # not caused by a single request: no output can be trusted
                 logger.exception("the engine loop failed: all pending requests fail")
                 self._fail_all(error)
-            self._device_bytes = self._llm.runner.link.device_bytes
+            self._device_bytes = self._llm.runner.transfer.device_bytes
 
     def _step(self) -> None:
         if self._sessions is not None:

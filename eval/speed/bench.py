@@ -19,7 +19,7 @@ import torch
 
 from ...config import KVFormatName
 from ...core import BLOCK_SIZE
-from ...engine.build import build_link
+from ...engine.build import build_transfer
 from ...errors import ConfigError
 from ...kv_cache.pool import HostPool
 from ...models.linear import use_backends
@@ -226,7 +226,7 @@ def _context(
     slots = batch * (synthetic.length + users * (room - synthetic.length + BLOCK_SIZE))
     limit = adapter.geometry.kv_bytes(2 * slots, adapter.dtype)
     pool = HostPool(adapter.geometry, adapter.dtype, limit, kv_cache_dtype=kv_cache_dtype, pin=_is_cuda(model))
-    return Context(pool, build_link(pool, adapter.geometry, model.device), synthetic, room, batch, model.device)
+    return Context(pool, build_transfer(pool, adapter.geometry, model.device), synthetic, room, batch, model.device)
 
 
 def _baselines(names: Sequence[str], field: Field, say: Say, skipped: list[str]) -> list[Baseline]:

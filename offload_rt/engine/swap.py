@@ -70,7 +70,7 @@ class Swap:
         self._disk = NamelessStore(place, namespace, layers, slot, None if options is None else options.limit)
         for space in spaces(place):  # files of version 0.1 had names and remained if the process was killed
             shutil.rmtree(space, ignore_errors=True)
-        self._saver = Saver(self._disk, runner.pool, runner.link.storage)
+        self._saver = Saver(self._disk, runner.pool, runner.transfer.storage)
         self._users: Counter[bytes] = Counter()
         self._ids = itertools.count()
         self._write_rate = self._read_rate = 1 / BYTES_PER_SECOND

@@ -13,7 +13,7 @@ from .kv_format import KVFormat
 from .layer_groups import LayerGroups
 
 
-class Span(NamedTuple):
+class SlotSpan(NamedTuple):
     """Contiguous token slots of one slab: `size` slots from `offset` on."""
 
     slab: int
@@ -61,7 +61,7 @@ class StoredRows:
             self.fill_span(layer, span, k[:, own], v[:, own])
             done += span.size
 
-    def fill_span(self, layer: int, span: Span, k: torch.Tensor, v: torch.Tensor) -> None:
+    def fill_span(self, layer: int, span: SlotSpan, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write encoded k, v `[Hkv, size, width]` to the slots of a span in one layer."""
         self._arena.fill(span.slab, self.groups.place[layer], span.offset, k, v)
 
@@ -91,7 +91,7 @@ class StoredRows:
             return tokens
         return range(max(tokens.start, self.window_start(blocks, tokens.stop)), tokens.stop)
 
-    def spans(self, blocks: BlockTable, group: int, tokens: range) -> list[Span]:
+    def spans(self, blocks: BlockTable, group: int, tokens: range) -> list[SlotSpan]:
         """Return the slots of `tokens` in a layer group, in token order, in as few spans as possible.
 
         An empty range has no span, because a sliding-window layer may have no slots there.
@@ -109,11 +109,11 @@ class StoredRows:
             slab, slot = divmod(held[index], self.layout.slab_blocks)
             run = _run_length(held[index : index + self.layout.slab_blocks - slot])
             stop = min(tokens.stop, (first + index + run) * BLOCK_SIZE)
-            spans.append(Span(slab, slot * BLOCK_SIZE + start % BLOCK_SIZE, stop - start))
+            spans.append(SlotSpan(slab, slot * BLOCK_SIZE + start % BLOCK_SIZE, stop - start))
             start = stop
         return spans
 
-    def view(self, layer: int, span: Span) -> KVPart:
+    def view(self, layer: int, span: SlotSpan) -> KVPart:
         """Return stored K and V `[Hkv, size, width]` of one layer and span: views if in memory, else copies."""
         return self._arena.view(span.slab, self.groups.place[layer], span.offset, span.size)
 

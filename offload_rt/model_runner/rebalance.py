@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from ..core import BLOCK_SIZE
 from ..kv_cache.pool import HostPool
 from ..policies.base import Policy
-from ..transfer.link import KVStorage
+from ..transfer.base import KVStorage
 from .sequence import Sequence
 
 

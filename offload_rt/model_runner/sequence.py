@@ -9,7 +9,7 @@ import torch
 from ..core import BLOCK_SIZE, BlockTable
 from ..kv_cache.pool import HostPool
 from ..policies.base import KeyReader, PolicyState
-from ..transfer.link import KVStorage
+from ..transfer.base import KVStorage
 from .slot_table import SlotTable
 from .trace import Trace
 

@@ -71,7 +71,7 @@ class Namespace:
                 yield sibling
 
 
-class Holder(Protocol):
+class StoreUser(Protocol):
     """Object that keeps a store open while no session is open, such as a `TurnQueue`."""
 
     def close(self) -> None:
@@ -103,14 +103,14 @@ class SessionStore:
         runner.model.check_weights_unchanged()
         space = Namespace(runner.model.fingerprint, runner.adapter.dtype, runner.pool.format.name)
         storage = open_tier(str(space), runner.pool.groups.layers)
-        saver = Saver(storage, runner.pool, runner.link.storage)
+        saver = Saver(storage, runner.pool, runner.transfer.storage)
         self.context = SessionContext(runner, storage, saver, options or StoreOptions())
         self.host = HostTier(self.context)
         self.closed = False
         self._namespace = space
         self._folder: Path | None = None
         self._open: dict[str, Session] = {}
-        self._holders: set[Holder] = set()
+        self._holders: set[StoreUser] = set()
         runner.reclaimables.append(self)
 
     @classmethod
@@ -230,11 +230,11 @@ class SessionStore:
         self._open.pop(session.name, None)
         self.close_if_idle()
 
-    def hold(self, holder: Holder) -> None:
+    def hold(self, holder: StoreUser) -> None:
         """Keep the store open until `release`, even if no session is open."""
         self._holders.add(holder)
 
-    def release(self, holder: Holder) -> None:
+    def release(self, holder: StoreUser) -> None:
         self._holders.discard(holder)
         self.close_if_idle()
 

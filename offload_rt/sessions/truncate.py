@@ -231,7 +231,7 @@ def _room(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
 def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTable) -> Sequence:
     """Copy the KV of the tokens `kept` to `blocks`, and replace the session's sequence with a new one. Return it."""
     runner = kv.runner
-    runner.link.storage.settle(sequence.blocks)
+    runner.transfer.storage.settle(sequence.blocks)
     copy_rows(runner.pool, sequence.blocks, blocks, kept)
     kv.replace(None)
     runner.free(sequence)

@@ -117,7 +117,9 @@ class Turn(SampledRequest):
         self._count_on(sequence)
         sequence.trace.diverged_at = sequence.position
         self._seconds = sequence.trace.prefill_seconds
-        self._saving = kv.context.saver.begin(sequence.blocks, kv.fresh(kv.stored(len(taken) // BLOCK_SIZE * BLOCK_SIZE)))
+        self._saving = kv.context.saver.begin(
+            sequence.blocks, kv.fresh(kv.stored(len(taken) // BLOCK_SIZE * BLOCK_SIZE))
+        )
         # The prefill allocates slots in sliding layers, which may require evicting idle sessions.
         self._prefill = self._host.retry_after_reclaim(
             lambda: runner.begin_prefill(

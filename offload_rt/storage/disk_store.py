@@ -15,7 +15,7 @@ from ..kv_cache.disk.extents import StoredExtent
 from ..kv_cache.prefix_tree import TOKEN_BYTES, block_key, root_key
 from ..utils.private_files import open_private
 from .block_file import BlockHeader, FileBlock, FileBlockWriter, data_offset
-from .documents import Documents
+from .documents import NamespaceDocuments
 from .files import open_regular, read_header
 from .folder import BLOCKS, StoreFolder, block_paths
 
@@ -53,7 +53,7 @@ class DiskBlockWriter(FileBlockWriter):
         return StoredExtent(file, self.offset, self.layer_bytes, self.note)
 
 
-class DiskStore(Documents):
+class DiskStore(NamespaceDocuments):
     """Store KV blocks and small documents in a folder of at most `options.limit` bytes (`block_store.StorageTier`).
 
     Each namespace (model, KV data type, layout) has a subfolder named by its digest. The file name of a block is its

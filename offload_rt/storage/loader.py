@@ -16,7 +16,7 @@ from ..core import BLOCK_SIZE, BlockTable
 from ..kv_cache.disk.direct_file import aligned
 from ..kv_cache.disk.extents import StoredExtent
 from ..kv_cache.pool import HostPool
-from ..kv_cache.stored_rows import Span
+from ..kv_cache.stored_rows import SlotSpan
 from .block_store import PlacedBlock, StoredBlock
 from .disk_store import DiskBlock
 
@@ -76,14 +76,18 @@ class BlockLoader:
     def __init__(self, pool: HostPool, blocks: BlockTable, placed_blocks: Seq[PlacedBlock], ahead: int):
         self._pool, self._placed, self._ahead = pool, placed_blocks, ahead
         self._layers = len(pool.groups.group)
-        tokens = [range(placed.place * BLOCK_SIZE, placed.place * BLOCK_SIZE + placed.block.count) for placed in placed_blocks]
+        tokens = [
+            range(placed.place * BLOCK_SIZE, placed.place * BLOCK_SIZE + placed.block.count) for placed in placed_blocks
+        ]
         self._spans = [pool.spans(blocks, c.group, own)[0] for c, own in zip(placed_blocks, tokens, strict=True)]
         largest = max((placed.block.layer_bytes for placed in placed_blocks), default=0)
         # One buffer per reader, reused: touching fresh memory takes longer than reading a cached file.
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(READERS):
             self._buffers.put(aligned(max(1, largest)))
-        self._extents = [attach(pool, placed.block, span) for placed, span in zip(placed_blocks, self._spans, strict=True)]
+        self._extents = [
+            attach(pool, placed.block, span) for placed, span in zip(placed_blocks, self._spans, strict=True)
+        ]
         self._wanted, self._done = -1, 0
         self._damaged: bytes | None = None
         self._failure: BaseException | None = None
@@ -171,7 +175,7 @@ class BlockLoader:
             self._changed.wait_for(lambda: self._closed or layer <= self._wanted + self._ahead)
             return not self._closed
 
-    def _fill(self, block: StoredBlock, layer: int, span: Span, extent: StoredExtent | None) -> bool:
+    def _fill(self, block: StoredBlock, layer: int, span: SlotSpan, extent: StoredExtent | None) -> bool:
         """Load and verify one layer of one block. Copy it to the pool unless it is read in place. Return success."""
         layout, format, place = self._pool.layout, self._pool.format, self._pool.groups.place[layer]
         buffer = self._buffers.get()
@@ -190,7 +194,7 @@ class BlockLoader:
             self._buffers.put(buffer)
 
 
-def attach(pool: HostPool, block: StoredBlock, span: Span) -> StoredExtent | None:
+def attach(pool: HostPool, block: StoredBlock, span: SlotSpan) -> StoredExtent | None:
     """Make the file of a stored block the extent of the pool block at `span`. Return None if that is not possible."""
     file, number = pool.file, span.slab * pool.layout.slab_blocks + span.offset // BLOCK_SIZE
     if file is None or not isinstance(block, DiskBlock) or span.size < BLOCK_SIZE or not file.blank(number):

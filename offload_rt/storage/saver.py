@@ -16,8 +16,8 @@ from ..kv_cache.disk.extents import StoredExtent
 from ..kv_cache.disk.file_arena import FileArena
 from ..kv_cache.disk.file_layout import block_layer_bytes
 from ..kv_cache.pool import HostPool
-from ..kv_cache.stored_rows import Span
-from ..transfer.link import KVStorage
+from ..kv_cache.stored_rows import SlotSpan
+from ..transfer.base import KVStorage
 from .block_store import BlockSink, BlockWriter, NamedBlock
 from .disk_store import DiskBlockWriter
 
@@ -41,7 +41,7 @@ class Entry:
 
     block: NamedBlock
     identity: int
-    span: Span
+    span: SlotSpan
     writer: BlockWriter | None = None
     extent: StoredExtent | None = None
     refused: bool = False
@@ -144,7 +144,12 @@ class Saver:
     def _attach(self, saving: Saving, entry: Entry) -> bool:
         """Give a block a stored extent if it is full and has no KV yet. Return whether it has one now."""
         file, block = self._file, entry.block
-        if file is None or block.count < BLOCK_SIZE or entry.identity < 0 or block.index * BLOCK_SIZE < saving.blocks.length:
+        if (
+            file is None
+            or block.count < BLOCK_SIZE
+            or entry.identity < 0
+            or block.index * BLOCK_SIZE < saving.blocks.length
+        ):
             return False
         if file.blank(entry.identity) and (extent := self._begin_extent(entry)) is not None:
             if file.attach(entry.identity, extent):
@@ -308,7 +313,7 @@ def layer_bytes(pool: HostPool, tokens: int) -> int:
     return block_layer_bytes(tokens, pool.layout)
 
 
-def layer_block(pool: HostPool, layer: int, span: Span) -> memoryview:
+def layer_block(pool: HostPool, layer: int, span: SlotSpan) -> memoryview:
     """Return a copy of the KV `[Hkv, n, 2 (K, V), width]` of one layer and span as bytes, including zero padding."""
     part, layout = pool.view(layer, span), pool.layout
     block = torch.zeros(block_layer_bytes(span.size, layout) // layout.itemsize, dtype=part.k.dtype)

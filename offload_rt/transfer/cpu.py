@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from ..core import BLOCK_SIZE, BlockTable, KVPart, ModelGeometry, PagedRows, Selection, VisibleTokens
 from ..kernels import decode_attention
 from ..kv_cache.pool import HostPool
-from .link import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
+from .base import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
 from .plan import first_askers
 
 _NOTHING = range(0), range(0)
@@ -327,8 +327,8 @@ class CpuRows(RowFetch):
         return _SparseFetch(self._pages, self._repaired, blocks, layer, _NOTHING, extra.tokens, crossing)
 
 
-class CpuLink:
-    """`Link` for the CPU and an exact KV format."""
+class CpuTransfer:
+    """`Transfer` for the CPU and an exact KV format."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry) -> None:
         assert pool.format.exact, "encoded KV cannot be read in place"

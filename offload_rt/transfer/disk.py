@@ -20,7 +20,7 @@ from ..core import BLOCK_SIZE, BlockTable, KVPart, ModelGeometry, Selection, Vis
 from ..kv_cache.disk.file_arena import AT_ONCE, FileArena
 from ..kv_cache.pool import HostPool
 from ..utils.allocator import RecycledMemory
-from .link import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
+from .base import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
 from .read_ahead import BlockRun, ReadingThread
 from .residency import Residency
 
@@ -282,8 +282,8 @@ def _gather(
     file.gather(place, ids.reshape(-1), staged.view(kv_heads * (room + count), -1), into.reshape(-1))
 
 
-class DiskLink:
-    """`Link` for a pool on disk, any device and any KV format."""
+class DiskTransfer:
+    """`Transfer` for a pool on disk, any device and any KV format."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry, device: torch.device) -> None:
         self._state = DiskState(pool, geometry, device)

@@ -18,11 +18,11 @@ from ...utils.units import format_size
 from ..layout import ArenaLayout
 from .direct_file import DirectFile, aligned
 from .extents import Extents, StoredExtent
-from .file_layout import FileLayout, HostShares, round_up_to_page
+from .file_layout import FileLayout, MemoryBudget, round_up_to_page
 from .requests import DISK_PAGE, Offsets, Requests, merged
 from .row_cache import RowCache
 from .row_copy import RowCopies
-from .write_behind import Piece, WriteBehind
+from .write_behind import ExtentWrite, WriteBehind
 
 AT_ONCE = 2  # layers that are read concurrently: keeps the disk busy while one layer looks up its KV entries
 GAP = 4 * DISK_PAGE  # bytes that take as long to read as a new request (10 µs at 2 GB/s): shorter gaps are read through
@@ -77,7 +77,7 @@ class FileArena:
         assert dtype.itemsize == layout.itemsize
         self.layout, self.dtype, self.places = layout, dtype, FileLayout(layout)
         self.file = file
-        self.shares = HostShares.of(limit, self.places)
+        self.shares = MemoryBudget.of(limit, self.places)
         self.active, self.use = 0, DiskUse()
         self._cache = RowCache(self.shares.slots, 2 * layout.head_dim, dtype)
         self._writer = WriteBehind(file.folder, self.shares.staged)
@@ -225,7 +225,7 @@ class FileArena:
             pieces = []
             for run in (*stored, *own):  # adjacent blocks in the pool's file are adjacent there too
                 part = data[run.start - blocks.start : run.stop - blocks.start]
-                pieces.append(Piece(*self._extents.target(run.start, place), part.flatten()))
+                pieces.append(ExtentWrite(*self._extents.target(run.start, place), part.flatten()))
             for run in own:
                 self._written[run.start : run.stop] = True
             self.use.bytes_written += data.numel()

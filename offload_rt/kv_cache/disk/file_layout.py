@@ -101,7 +101,7 @@ class FileLayout:
 
 
 @dataclass(frozen=True)
-class HostShares:
+class MemoryBudget:
     """Division of the host memory of a KV cache on disk.
 
     Attributes:
@@ -119,7 +119,7 @@ class HostShares:
     slot_bytes: int
 
     @classmethod
-    def of(cls, limit: int, layout: FileLayout) -> HostShares:
+    def of(cls, limit: int, layout: FileLayout) -> MemoryBudget:
         """Divide `limit` bytes: 1/32 for each kind of staging, 1/16 for block buffers, the rest for the cache.
 
         Raises MemoryLimitError if the limit is too small.
@@ -133,8 +133,8 @@ class HostShares:
             least = 3 * staged + buffers * block + slot
             raise MemoryLimitError(
                 f"host_memory={format_size(limit)} ({limit} bytes) is too little for a KV cache on disk: "
-                f"{format_size(least)} ({least} bytes) are needed, of them {format_size(block)} for a block of {BLOCK_SIZE} "
-                "tokens; raise host_memory"
+                f"{format_size(least)} ({least} bytes) are needed, of them {format_size(block)} for a block of "
+                f"{BLOCK_SIZE} tokens; raise host_memory"
             )
         return cls(staged, buffers, buffers * block, slots, slot)
 

@@ -19,7 +19,7 @@ from .direct_file import BlockFile
 from .extents import StoredExtent
 
 
-class Piece(NamedTuple):
+class ExtentWrite(NamedTuple):
     """Whole disk blocks (`direct_file.aligned`) and their destination."""
 
     target: BlockFile | StoredExtent
@@ -44,7 +44,7 @@ class WriteBehind:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-rt row writer")
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
-    def add(self, places: Sequence[tuple[int, int]], pieces: Sequence[Piece]) -> None:
+    def add(self, places: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite]) -> None:
         """Queue `pieces`, the complete content of `places`, after all earlier writes."""
         size = sum(len(piece.data) for piece in pieces)
         with self._changed:
@@ -85,7 +85,7 @@ class WriteBehind:
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting)
 
-    def _write(self, places: Sequence[tuple[int, int]], pieces: Sequence[Piece], size: int) -> None:
+    def _write(self, places: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite], size: int) -> None:
         why = self._written(pieces)
         with self._changed:
             self._bytes -= size
@@ -97,7 +97,7 @@ class WriteBehind:
             self._unwanted &= self._waiting.keys()
             self._changed.notify_all()
 
-    def _written(self, pieces: Sequence[Piece]) -> str:
+    def _written(self, pieces: Sequence[ExtentWrite]) -> str:
         """Write `pieces`. Return the reason of a failure, or an empty string."""
         try:
             for piece in pieces:

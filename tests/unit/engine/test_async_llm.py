@@ -24,7 +24,7 @@ from offload_rt.core import BLOCK_SIZE
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 LONG = SamplingParams(max_tokens=400, temperature=0)
-BLOCK_BYTES = 2 * 2 * 2 * 32 * BLOCK_SIZE * 4
+BLOCK_BYTES = 2 * 2 * 2 * 16 * BLOCK_SIZE * 4
 """Bytes of a block: K and V, two layers, two KV heads, head size 16, float32."""
 
 
@@ -193,7 +193,9 @@ def test_callers_in_any_order_that_leave_at_any_time(callers: Any, blocks: int, 
             assert ends == "cancels"
         except PoolFullError:
             refused = True
-            assert params.n * -(-(len(prompt) + params.max_tokens) // BLOCK_SIZE) > blocks, "alone it may not fit either"
+            assert params.n * -(-(len(prompt) + params.max_tokens) // BLOCK_SIZE) > blocks, (
+                "alone it may not fit either"
+            )
         expected = alone(prompt, params)
         for mine, whole in zip(got, expected, strict=False):
             assert mine == whole[: len(mine)]

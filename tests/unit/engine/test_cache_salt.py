@@ -21,7 +21,7 @@ SALTS = ("a", "b", "a" * 5000, "+cut-00", "\ud800", salt_provenance("a"))
 
 @pytest.mark.parametrize(
     ("policy", "options"),
-    [("full", {}), ("infinigen", {"tail": "int2", "recent": 16, "max_missed_mass": 0.2})],
+    [("full", {}), ("infinigen", {"approximate_kv": "int2", "recent": 16, "max_missed_mass": 0.2})],
 )
 def test_prompts_are_shared_under_one_salt_alone(policy: str, options: dict[str, Any]) -> None:
     llm = make(policy=policy, policy_options=options)

@@ -69,7 +69,7 @@ def roomy(**options: Any) -> list[list[int]]:
         ("full", {}, False),
         ("infinigen", {"recent": 8, "sinks": 2}, True),
         ("infinigen", {"preset": "rows", "scorer": "int4", "recent": 16, "max_missed_mass": 0.05}, False),
-        ("infinigen", {"tail": "int2", "recent": 16, "budget": 0.3}, True),
+        ("infinigen", {"approximate_kv": "int2", "recent": 16, "budget": 0.3}, True),
         ("quest", {"budget": 0.4, "recent": 16}, False),
     ],
     ids=["full in place", "infinigen staged", "int4 in place", "tail staged", "quest in place"],

@@ -42,8 +42,8 @@ def test_bootstrap_interval_covers_and_pairs() -> None:
 
 
 def test_decoding_blocks_are_means_of_whole_blocks() -> None:
-    assert _blocks([1.0, 3.0] * (BLOCK_SIZE // 2) + [5.0] * BLOCK_SIZE + [9.0] * 10) == [2.0, 5.0]
-    assert _blocks([2.0, 4.0]) == [3.0]
+    assert _chunks([1.0, 3.0] * (CHUNK // 2) + [5.0] * CHUNK + [9.0] * 10) == [2.0, 5.0]
+    assert _chunks([2.0, 4.0]) == [3.0]
 
 
 def test_costs_are_means_over_texts_of_what_was_measured() -> None:

@@ -351,7 +351,7 @@ def test_a_block_that_is_loaded_gets_no_stored_extent(tmp_path: Path) -> None:
         session, pool = llm.session("s", tmp_path / "store"), llm.runner.pool
         say(session, TURNS[0])
         other = DiskStore(tmp_path / "other", "t", 2)
-        saver, blocks = Saver(other, pool, llm.runner.link.storage), pool.new_block_table(256)
+        saver, blocks = Saver(other, pool, llm.runner.transfer.storage), pool.new_block_table(256)
         pool.commit(blocks, 140)
         saving = saver.begin(blocks, session.kv.names(256))
         assert saving is not None and stored_blocks(llm) == 4 + 1

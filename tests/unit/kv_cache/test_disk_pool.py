@@ -85,7 +85,9 @@ def test_merged_requests_cover_every_piece_and_skip_what_costs_more_than_a_reque
     assert np.array_equal(requests.at, np.cumsum(requests.size) - requests.size) and (requests.size <= most).all()
     apart, joined = requests.offset[1:] - ends[:-1], ends[1:] - requests.offset[:-1]
     assert ((apart > gap) | (joined > most)).all()
-    blocks = {block for offset in offsets.tolist() for block in range(offset // DISK_PAGE, -(-(offset + size) // DISK_PAGE))}
+    blocks = {
+        block for offset in offsets.tolist() for block in range(offset // DISK_PAGE, -(-(offset + size) // DISK_PAGE))
+    }
     if most == 1 << 30:
         assert requests.size.sum() <= len(blocks) * DISK_PAGE + gap * max(0, len(places) - 1)
     for plain, compiled in zip(_flat(merge_plain(offsets, size, gap, most)), _flat(reads), strict=True):
@@ -117,7 +119,9 @@ def test_many_reads_at_once_give_what_was_written(kind: str, tmp_path: Path) -> 
     buffer = aligned(64 * DISK_PAGE)
     at = np.arange(64, dtype=np.int64) * DISK_PAGE
     file.read(Requests(blocks * DISK_PAGE, np.full(64, DISK_PAGE, np.int64), at), buffer)
-    assert torch.equal(buffer.view(64, DISK_PAGE), torch.from_numpy(blocks).to(torch.uint8)[:, None].expand(-1, DISK_PAGE))
+    assert torch.equal(
+        buffer.view(64, DISK_PAGE), torch.from_numpy(blocks).to(torch.uint8)[:, None].expand(-1, DISK_PAGE)
+    )
     rows, row = aligned(64 * 96).view(64, 96), np.arange(64)
     copies = row_copy.RowCopies(np.arange(65), at + row, row[::-1].copy(), rows)
     file.read(Requests(blocks * DISK_PAGE, np.full(64, DISK_PAGE, np.int64), at), buffer, copies)
@@ -253,8 +257,8 @@ def test_a_run_is_read_ahead_and_leaves_again() -> None:
 
 def test_a_block_of_a_run_lies_in_one_piece(tmp_path: Path) -> None:
     """Concatenating parts from several slabs would fill the allocator with hundreds of MB."""
-    geometry = LLM(MODEL, dtype="float32").geometry
-    pool = HostPool(geometry, torch.float32, 16 << 20, slab_tokens=2 * BLOCK_SIZE, disk=DiskTier(tmp_path, 2 << 20))
+    geometry = LLM(MODEL, dtype="float64").geometry
+    pool = HostPool(geometry, torch.float64, 16 << 20, slab_tokens=2 * BLOCK_SIZE, disk=DiskTier(tmp_path, 2 << 20))
     blocks = pool.new_block_table(1000)
     state = DiskState(pool, geometry, torch.device("cpu"))
     run = state.run(blocks, 0, range(4, 990))
@@ -269,7 +273,7 @@ def test_a_block_of_a_run_lies_in_one_piece(tmp_path: Path) -> None:
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy_options": {"preset": "rows", "recent": 8, "budget": 0.2}},
-    "infinigen, tail": {"policy_options": {"recent": 8, "tail": "int4", "budget": 0.2}},
+    "infinigen, tail": {"policy_options": {"recent": 8, "approximate_kv": "int4", "budget": 0.2}},
     "infinigen, int4 rows": {"policy_options": {"recent": 8, "budget": 0.2}, "kv_cache_dtype": "int4"},
     "infinigen, missed mass": {"policy_options": {"recent": 8, "max_missed_mass": 0.2}},
     "oracle": {"policy": "oracle", "policy_options": {"budget": 0.2, "recent": 8}},
@@ -322,7 +326,7 @@ def test_models_with_sliding_layers_and_forks(tmp_path: Path) -> None:
 def test_eviction_overwrites_rows_on_disk(tmp_path: Path) -> None:
     said = []
     # The pool holds the prompt and 20 more tokens.
-    size = 5 * LLM(MODEL, dtype="float32").runner.pool.block_bytes
+    size = 5 * LLM(MODEL, dtype="float64").runner.pool.block_bytes
     long = SamplingParams(max_tokens=34, temperature=0, ignore_eos=True)
     options = POLICIES["infinigen"]
     for limits in ({"host_memory": size}, {"disk": tmp_path, "host_memory": "128KiB", "disk_limit": size}):

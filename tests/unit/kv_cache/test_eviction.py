@@ -19,8 +19,8 @@ from offload_rt.model_runner.sequence import Sequence
 from offload_rt.model_runner.slot_table import InPlaceEviction
 from offload_rt.models.shape import load_shape
 
-BLOCK_BYTES = 2 * 2 * 32 * BLOCK_SIZE * 4
-"""K and V of a block in one layer with two KV heads, float32."""
+BLOCK_BYTES = 2 * 2 * 16 * BLOCK_SIZE * 8
+"""K and V of a block in one layer with two KV heads, float64."""
 
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
@@ -28,27 +28,21 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("infinigen", {"preset": "paper"}),
     ("infinigen", {"preset": "rows", "recent": 5, "sinks": 3, "scorer": "int4", "dense_layers": ()}),
     ("infinigen", {"preset": "rows", "recent": 5, "scorer": "int2", "source": "attention_input"}),
-    ("infinigen", {"recent": 8, "tail": "int2", "budget": 0.3}),
+    ("infinigen", {"recent": 8, "approximate_kv": "int2", "budget": 0.3}),
     ("oracle", {"budget": 0.3, "recent": 16}),
 ]
 
 
 def make_llm(
-    policy: str,
-    options: dict[str, Any],
-    blocks: int,
-    eviction: Any,
-    name: str = "llama",
-    layers: int = 3,
-    dtype: torch.dtype = torch.float32,
+    policy: str, options: dict[str, Any], blocks: int, eviction: Any, name: str = "llama", layers: int = 3
 ) -> LLM:
     model = tiny_model(name, dtype=dtype, **depth(name, layers))
     return LLM(
         model,
         policy=policy,
         policy_options=options,
-        dtype=dtype,
-        host_memory=blocks * load_shape(model).geometry.kv_bytes(BLOCK_SIZE, dtype),
+        dtype="float64",
+        host_memory=blocks * layers * block_bytes,
         eviction=eviction,
     )
 
@@ -193,7 +187,7 @@ def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], 
     row = 32 + 4 if more else 32 * 4
     settings = {"policy": policy, "policy_options": options, "dtype": "float32", "eviction": "counter", **more}
     llm = LLM(
-        tiny_model("llama", dtype=torch.float32, num_hidden_layers=2),
+        tiny_model("llama", dtype=torch.float64, num_hidden_layers=2),
         host_memory=4 * 2 * 2 * 2 * BLOCK_SIZE * row,
         **settings,
     )

@@ -24,7 +24,7 @@ from offload_rt.engine.speculative.verification import accept, rewind, verify
 from offload_rt.model_runner import verification_pass
 from offload_rt.model_runner.sequence import Sequence
 
-SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "tail": "off"}
+SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "approximate_kv": "off"}
 """A budget so small that drafts are often wrong."""
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)

@@ -20,7 +20,7 @@ COMMON = PAGE_TOKENS + 2 * BLOCK_SIZE
 
 
 def runner_of(**options: Any) -> Runner:
-    tail = {"tail": "int2", "recent": 8, "budget": 0.3}
+    tail = {"approximate_kv": "int2", "recent": 8, "budget": 0.3}
     return make(policy="infinigen", policy_options=tail, missed_mass_every=0, **options).runner
 
 

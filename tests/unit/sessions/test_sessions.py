@@ -30,7 +30,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
     "int4 keys": {"policy": "infinigen", "policy_options": {"preset": "rows", "recent": 16, "scorer": "int4"}},
-    "tail": {"policy": "infinigen", "policy_options": {"recent": 16, "tail": "int4", "budget": 0.3}},
+    "tail": {"policy": "infinigen", "policy_options": {"recent": 16, "approximate_kv": "int4", "budget": 0.3}},
     "int8 KV": {"policy": "full", "kv_cache_dtype": "int8"},
     "int4 KV": {"policy": "full", "kv_cache_dtype": "int4"},
 }
@@ -121,7 +121,7 @@ def test_damage_is_computed_again(damage: str, policy: str, tmp_path: Path, monk
 
         def fill(self: BlockLoader, block: Any, layer: int, *where: Any) -> bool:
             calls.append(layer)
-            return real(self, block, layer, *where) and not (layer == 2 and len(calls) == 2 * len(self._blocks) + 2)
+            return real(self, block, layer, *where) and not (layer == 2 and len(calls) == 2 * len(self._placed) + 2)
 
         monkeypatch.setattr(BlockLoader, "_fill", fill)
     for path in paths if damage != "late" else []:
@@ -454,7 +454,7 @@ def test_a_truncation_waits_for_rows_on_their_way(tmp_path: Path, monkeypatch: p
     llm, calls = make_llm(), []
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
-    storage, settle, copy = llm.runner.link.storage, llm.runner.link.storage.settle, truncation.copy_rows
+    storage, settle, copy = llm.runner.transfer.storage, llm.runner.transfer.storage.settle, truncation.copy_rows
 
     def settled(blocks: Any) -> None:
         if threading.current_thread() is threading.main_thread():  # the saver thread calls `settle` too

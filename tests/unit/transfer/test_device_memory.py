@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.allocations import count, device_selection
-from support.device_link import staged
 from support.outputs import completed
+from support.staged_transfer import staged
 from support.tiny_models import NAMES, depth, tiny_model, tiny_prompt
 from torch import nn
 from transformers import PreTrainedModel

@@ -19,7 +19,7 @@ from offload_rt.transfer.plan import first_askers
 from offload_rt.transfer.working_set import Table
 
 OPTIONS: dict[str, Any] = {"preset": "rows", "sinks": 2, "recent": 8}
-BLOCK_BYTES = 2 * 3 * 2 * 32 * BLOCK_SIZE * 4
+BLOCK_BYTES = 2 * 3 * 2 * 16 * BLOCK_SIZE * 8
 
 
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 2}
@@ -27,14 +27,14 @@ SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 2}
 
 
 def make(working_set: int = 0, policy: str = "infinigen", blocks: int = 64, **settings: Any) -> LLM:
-    model = tiny_model(settings.pop("model", "llama"), dtype=torch.float32, **settings.pop("config", {}))
+    model = tiny_model(settings.pop("model", "llama"), dtype=torch.float64, **settings.pop("config", {}))
     options = settings.pop("policy_options", OPTIONS)
     return LLM(
         model,
         policy=policy,
         policy_options=options,
         host_memory=blocks * BLOCK_BYTES,
-        dtype="float32",
+        dtype="float64",
         working_set=working_set,
         **settings,
     )
@@ -140,7 +140,7 @@ def test_tokens_are_the_same_and_fewer_bytes_cross(rows: int, policy: str, setti
         assert with_set.stats.h2d_bytes <= without.stats.h2d_bytes
         assert with_set.stats.fetched_fraction <= without.stats.fetched_fraction
     assert done[-1].stats.h2d_bytes < plain[-1].stats.h2d_bytes
-    assert llm.runner.link.device_bytes == 0
+    assert llm.runner.transfer.device_bytes == 0
 
 
 def test_hits_bytes_and_fractions_agree() -> None:
@@ -209,7 +209,7 @@ def test_forks_take_the_rows_along() -> None:
         runner.decode([first])
     fork = runner.fork(first, 200)
     runner.check_integrity()
-    assert runner.link.working_set_bytes(fork.blocks) == runner.link.working_set_bytes(first.blocks) > 0
+    assert runner.transfer.working_set_bytes(fork.blocks) == runner.transfer.working_set_bytes(first.blocks) > 0
     before = first.trace.bytes_to_device
     runner.decode([first])
     runner.decode([fork])
