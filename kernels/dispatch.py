@@ -101,6 +101,40 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
     module.keep_rows(k, v, kept, places)
 
 
+def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int = 1) -> torch.Tensor:
+    """Return the first `rows` rows of each list `[P, rows, w]`, 0 behind those of the first `counts[b]` tokens."""
+    module: Any = lists
+    if _compiled(counts):
+        from . import triton_entries as module
+    found: torch.Tensor = module.read_lists(table, rows, counts, page)
+    return found
+
+
+def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor, page: int = 1) -> None:
+    """Write entries `[P, rows, w]` of the first `counts[b]` tokens of each list."""
+    module: Any = lists
+    if _compiled(counts):
+        from . import triton_entries as module
+    module.write_lists(entries, table, counts, page)
+
+
+def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
+    """Store entries `[P, w]` in row `slots[p] // page` of each list: the minimum if the row has earlier tokens."""
+    module: Any = lists
+    if _compiled(slots):
+        from . import triton_entries as module
+    module.append_entries(entries, table, slots, page)
+
+
+def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
+    """Set scores `[P, G, N]` of pages without a token in [start, stop) to -inf and compute their statistics."""
+    module: Any = lists
+    if _compiled(scores):
+        from . import triton_entries as module
+    found: Scores = module.within(scores, starts, stops, page)
+    return found
+
+
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:

@@ -27,9 +27,9 @@ def beams(width: int, count: int) -> SamplingParams:
 
 
 def make_llm(blocks: int = 64, **options: object) -> LLM:
-    model = tiny_model("llama", dtype=torch.float64)
-    block_bytes = 2 * 3 * 2 * 16 * 64 * 8
-    return LLM(model, policy="full", dtype="float64", host_memory=blocks * block_bytes, **options)  # type: ignore[arg-type]
+    model = tiny_model("llama", dtype=torch.float32)
+    block_bytes = 2 * 3 * 2 * 32 * 64 * 4
+    return LLM(model, policy="full", dtype="float32", host_memory=blocks * block_bytes, **options)  # type: ignore[arg-type]
 
 
 def test_requests_join_and_leave_mid_decode() -> None:

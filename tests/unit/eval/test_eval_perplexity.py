@@ -16,7 +16,7 @@ from offload_rt.eval.core.model_under_test import ModelUnderTest, encode_text
 from offload_rt.eval.core.report import Column, Report, RowStore
 from offload_rt.eval.core.stats import Interval, paired_bootstrap, perplexity_change, ratio_error, share_error
 from offload_rt.eval.core.variants import Scored, Text, Variant, grid
-from offload_rt.eval.quality.perplexity import BLOCK_SIZE, PerplexityConfig, _blocks, costs, cut_windows, run_perplexity
+from offload_rt.eval.quality.perplexity import CHUNK, PerplexityConfig, _chunks, costs, cut_windows, run_perplexity
 from offload_rt.models.loading import load_model
 from offload_rt.policies.options import InfiniGenOptions
 

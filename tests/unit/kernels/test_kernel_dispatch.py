@@ -12,6 +12,7 @@ from offload_rt.kernels import dispatch, lists
 OPERATIONS = [
     "gather_rows", "gather_tokens", "write_rows", "keep_rows", "partial_scores", "quantised_scores", "select_tokens",
     "attend_counted", "attend_kept", "merge_parts", "append_partial", "append_quantised",
+    "read_lists", "write_lists", "append_entries", "within",
 ]  # fmt: skip
 
 

@@ -257,8 +257,8 @@ def test_a_run_is_read_ahead_and_leaves_again() -> None:
 
 def test_a_block_of_a_run_lies_in_one_piece(tmp_path: Path) -> None:
     """Concatenating parts from several slabs would fill the allocator with hundreds of MB."""
-    geometry = LLM(MODEL, dtype="float64").geometry
-    pool = HostPool(geometry, torch.float64, 16 << 20, slab_tokens=2 * BLOCK_SIZE, disk=DiskTier(tmp_path, 2 << 20))
+    geometry = LLM(MODEL, dtype="float32").geometry
+    pool = HostPool(geometry, torch.float32, 16 << 20, slab_tokens=2 * BLOCK_SIZE, disk=DiskTier(tmp_path, 2 << 20))
     blocks = pool.new_block_table(1000)
     state = DiskState(pool, geometry, torch.device("cpu"))
     run = state.run(blocks, 0, range(4, 990))
@@ -326,7 +326,7 @@ def test_models_with_sliding_layers_and_forks(tmp_path: Path) -> None:
 def test_eviction_overwrites_rows_on_disk(tmp_path: Path) -> None:
     said = []
     # The pool holds the prompt and 20 more tokens.
-    size = 5 * LLM(MODEL, dtype="float64").runner.pool.block_bytes
+    size = 5 * LLM(MODEL, dtype="float32").runner.pool.block_bytes
     long = SamplingParams(max_tokens=34, temperature=0, ignore_eos=True)
     options = POLICIES["infinigen"]
     for limits in ({"host_memory": size}, {"disk": tmp_path, "host_memory": "128KiB", "disk_limit": size}):

@@ -19,8 +19,8 @@ from offload_rt.model_runner.sequence import Sequence
 from offload_rt.model_runner.slot_table import InPlaceEviction
 from offload_rt.models.shape import load_shape
 
-BLOCK_BYTES = 2 * 2 * 16 * BLOCK_SIZE * 8
-"""K and V of a block in one layer with two KV heads, float64."""
+BLOCK_BYTES = 2 * 2 * 32 * BLOCK_SIZE * 4
+"""K and V of a block in one layer with two KV heads, float32."""
 
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
@@ -34,15 +34,21 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 
 
 def make_llm(
-    policy: str, options: dict[str, Any], blocks: int, eviction: Any, name: str = "llama", layers: int = 3
+    policy: str,
+    options: dict[str, Any],
+    blocks: int,
+    eviction: Any,
+    name: str = "llama",
+    layers: int = 3,
+    dtype: torch.dtype = torch.float32,
 ) -> LLM:
     model = tiny_model(name, dtype=dtype, **depth(name, layers))
     return LLM(
         model,
         policy=policy,
         policy_options=options,
-        dtype="float64",
-        host_memory=blocks * layers * block_bytes,
+        dtype=dtype,
+        host_memory=blocks * load_shape(model).geometry.kv_bytes(BLOCK_SIZE, dtype),
         eviction=eviction,
     )
 
@@ -187,7 +193,7 @@ def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], 
     row = 32 + 4 if more else 32 * 4
     settings = {"policy": policy, "policy_options": options, "dtype": "float32", "eviction": "counter", **more}
     llm = LLM(
-        tiny_model("llama", dtype=torch.float64, num_hidden_layers=2),
+        tiny_model("llama", dtype=torch.float32, num_hidden_layers=2),
         host_memory=4 * 2 * 2 * 2 * BLOCK_SIZE * row,
         **settings,
     )

@@ -176,9 +176,9 @@ def test_samples_and_beams_fork(kind: str, dtype: torch.dtype, bound: float) -> 
 @pytest.mark.parametrize("kind", ["room to spare", "one slides"])
 def test_eviction_takes_from_the_layers_that_see_everything(kind: str, dtype: torch.dtype, bound: float) -> None:
     """Full-attention layers evict first in, first out, as in a plain model. Sliding layers keep their windows."""
-    blocks = make(kind).runner.pool.groups
-    memory = make(kind).runner.pool.block_bytes * (2 + blocks.sliding * blocks.window_blocks)
-    llm = make(kind, memory=memory, eviction={"policy": "fifo", "protect": "none"})
+    pool = make(kind, dtype=dtype).runner.pool
+    memory = pool.block_bytes * (2 + pool.groups.sliding * pool.groups.window_blocks)
+    llm = make(kind, memory=memory, dtype=dtype, eviction={"policy": "fifo", "protect": "none"})
     runner, tokens = llm.runner, tiny_prompt(211)
     kept: Kept = [[] for _ in range(runner.adapter.geometry.layers)]
     plain_step(runner.adapter, tokens[:120], 0, kept)

@@ -183,7 +183,7 @@ CASES = [
 def test_tokens_are_those_of_transformers(
     kind: str, dtype: torch.dtype, policy: str, scenario: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(HostPool.__init__.__kwdefaults__, "slab_tokens", 2 * BLOCK_SIZE)  # so that KV is in several runs
+    monkeypatch.setitem(HostPool.__init__.__kwdefaults__, "slab_tokens", 2 * BLOCK_SIZE)  # KV is in several runs
     calls, case = count_kernels(monkeypatch), Case(KINDS[kind](dtype), policy, tmp_path)
     reference = KINDS[kind](dtype).float()
     for prompt, tokens in scenario(case):

@@ -97,7 +97,7 @@ def test_an_estimate_without_rounding_is_full(
 def test_samples_and_beams_are_what_each_is_alone(tail: str) -> None:
     """Forks share low-bit KV until one of them writes."""
     options = {"approximate_kv": tail, "budget": 0.3, "recent": 8, "dense_layers": ()}
-    llm, prompt = make_llm("llama", options, torch.float64), tiny_prompt(100)
+    llm, prompt = make_llm("llama", options, torch.float32), tiny_prompt(100)
     drawn = SamplingParams(max_tokens=16, temperature=1.0, seed=5, n=3)
     samples = [c.token_ids for c in completed(llm.generate([prompt], drawn))]
     first = SamplingParams(max_tokens=16, temperature=1.0, seed=5)

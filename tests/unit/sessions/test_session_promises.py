@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
 def make_llm(blocks: int = 100, **options: Any) -> LLM:
-    model, size = tiny_model("llama", dtype=torch.float64), 3 * 2 * 2 * 64 * 16 * 8
-    return LLM(model, dtype="float64", host_memory=blocks * size, **({"policy": "full"} | options))
+    model, size = tiny_model("llama", dtype=torch.float32), 3 * 2 * 2 * 64 * 32 * 4
+    return LLM(model, dtype="float32", host_memory=blocks * size, **({"policy": "full"} | options))
 
 
 answer = partial(take_turn, params=SHORT)

@@ -60,9 +60,9 @@ def test_staged_rows_equal_rows_in_place_while_slots_are_overwritten(policy: str
     in its new slot."""
 
     def run(prepare: bool) -> list[int]:
-        model = tiny_model("llama", dtype=torch.float64)
-        block = 2 * 3 * 2 * 16 * 64 * 8
-        llm = LLM(model, policy=policy, policy_options=options, host_memory=2 * block, dtype="float64", eviction="lru")
+        model = tiny_model("llama", dtype=torch.float32)
+        block = 2 * 3 * 2 * 32 * 64 * 4
+        llm = LLM(model, policy=policy, policy_options=options, host_memory=2 * block, dtype="float32", eviction="lru")
         ready = staged(llm) if prepare else llm
         [done] = completed(ready.generate([tiny_prompt(110)], SamplingParams(max_tokens=60, temperature=0)))
         return done.token_ids

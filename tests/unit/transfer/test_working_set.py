@@ -19,7 +19,7 @@ from offload_rt.transfer.plan import first_askers
 from offload_rt.transfer.working_set import Table
 
 OPTIONS: dict[str, Any] = {"preset": "rows", "sinks": 2, "recent": 8}
-BLOCK_BYTES = 2 * 3 * 2 * 16 * BLOCK_SIZE * 8
+BLOCK_BYTES = 2 * 3 * 2 * 32 * BLOCK_SIZE * 4
 
 
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 2}
@@ -27,14 +27,14 @@ SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 2}
 
 
 def make(working_set: int = 0, policy: str = "infinigen", blocks: int = 64, **settings: Any) -> LLM:
-    model = tiny_model(settings.pop("model", "llama"), dtype=torch.float64, **settings.pop("config", {}))
+    model = tiny_model(settings.pop("model", "llama"), dtype=torch.float32, **settings.pop("config", {}))
     options = settings.pop("policy_options", OPTIONS)
     return LLM(
         model,
         policy=policy,
         policy_options=options,
         host_memory=blocks * BLOCK_BYTES,
-        dtype="float64",
+        dtype="float32",
         working_set=working_set,
         **settings,
     )
