@@ -13,11 +13,11 @@ twice, about 14 instructions of LANES each. */
 #if HEAD_DIM * VALUE_BITS / 8 % 16
 #define NARROW_VECTORS
 #endif
-#include "best_scores.h"
 #include "code_products.h"
 #include "fields.h"
 #include "low_bit_layout.h"
 #include "low_bit_store.h"
+#include "team.h"
 #include "value_products.h"
 
 #define QUADS (HEAD_DIM / 4)
