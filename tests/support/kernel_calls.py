@@ -44,7 +44,7 @@ def count_kernels(patch: pytest.MonkeyPatch) -> Counter[str]:
 
     for name in IN_PLACE:
         count(DecodeAttention, name)
-    for name in ("score", "select", "merge"):
+    for name in LOW_BIT:
         count(LowBitLibrary, name)
     count(causal_cpu, "causal", "_attend")
     count(KVPart, "mix")
