@@ -4,6 +4,7 @@ for parts of the tokens, then `choose_best` for each head.
 Floor of memory, bytes of a token and KV head with G queries: rank reads 4 * G and writes 4, choose reads 4. Arithmetic:
 four vector instructions for LANES scores. */
 
+#include "fields.h"
 #include "simd.h"
 #include "team.h"
 
@@ -24,6 +25,14 @@ typedef struct {
     int32_t *tokens;   /* [heads][n] */
     int64_t *chosen;   /* [heads][most] */
 } Ranking;
+
+FIELDS_OF(Ranking) = {
+    FIELD(Ranking, scores), FIELD(Ranking, stride), FIELD(Ranking, heads), FIELD(Ranking, group), FIELD(Ranking, n),
+    FIELD(Ranking, per_part), FIELD(Ranking, peaks), FIELD(Ranking, lses), FIELD(Ranking, alpha),
+    FIELD(Ranking, most), FIELD(Ranking, values), FIELD(Ranking, passing), FIELD(Ranking, within),
+    FIELD(Ranking, best), FIELD(Ranking, tokens), FIELD(Ranking, chosen),
+    END_OF_FIELDS(Ranking),
+};
 
 /* values: of each token the largest score - lse of a head's queries. passing: whether a score of any head is within
 alpha of its query's largest. within: how many scores of the part are. */

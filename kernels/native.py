@@ -11,7 +11,7 @@ import torch
 
 from ..utils import native_libraries
 from ..utils.allocator import RecycledMemory
-from ..utils.native_code import processor_level
+from ..utils.native_code import check_structure, processor_level
 from . import team
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 
@@ -209,7 +209,7 @@ def low_bit(head_dim: int, value_bits: int, group: int) -> LowBitLibrary | None:
 def _low_bit(head_dim: int, value_bits: int) -> LowBitLibrary | None:
     if head_dim % 32:
         return None
-    library = compiled("low_bit", HEAD_DIM=head_dim, VALUE_BITS=value_bits, PAGE_BLOCKS=PAGE_BLOCKS)
+    library = compiled("low_bit", _Call, _StoreCall, HEAD_DIM=head_dim, VALUE_BITS=value_bits, PAGE_BLOCKS=PAGE_BLOCKS)
     if library is None:
         return None
     pointer = ctypes.c_void_p
@@ -220,7 +220,7 @@ def _low_bit(head_dim: int, value_bits: int) -> LowBitLibrary | None:
 
 @functools.cache
 def _best_scores() -> ctypes.CDLL | None:
-    library = compiled("best_scores")
+    library = compiled("best_scores", _Ranking)
     if library is not None:
         library.select_all.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
         library.select_all.restype = ctypes.c_int64
@@ -240,6 +240,14 @@ def has_tiles() -> bool:
 
 
 @functools.cache
-def compiled(name: str, **constants: int) -> ctypes.CDLL | None:
-    """Load `name`.c of this folder with these constants; None if it is not available at this processor's level."""
-    return native_libraries.load(name, **constants)
+def compiled(name: str, *structures: type[ctypes.Structure], **constants: int) -> ctypes.CDLL | None:
+    """Load `name`.c of this folder with these constants; None if it is not available at this processor's level.
+
+    Raises:
+        RuntimeError: One of `structures`, which callers fill, differs from the one in C.
+    """
+    library = native_libraries.load(name, **constants)
+    if library is not None:
+        for structure in structures:
+            check_structure(library, structure)
+    return library

@@ -144,7 +144,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 """Sliding windows in all layers, and in the second layer only."""
 
 LAYERS, STREAMED_LAYERS, CONTEXT = 2, 5, 128
-BLOCK_BYTES = 2 * LAYERS * 2 * 16 * 64 * 4
+BLOCK_BYTES = 2 * LAYERS * 2 * 32 * 64 * 4
 
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {

@@ -78,8 +78,8 @@ def staged_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
 
 
 def layer_bytes() -> int:
-    """Return the bytes of the sequence's KV in one layer: float32, two KV heads of size 16."""
-    return STAGED * 2 * 2 * 16 * 4
+    """Return the bytes of the sequence's KV in one layer: float32, two KV heads of size 32."""
+    return STAGED * 2 * 2 * 32 * 4
 
 
 def show(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -85,10 +85,10 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("toy")
 def test_a_policy_from_outside_runs() -> None:
-    settings: dict[str, Any] = {"policy": "every-nth", "host_memory": "16MiB", "device": "cpu", "dtype": "float64"}
+    settings: dict[str, Any] = {"policy": "every-nth", "host_memory": "16MiB", "device": "cpu", "dtype": "float32"}
     prompt, greedy = tiny_prompt(90), SamplingParams(max_tokens=6, temperature=0)
-    model = tiny_model("llama", dtype=torch.float64)
-    [dense] = completed(LLM(model, policy="full", host_memory="16MiB", dtype="float64").generate([prompt], greedy))
+    model = tiny_model("llama", dtype=torch.float32)
+    [dense] = completed(LLM(model, policy="full", host_memory="16MiB", dtype="float32").generate([prompt], greedy))
     options = {"sinks": 2, "recent": 4, "dense_layers": ()}
     [every] = completed(LLM(model, policy_options=options | {"stride": 1}, **settings).generate([prompt], greedy))
     assert every.token_ids == dense.token_ids and every.stats.exact_fraction == 1

@@ -279,7 +279,7 @@ def test_lists_of_a_batch_that_is_gone_are_still_read(late: int) -> None:
         lists = batched.row_lists(1, 64)
         lists.hold([sequence.blocks])
         one, tokens = torch.tensor([20], device="cuda"), torch.arange(20, device="cuda").expand(2, -1).contiguous()
-        k, v = torch.randn(2, 2, 16, device="cuda")
+        k, v = torch.randn(2, 2, runner.adapter.geometry.head_dim, device="cuda")
         want = k.cpu()
         if late == 1:
             pending = lists.fetch(1, tokens, None, overlapping=False)
