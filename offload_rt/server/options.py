@@ -10,8 +10,20 @@ from ..config import Duration, Size
 from ..utils.config_fields import check, check_choice, check_types, option
 from ..utils.units import parse_duration, parse_size
 
-ToolParser = Literal["auto", "hermes", "llama3_json", "none"]
-ReasoningParser = Literal["auto", "think", "none"]
+ToolParser = Literal[
+    "auto",
+    "hermes",
+    "qwen3_coder",
+    "glm",
+    "deepseek",
+    "mistral",
+    "harmony",
+    "pythonic",
+    "llama3_json",
+    "json",
+    "none",
+]
+ReasoningParser = Literal["auto", "think", "harmony", "none"]
 
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses that other machines cannot reach."""

@@ -15,6 +15,7 @@ from ..sessions.chat_render import render_chat
 from ..utils.allocator import give_back
 from .conversation import Conversation
 from .errors import refused
+from .generic_tools import describe_tools
 from .options import ServerOptions
 from .tokenizing import TextTokenizer
 
@@ -180,19 +181,25 @@ class Prompts:
         return self._texts.encode(text, special_tokens, cancelled, self._limits.check_prompt)
 
     def _rendered(self, conversation: Conversation, answer: bool) -> str:
-        if conversation.offered is not None and "tools" not in self.template:
-            raise refused("the chat template of this model does not support tools: remove tools", "tools")
         messages = [dict(message) for message in conversation.messages]
         for message in messages:
             if message["role"] == "developer" and "developer" not in self.template:
                 message["role"] = "system"
+        tools = () if conversation.offered is None else conversation.tools
+        if "tools" not in self.template:
+            system = "System role not supported" not in self.template
+            messages, tools = describe_tools(messages, tools, system=system), ()
+        continues = conversation.continues
+        if continues and not conversation.prefill.strip():  # nothing to continue: begin the message
+            messages, continues = messages[:-1], False
         try:
             return render_chat(
                 self.tokenizer,
                 messages,
-                tools=None if conversation.offered is None else conversation.tools,
+                tools=tools or None,
                 chat_template_kwargs=conversation.template,
-                add_generation_prompt=answer,
+                add_generation_prompt=answer and not continues,
+                continue_final_message=continues,
             )
         except OffloadError:
             raise

@@ -72,6 +72,7 @@ class SampledBody(Body):
     allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     structured_outputs: StructuredBody | None = None
 
     policy: Annotated[str, Field(min_length=1)] | None = None
@@ -140,6 +141,7 @@ class ChatRequest(SampledBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -194,6 +196,7 @@ class ResponsesRequest(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     tools: list[FlatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatNamed | None = None
+    parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     background: bool | None = None
     cache_salt: CacheSalt | None = None
@@ -208,7 +211,7 @@ class TokenizeRequest(Body):
     tools: list[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -223,7 +226,7 @@ class DetokenizeRequest(Body):
 _SAME = (
     "n", "seed", "stop", "temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", "stop_token_ids",
     "frequency_penalty", "presence_penalty", "repetition_penalty", "bad_words", "allowed_token_ids",
-    "include_stop_str_in_output",
+    "include_stop_str_in_output", "skip_special_tokens",
 )  # fmt: skip
 """Fields with the same meaning in requests and in `SamplingParams`."""
 

@@ -17,6 +17,7 @@ from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, AsyncLLM, SamplingParams
 from offload_rt.engine.runner import Runner
+from offload_rt.server.conversation import MAX_CALLS
 
 WORDS = ("Dick", "Joan", "a dark night", "the river", "Sir Daniel", "arrows", "bread", "forest")
 
@@ -131,8 +132,7 @@ SCHEMA = {
 def test_an_answer_follows_a_schema(url: str, path: str) -> None:
     schema = {"name": "person", "schema": SCHEMA}
     if path.endswith("responses"):
-        # Responses have no seed, and an untrained model writes much white space between JSON tokens.
-        asked: Any = {"input": "Who?", "text": {"format": {"type": "json_schema", **schema}}, "max_output_tokens": 600}
+        asked: Any = {"input": "Who?", "text": {"format": {"type": "json_schema", **schema}}, "max_output_tokens": 60}
         answer = httpx2.post(url + path, json=asked).json()["output"][0]["content"][0]["text"]
     else:
         asked = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 60, "seed": 1}
@@ -150,17 +150,23 @@ def test_a_call_that_must_be_made(url: str) -> None:
     """The tools' parameters refer to local definitions, as pydantic writes them."""
     whole = {"type": "object", "properties": {"who": {"$ref": "#/$defs/Name"}}, "$defs": {"Name": {"enum": ["Dick"]}}}
     tools: Any = [
-        {"type": "function", "function": {"name": "find", "parameters": whole | {"required": ["who"]}}},
+        {
+            "type": "function",
+            "function": {"name": "find", "parameters": whole | {"required": ["who"], "additionalProperties": False}},
+        },
         {"type": "function", "function": {"name": "lose", "parameters": SCHEMA}},
     ]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "tools": tools, "seed": 2}
         find, lose = ({"type": "function", "function": {"name": name}} for name in ("find", "lose"))
         for choice, names in (("required", {"find", "lose"}), (lose, {"lose"}), (find, {"find"})):
-            got = client.chat.completions.create(**asked, tool_choice=choice, max_tokens=300).choices[0]
-            assert got.finish_reason == "tool_calls" and got.message.tool_calls is not None
-            call: Any = got.message.tool_calls[0]
-            assert call.function.name in names and json.loads(call.function.arguments)["who"] in ("Dick", "Joan")
+            got = client.chat.completions.create(**asked, tool_choice=choice, max_tokens=1000).choices[0]
+            calls: Any = got.message.tool_calls
+            assert got.finish_reason == "tool_calls" and 1 <= len(calls) <= (MAX_CALLS if choice == "required" else 1)
+            for call in calls:
+                assert call.function.name in names and json.loads(call.function.arguments)["who"] in ("Dick", "Joan")
+        once = client.chat.completions.create(**asked, tool_choice="required", parallel_tool_calls=False)
+        assert len(once.choices[0].message.tool_calls or ()) == 1
         bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(**asked, response_format=bad)

@@ -51,15 +51,20 @@ def user(text: str) -> list[Any]:
 def collected(chunks: Any) -> tuple[dict[str, Any], Any]:
     """Return the fields of a streamed chat message and the usage of the last chunk."""
     found: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
-    usage = None
+    usage, calls = None, dict[int, tuple[str, str]]()
     for chunk in chunks:
         usage = chunk.usage
         for choice in chunk.choices:
             found["content"] += choice.delta.content or ""
             found["reasoning_content"] += (choice.delta.model_extra or {}).get("reasoning_content", "")
-            found["tool_calls"] += [(c.function.name, c.function.arguments) for c in choice.delta.tool_calls or []]
+            for call in choice.delta.tool_calls or []:
+                calls[call.index] = (
+                    calls.get(call.index, ("", ""))[0] + (call.function.name or ""),
+                    calls.get(call.index, ("", ""))[1] + call.function.arguments,
+                )
             assert found["finish_reason"] is None
             found["finish_reason"] = choice.finish_reason
+    found["tool_calls"] = list(calls.values())
     return found, usage
 
 
