@@ -202,10 +202,6 @@ class SamplingParams:
             return
         changed = self.length_penalty != 1.0 or self.early_stopping is not False
         check(not changed, "length_penalty and early_stopping need beam search: set num_beams above 1")
-        check(
-            self.n == 1 or self.temperature > 0,
-            f"n={self.n} greedy completions would be identical: set temperature above 0, or num_beams",
-        )
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from .chat_stream import Step, Usage, collected
 from .connection import event, json_answer, streamed, until_gone
 from .conversation import Conversation, call_message, content_text, continues_last, parsed_arguments, tool_options
 from .errors import refused
-from .openai.requests import Body, CacheSalt, Count, Texts, sampling_fields
+from .openai.requests import Body, CacheSalt, Count, RequestBody, Texts, sampling_fields
 from .parsers import Arguments, Content, Piece, Reasoning, ToolCall
 from .service import CurrentService, EngineArguments
 
@@ -46,10 +46,9 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class CountRequest(Body):
+class CountRequest(RequestBody):
     """`POST /v1/messages/count_tokens`."""
 
-    model: str | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
     tools: list[ClientTool] | None = None
@@ -71,7 +70,7 @@ class MessagesRequest(CountRequest):
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, request: Request, service: CurrentService) -> Response:
     """Count the tokens of a prompt."""
-    service.check_model(body.model)
+    service.admit(body, request)
     made = service.prompts.of_conversation(_conversation(body))
     _, ids = await until_gone(request, made)
     return json_answer({"input_tokens": len(ids)})
@@ -80,7 +79,7 @@ async def count_tokens(body: CountRequest, request: Request, service: CurrentSer
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request, service: CurrentService) -> Response:
     """Handle a request. The response is an event stream if `stream` is true."""
-    service.check_model(body.model)
+    service.admit(body, request)
     conversation = _conversation(body)
     sampling = sampling_fields(body) | {"stop": body.stop_sequences or ()}
     job = await prepare(service, request, conversation, body.max_tokens, sampling)
@@ -89,7 +88,7 @@ async def messages(body: MessagesRequest, request: Request, service: CurrentServ
         "id": f"msg_{request.state.request_id}",
         "type": "message",
         "role": "assistant",
-        "model": service.name,
+        "model": request.state.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,

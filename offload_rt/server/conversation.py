@@ -104,12 +104,13 @@ def conversation_of(
     """Convert messages and tools in the format of chat requests."""
     functions = [tool.function.model_dump(exclude_none=True) for tool in body.tools or ()]
     named = choice.function.name if isinstance(choice, NamedTool) else None
+    effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
     converted = [template_message(message, f"messages.{i}") for i, message in enumerate(messages)]
     return Conversation(
         converted,
         **tool_options(functions, choice, named),
         parallel=parallel,
-        template=body.chat_template_kwargs or {},
+        template=effort | (body.chat_template_kwargs or {}),
         continues=continues_last(converted, "messages", body.continue_final_message),
     )
 

@@ -61,25 +61,14 @@ class TokenLimits:
     def tokens(self, prompt: int, requested: int | None, default: int | None = None) -> int:
         """Return the maximum number of new tokens for a prompt of `prompt` tokens.
 
-        It is `requested` if given, else the minimum of `default` and the limits. The engine refuses requests that
-        exceed the KV cache. Raises RefusedError if the context length or the server's limit is exceeded.
+        It is `requested` or `default`, at most what the context length, the KV cache and the server's limit leave.
+        Raises RefusedError if the prompt is empty or too long.
         """
-        left = self.positions - prompt
         if prompt == 0:
             raise refused("the prompt is empty: send at least one token")
-        if left < 1 or (requested is not None and requested > left):
-            wanted = f"{prompt:,} in the prompt" + (f" and {requested:,} new ones" if requested else "")
-            raise refused(
-                f"this model's maximum context length is {self.positions:,} tokens, and you requested {wanted}: "
-                "shorten the prompt, or request fewer new tokens",
-                code="context_length_exceeded",
-            )
-        if requested is not None and self._limit is not None and requested > self._limit:
-            raise refused(
-                f"{requested:,} new tokens exceed this server's limit of {self._limit:,}: request fewer", "max_tokens"
-            )
-        fits = max(1, self.capacity - prompt)
-        return requested or min(n for n in (default, left, fits, self._limit) if n is not None)
+        self.check_prompt(prompt)
+        left = min(self.positions, self.capacity) - prompt
+        return min(n for n in (requested or default, left, self._limit) if n is not None)
 
 
 class Prompts:

@@ -94,7 +94,7 @@ class TraceEvents:
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request, service: CurrentService) -> Response:
     """Handle a chat request. The response is an event stream if `stream` is true."""
-    service.check_model(body.model)
+    service.admit(body, request)
     if body.trace and not body.stream:
         raise refused("trace requires stream: true", "trace")
     if body.top_logprobs is not None and not body.logprobs:

@@ -7,9 +7,9 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from ..chat_responses import ChatJob, prepare, respond_to
@@ -119,7 +119,7 @@ async def respond(body: ResponsesRequest, request: Request, service: CurrentServ
 
     The response is an event stream if `stream` is true.
     """
-    service.check_model(body.model)
+    service.admit(body, request)
     if body.background:
         raise refused("background is not supported: remove it, and wait for the response", "background")
     head = _head(service, body, request)
@@ -149,6 +149,49 @@ async def compact() -> Response:
 @router.get("/v1/responses/{name}")
 async def retrieve(name: str, request: Request, service: CurrentService) -> Response:
     return json_answer(service.responses.get(name, request.state.owner).response)
+
+
+@router.get("/v1/responses/{name}/input_items")
+async def input_items(
+    name: str,
+    request: Request,
+    service: CurrentService,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """List the messages, tool calls and results before a response."""
+    items = _input_items(name, service.responses.get(name, request.state.owner).messages[:-1])
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise refused(f"after: {after!r:.80} is not an item of this response", "after")
+    first = 0 if after is None else ids.index(after) + 1
+    data = items[first : first + limit]
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return json_answer({"object": "list", "data": data, "has_more": first + limit < len(items)} | ends)
+
+
+def _input_items(name: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Convert messages to items. Their ids do not change."""
+    found: list[dict[str, Any]] = []
+
+    def add(prefix: str, **item: Any) -> None:
+        found.append({"id": f"{prefix}_{name.removeprefix('resp_')}_{len(found)}", "status": "completed"} | item)
+
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "tool":
+            add("fco", type="function_call_output", call_id=message["tool_call_id"], output=content)
+        elif content or not message.get("tool_calls"):
+            part = {"type": "output_text", "annotations": []} if role == "assistant" else {"type": "input_text"}
+            add("msg", type="message", role=role, content=[part | {"text": content}])
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            arguments = json.dumps(function["arguments"], ensure_ascii=False)
+            add("fc", type="function_call", call_id=call["id"], name=function["name"], arguments=arguments)
+    return found
 
 
 @router.delete("/v1/responses/{name}")
@@ -266,7 +309,7 @@ def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[st
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "model": service.name,
+        "model": request.state.model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,

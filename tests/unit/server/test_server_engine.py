@@ -101,14 +101,14 @@ def test_an_unexpected_error_is_one_clients_500(url: str, engine: AsyncLLM, capl
 
 def test_errors_of_the_engine_are_the_clients(url: str, engine: AsyncLLM) -> None:
     """Errors must not reveal the server's folders."""
-    for wrong in ({"prompt": [5000]}, {"prompt": []}, {"prompt": ""}, {"prompt": "x", "max_tokens": 5000}):
+    for wrong in ({"prompt": [5000]}, {"prompt": []}, {"prompt": ""}, {"prompt": "x" * 20_000}):
         answer = httpx2.post(f"{url}/v1/completions", json=wrong)
         said = answer.json()["error"]["message"]
         assert answer.status_code == 400 and said and engine.llm.name not in said, wrong
 
 
 def test_an_answer_without_a_limit_ends_where_memory_does(engine: AsyncLLM) -> None:
-    """Host memory has room for 128 of the model's 4,096 positions. Requests for more are refused."""
+    """Host memory has room for 128 of the model's 4,096 positions. A longer prompt is refused."""
     small = LLM(engine.llm.name, policy="full", verify="off", host_memory="64KiB")
     small.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     with served(AsyncLLM(small)) as url:
@@ -116,8 +116,10 @@ def test_an_answer_without_a_limit_ends_where_memory_does(engine: AsyncLLM) -> N
         asked: Any = {"messages": [{"role": "user", "content": "Who?"}], "temperature": 0, "ignore_eos": True}
         answer = httpx2.post(f"{url}/v1/chat/completions", json=asked).json()
         assert answer["usage"]["total_tokens"] == 128 and answer["choices"][0]["finish_reason"] == "length"
-        for more in ({"max_tokens": 200}, {"messages": [{"role": "user", "content": "Dick and Joan. " * 50}]}):
-            assert httpx2.post(f"{url}/v1/chat/completions", json=asked | more).json()["error"]["code"] == "pool_full"
+        capped = httpx2.post(f"{url}/v1/chat/completions", json=asked | {"max_tokens": 200}).json()
+        assert capped["usage"]["total_tokens"] == 128 and capped["choices"][0]["finish_reason"] == "length"
+        more = {"messages": [{"role": "user", "content": "Dick and Joan. " * 50}]}
+        assert httpx2.post(f"{url}/v1/chat/completions", json=asked | more).json()["error"]["code"] == "pool_full"
 
 
 SCHEMA = {
