@@ -20,7 +20,7 @@ MARKS: Sequence[Sequence[tuple[str, Part]]] = (
 """Tokens of each family in the order of the prompt, each with the text that follows it."""
 
 ENDS = ("<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<file_sep>", "▁<EOT>")
-"""Tokens that end a completion, besides those of `MARKS`."""
+"""Tokens that end a completion, in addition to those of `MARKS`."""
 
 
 async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[list[int], list[int]]:

@@ -61,7 +61,7 @@ class TokenLimits:
     def tokens(self, prompt: int, requested: int | None, default: int | None = None) -> int:
         """Return the maximum number of new tokens for a prompt of `prompt` tokens.
 
-        It is `requested` or `default`, at most what the context length, the KV cache and the server's limit leave.
+        It is `requested` or `default`, limited by the context length, the KV cache and the server's limit.
         Raises RefusedError if the prompt is empty or too long.
         """
         if prompt == 0:
@@ -179,7 +179,7 @@ class Prompts:
             system = "System role not supported" not in self.template
             messages, tools = describe_tools(messages, tools, system=system), ()
         continues = conversation.continues
-        if continues and not conversation.prefill.strip():  # nothing to continue: begin the message
+        if continues and not conversation.prefill.strip():  # an empty message cannot be continued: begin it
             messages, continues = messages[:-1], False
         try:
             return render_chat(

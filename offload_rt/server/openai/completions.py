@@ -38,7 +38,7 @@ class _Prompt:
 
     Attributes:
         ids: Token ids.
-        ends: Token ids that end the completion, besides those of the request.
+        ends: Additional token ids that end the completion.
         echo: Text to echo before the completion.
         first: Text of the first token if the prompt is echoed with log-probabilities. Other tokens get their text from
             their log-probabilities, which the first token does not have.

@@ -45,7 +45,7 @@ REFUSED_FIELDS = {
     "use_beam_search": "use n",
     "web_search_options": "run the search as a tool in the client",
 }
-"""Unknown fields without which a response would not be what the client expects, and advice."""
+"""Unknown fields that would change the response, and advice."""
 
 UNREPORTED_FIELDS = {
     "include",

@@ -39,7 +39,7 @@ class Pythonic(Scanner):
         return True
 
     def _call(self) -> Scan[bool]:
-        """Read one call. If it is not a call of an offered tool, skip nothing."""
+        """Read one call. If it is not a call of an offered tool, do not advance."""
         yield from self.peek()
         start = self._at
         name = yield from self.word()

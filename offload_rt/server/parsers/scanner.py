@@ -241,7 +241,7 @@ class Scanner:
         yield from self.brackets(self.emit_arguments)
 
     def json_call(self) -> Scan[bool]:
-        """Read `{"name": …, "arguments": {…}}`. Return whether it is a call of an offered tool. If not, skip nothing.
+        """Read `{"name": …, "arguments": {…}}`. Return whether it is a call of an offered tool. If not, do not advance.
 
         If the keys have another order, the call is returned when it is complete.
         """

@@ -1,4 +1,4 @@
-"""Tool calls in XML: Qwen3-Coder and GLM. Each parameter has an element of its own."""
+"""Tool calls in XML: Qwen3-Coder and GLM. Each parameter is one element."""
 
 from __future__ import annotations
 
