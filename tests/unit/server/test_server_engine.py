@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -172,6 +173,33 @@ def test_a_call_that_must_be_made(url: str) -> None:
         bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(**asked, response_format=bad)
+
+
+def test_a_model_without_tools_in_its_template_calls_one(tmp_path: Path) -> None:
+    """An untrained model follows the grammar, and `n` greedy completions are equal."""
+    llm = LLM(tiny_checkpoint(tmp_path / "tiny", "llama", head_dim=32), policy="full", verify="off")
+    llm.tokenizer.chat_template = (  # type: ignore[union-attr]
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    tool = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}
+    body = {"messages": [{"role": "user", "content": "Who?"}], "tools": [tool], "tool_choice": "required"}
+    with served(AsyncLLM(llm)) as url:
+        for stream in (False, True):
+            asked = body | {"temperature": 0, "n": 2, "max_tokens": 600, "stream": stream}
+            answer = httpx2.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
+            if not stream:
+                first, second = (choice["message"]["tool_calls"] for choice in answer.json()["choices"])
+                arguments = [call["function"]["arguments"] for call in first]
+                assert arguments == [call["function"]["arguments"] for call in second]
+                continue
+            parts: dict[tuple[int, int], str] = {}
+            for line in answer.text.splitlines():
+                for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+                    for call in choice["delta"].get("tool_calls", ()):
+                        key = choice["index"], call["index"]
+                        parts[key] = parts.get(key, "") + call["function"]["arguments"]
+            assert parts == {(i, number): text for i in range(2) for number, text in enumerate(arguments)}
+    assert arguments and all(json.loads(text)["who"] in ("Dick", "Joan") for text in arguments)
 
 
 def test_logprobs_of_prompt_and_answer(url: str) -> None:
