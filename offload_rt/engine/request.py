@@ -203,7 +203,11 @@ class SampledRequest(Request):
         self._recorder = recorder
         self._sampler = Sampler(params, sample, self._ends, tokenizer)
         self._stream = TextStream(
-            tokenizer, params.stop, keep_stop=params.include_stop_str_in_output, prompt=prompt.token_ids
+            tokenizer,
+            params.stop,
+            keep_stop=params.include_stop_str_in_output,
+            special=not params.skip_special_tokens,
+            prompt=prompt.token_ids,
         )
 
     @property
