@@ -26,8 +26,6 @@ from .protocol import make_server
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from ..async_llm import AsyncLLM
-
 RETRY_AFTER = 2
 """Seconds after which a client may retry and a browser reloads."""
 
@@ -105,18 +103,16 @@ def bound(options: ServerOptions) -> socket.socket:
     return found
 
 
-def serve(make_engine: Callable[[], AsyncLLM], options: ServerOptions, listener: socket.socket) -> None:
+def serve(make_app: Callable[[], FastAPI], options: ServerOptions, listener: socket.socket) -> None:
     """Serve on `listener` until the process is stopped. Running requests then have `options.grace` seconds to finish.
 
-    `make_engine` runs in a separate thread. Requests get 503 until it returns. Its exceptions are raised here.
+    `make_app` runs in a separate thread. Requests get 503 until it returns. Its exceptions are raised here.
     """
     log_to_stderr()
 
     def make() -> FastAPI:
         with nothing_collected():
-            from .app import make_app
-
-            return make_app(make_engine(), options)
+            return make_app()
 
     loading = Loading(make)
     host, port = listener.getsockname()[:2]

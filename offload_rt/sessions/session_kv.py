@@ -147,7 +147,7 @@ class SessionKV:
     def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
         """Build a sequence from cached blocks, and start loading further blocks from disk."""
         history, runner, storage = self.history, self.runner, self.context.storage
-        blocks = runner.match(history.tokens, history.provenance, history.floor)
+        blocks = self._match()
         self._host_tokens = blocks.length
         with runner.cache_manager.released_on_error(blocks):
             found, known = self._find(blocks)
@@ -167,6 +167,10 @@ class SessionKV:
                 runner.free(sequence)
                 raise
         return sequence
+
+    def _match(self) -> BlockTable:
+        """Return the cached blocks of the history."""
+        return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
 
     def adopt(self, blocks: BlockTable, capacity: int, known: int) -> Sequence:
         """Return a sequence of the history that owns `blocks`. Its first `known` tokens have KV, now or when loaded."""
@@ -189,16 +193,22 @@ class SessionKV:
     def _find(self, blocks: BlockTable) -> tuple[list[PlacedChunk], int]:
         """Find stored blocks that continue `blocks`. Return them and the number of tokens they extend to.
 
-        Return no blocks if those in the sliding windows of the next token are incomplete.
+        The blocks in the sliding windows of the next token are complete.
         """
         found, known = self._find_full(blocks.length)
-        shown = [name for name in self._shown(known) if name.index not in blocks.windows]
-        chunks = [self._find_one(name) for name in shown] if known > blocks.length else []
-        windows = [PlacedChunk(n.index, c, n.group) for n, c in zip(shown, chunks, strict=False) if c is not None]
-        if len(windows) < len(chunks) or known == blocks.length:
-            return [], blocks.length
-        self._pin(placed.chunk.key for placed in (*found, *windows))
-        return [*found, *windows], known
+        while known > blocks.length:
+            shown = [name for name in self._shown(known) if name.index not in blocks.windows]
+            chunks = [self._find_one(name) for name in shown]
+            missing = [name.index for name, chunk in zip(shown, chunks, strict=True) if chunk is None]
+            if not missing:
+                windows = [
+                    PlacedChunk(n.index, c, n.group) for n, c in zip(shown, chunks, strict=True) if c is not None
+                ]
+                self._pin(placed.chunk.key for placed in (*found, *windows))
+                return [*found, *windows], known
+            known = max(missing) * CHUNK
+            found = [placed for placed in found if placed.place * CHUNK < known]
+        return [], blocks.length
 
     def _find_one(self, name: NamedChunk) -> StoredChunk | None:
         chunk = self.context.storage.find(name.parent, name.provenance_key, name.tokens)

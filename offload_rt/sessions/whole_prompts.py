@@ -1,16 +1,18 @@
-"""Turns of sessions from whole prompts.
+"""Requests of clients that send the whole conversation each time, with and without a session name.
 
-The client sends the whole conversation with every turn. The KV of the part that the session has already computed is
-reused from host memory or disk.
+The KV of the part that was computed before is reused from host memory or disk.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 
 from ..engine.cache_manager import salt_provenance
+from ..engine.checks import check_token_ids
+from ..engine.logits_processors import check_answerable
 from ..errors import SessionBusyError
 from ..model_runner.trace import Recorder
 from ..sampling_params import SamplingParams
@@ -18,6 +20,7 @@ from .chat_template import TurnTokens
 from .host_tier import TierStats
 from .session import Session
 from .store import SessionStore
+from .stored_prompt import StoredPrompt
 from .turn import Turn, check_turn
 
 MOST_OPEN = 256
@@ -32,10 +35,16 @@ def tokens_of_prompt(held: Seq[int], prompt: Seq[int]) -> TurnTokens:
 
 
 class WholePrompts:
-    """Create turns of a store's sessions for an engine that the caller runs. Not thread-safe."""
+    """Create requests of a store for an engine that the caller runs. Not thread-safe.
 
-    def __init__(self, store: SessionStore) -> None:
-        self.store = store
+    Args:
+        store: The store.
+        call_soon: Calls a function on the engine's thread later. Any thread may call it.
+    """
+
+    def __init__(self, store: SessionStore, call_soon: Callable[[Callable[[], None]], None]) -> None:
+        self.store, self._call_soon = store, call_soon
+        self._ending: set[StoredPrompt] = set()
         self._opened: OrderedDict[str, Session] = OrderedDict()
         store.hold(self)
 
@@ -46,6 +55,42 @@ class WholePrompts:
     @property
     def disk_bytes(self) -> int:
         return self.store.context.storage.bytes_used
+
+    def keeps(self, params: SamplingParams) -> bool:
+        """Return whether the store keeps the KV of prompts without a session name.
+
+        Beam search and log-probabilities of prompts do not use it. KV that is not shared is not kept either (see
+        `CacheManager.shares`), nor that of weights that were changed in place.
+        """
+        runner = self.store.context.runner
+        usual = params.num_beams == 1 and params.prompt_logprobs is None
+        return usual and runner.cache_manager.shares and not runner.model.weights_provenance()
+
+    def prompt(
+        self, number: int, prompt: Seq[int], params: SamplingParams, recorder: Recorder | None, cache_salt: str
+    ) -> StoredPrompt:
+        """Create a request without a session name. Call `prompt_ended` when it has ended. Arguments as `turn`.
+
+        Raises:
+            InputError: A token id or a parameter is invalid.
+        """
+        context = self.store.context
+        check_answerable(params, context.runner.model)
+        check_token_ids(prompt, context.runner.model)
+        return StoredPrompt(context, self.store.host, number, prompt, params, recorder, cache_salt)
+
+    def prompt_ended(self, request: StoredPrompt) -> None:
+        """Free the memory of an ended request when its blocks are written."""
+        self._ending.add(request)
+        self.store.context.saver.notify(lambda: self._call_soon(lambda: self._release(request)))
+
+    def _release(self, request: StoredPrompt) -> None:
+        self._ending.discard(request)
+        if not self.store.closed:
+            with self.store.context.runner.pool.lock:
+                again = request.release()
+            if again:
+                self.prompt_ended(request)
 
     def turn(
         self,
@@ -124,5 +169,7 @@ class WholePrompts:
         with ExitStack() as ends:
             ends.callback(self.store.release, self)
             ends.callback(self._opened.clear)
+            for request in list(self._ending):
+                ends.callback(request.drop, self.store.context.runner)
             for session in self._opened.values():
                 ends.callback(session.close)

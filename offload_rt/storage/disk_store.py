@@ -72,7 +72,8 @@ class DiskStore(Documents):
         clock: Returns nanoseconds since 1970.
 
     Raises:
-        StoreError: The folder cannot be used, or another process writes to it.
+        StoreError: The folder cannot be used.
+        StoreInUseError: Another process writes to it.
     """
 
     def __init__(
@@ -123,10 +124,11 @@ class DiskStore(Documents):
     def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> DiskChunkWriter | None:
         """Reserve space for a block and create its file.
 
-        Returns None if the block is already stored, the limit leaves no space, or the file cannot be created
-        (`last_error`).
+        Returns None if the block is already stored, the limit leaves no space, the file cannot be created
+        (`last_error`), or the store is read-only.
         """
-        assert not self._folder.read_only
+        if self._folder.read_only:
+            return None
         key, offset = chunk_key(parent, provenance_key, tokens), data_offset(self.layers)
         path, size = self._path(key), offset + self.layers * layer_bytes
         temporary = self._folder.reserve(path, size)

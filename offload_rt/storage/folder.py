@@ -13,7 +13,7 @@ from errno import ELOOP
 from pathlib import Path
 
 from ..config import StoreOptions
-from ..errors import StoreError
+from ..errors import StoreError, StoreInUseError
 from ..utils.private_files import make_private, make_private_folder, open_private
 from .files import read_document
 from .index import BEFORE, DOCUMENTS, DiskIndex
@@ -55,7 +55,8 @@ class StoreFolder:
         clock: Returns nanoseconds since 1970.
 
     Raises:
-        StoreError: The folder cannot be used, or another process writes to it.
+        StoreError: The folder cannot be used.
+        StoreInUseError: Another process writes to it.
     """
 
     def __init__(self, path: Path, options: StoreOptions, *, read_only: bool, clock: Callable[[], int]) -> None:
@@ -237,7 +238,7 @@ class StoreFolder:
         except BlockingIOError:
             holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
             self.close()
-            raise StoreError(
+            raise StoreInUseError(
                 f"the store {str(self.path)!r} is being written by another process ({holder or 'unknown'}): one "
                 "process writes at a time; end that one, or use another folder"
             ) from None

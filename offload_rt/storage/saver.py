@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -107,7 +107,7 @@ class Saver:
         self._active: list[Saving] = []
         self._failure: BaseException | None = None
         self._mutex = threading.Lock()
-        self._jobs: queue.Queue[tuple[Saving, int] | None] = queue.Queue()
+        self._jobs: queue.Queue[tuple[Saving, int] | Callable[[], None] | None] = queue.Queue()
         self._worker = threading.Thread(target=self._work, name="offload-rt saver", daemon=True)
         self._worker.start()
 
@@ -220,6 +220,10 @@ class Saver:
             self._failure = None
             raise failure
 
+    def notify(self, written: Callable[[], None]) -> None:
+        """Call `written` on the worker thread when all completed layers are written. It must not raise."""
+        self._jobs.put(written)
+
     def close(self) -> None:
         """Write all completed layers and stop the worker thread."""
         self._jobs.put(None)
@@ -227,16 +231,21 @@ class Saver:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                self._write(*job)
-            except DiskError:  # unreadable KV is recomputed when it is needed
-                self._give_up(job[0])
-            except BaseException as error:  # `flush` re-raises it
-                self._failure = error
-                self._give_up(job[0])
-            finally:
-                self._jobs.task_done()
+            if isinstance(job, tuple):
+                self._try_to_write(*job)
+            else:
+                job()
+            self._jobs.task_done()
         self._jobs.task_done()
+
+    def _try_to_write(self, saving: Saving, layer: int) -> None:
+        try:
+            self._write(saving, layer)
+        except DiskError:  # unreadable KV is recomputed when it is needed
+            self._give_up(saving)
+        except BaseException as error:  # `flush` re-raises it
+            self._failure = error
+            self._give_up(saving)
 
     def _write(self, saving: Saving, layer: int) -> None:
         """Write one layer of every block, or all layers for a pool on disk. Then commit the blocks, parents first."""
