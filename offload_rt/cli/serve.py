@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig, StoreOptions
 from ..errors import ConfigError, StoreError, StoreInUseError
+from ..models.source import find_source, hub_of
 from ..server.options import ServerOptions
 from ..utils.config_fields import option_of
 from .common import add_command, default_store
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if args.ray is not None:
         return _run_on_ray(args, options, config, store)
     from ..server.run import bound, serve
+
+    find_source(args.model, hub_of(config)).check_folder()
 
     def make_app() -> FastAPI:
         from ..llm import LLM

@@ -113,8 +113,8 @@ class StoredPrompt(StoredRequest):
         self.sequence = sequence
         sequence.tokens, sequence.trace.prompt_tokens = self.tokens, len(self.prompt.token_ids)
         diverged = runner.cache_manager.diverges(tokens, self.kv.history.provenance)
-        sequence.trace.diverged_at = None if diverged is None else max(diverged, sequence.position)
-        return self._begin_prefill(runner, len(tokens), in_memory=False)
+        diverged = None if diverged is None else max(diverged, sequence.position)
+        return self._begin_prefill(runner, len(tokens), in_memory=False, diverged_at=diverged)
 
     def _segment_stop(self, start: int) -> int:
         # A later prompt continues after a full block, and needs complete windows there.

@@ -59,13 +59,14 @@ class StoredRequest(SampledRequest):
     def _save_decoded(self, stop: int) -> None:
         """Enqueue the block that decoding has filled up to token `stop` for writing."""
 
-    def _begin_prefill(self, runner: Runner, stop: int, *, in_memory: bool) -> Prefill:
+    def _begin_prefill(self, runner: Runner, stop: int, *, in_memory: bool, diverged_at: int | None) -> Prefill:
         """Begin the prefill of `sequence` up to token `stop`.
 
         Args:
             runner: Runner of the sequence.
             stop: Number of tokens to prefill.
             in_memory: Whether the KV was in host memory before, so that nothing is loaded.
+            diverged_at: See `Stats`.
         """
         sequence = self.sequence
         assert sequence is not None
@@ -73,6 +74,7 @@ class StoredRequest(SampledRequest):
         self._start, self._stop = position, stop
         self._known = position, 0 if in_memory else min(position, self.kv.loaded_tokens)
         self._count_on(sequence)
+        sequence.trace.diverged_at = diverged_at
         self._seconds = sequence.trace.prefill_seconds
         return self._begin_segment(runner)
 

@@ -111,8 +111,7 @@ class Turn(StoredRequest):
             self._set_back()
             raise
         sequence.tokens = self.tokens
-        sequence.trace.diverged_at = sequence.position
-        return self._begin_prefill(runner, len(taken), in_memory=arrived)
+        return self._begin_prefill(runner, len(taken), in_memory=arrived, diverged_at=sequence.position)
 
     def _fit(self, runner: Runner) -> None:
         """Truncate the conversation if needed, so that it fits the model's positions including this turn."""

@@ -121,7 +121,9 @@ class DiskStore(Documents):
         damaged = partial(self._folder.discard, path)
         return DiskChunk(key, count, header.layer_bytes, header.checksums, header.data_offset, opened, damaged)
 
-    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> DiskChunkWriter | None:
+    def begin(
+        self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int, cost: int = 0
+    ) -> DiskChunkWriter | None:
         """Reserve space for a block and create its file.
 
         Returns None if the block is already stored, the limit leaves no space, the file cannot be created
@@ -131,7 +133,7 @@ class DiskStore(Documents):
             return None
         key, offset = chunk_key(parent, provenance_key, tokens), data_offset(self.layers)
         path, size = self._path(key), offset + self.layers * layer_bytes
-        temporary = self._folder.reserve(path, size)
+        temporary = self._folder.reserve(path, size, cost)
         if temporary is None:
             return None
 
@@ -142,7 +144,7 @@ class DiskStore(Documents):
                 os.fsync(handle)
             finally:
                 os.close(handle)
-            self._folder.finish(temporary, path, size)
+            self._folder.finish(temporary, path, size, cost)
 
         give_up = partial(self._folder.give_up, temporary, size)
         try:

@@ -57,7 +57,9 @@ class NamelessStore:
     def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> FileChunk | None:
         return self._chunks.get(chunk_key(parent, provenance_key, tokens))
 
-    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> FileChunkWriter | None:
+    def begin(
+        self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int, cost: int = 0
+    ) -> FileChunkWriter | None:
         """Reserve a slot for a block. Return None if the block is already stored or the limit is reached."""
         assert self.layers * layer_bytes <= self._slot_bytes
         key = chunk_key(parent, provenance_key, tokens)

@@ -20,6 +20,7 @@ from ..kv_cache.stored_rows import Span
 from ..transfer.link import KVStorage
 from .chunk_store import ChunkSink, ChunkWriter, NamedChunk
 from .disk_store import DiskChunkWriter
+from .policies import recomputation_cost
 
 WRITE_BUFFER = 1 << 28
 """Maximum bytes waiting to be written."""
@@ -33,6 +34,7 @@ class Entry:
         chunk: The block with its key.
         identity: Pool id of the block.
         span: Position of the block in the pool.
+        cost: Tokens to compute again without the block.
         writer: Writer of the store, when it is open.
         extent: File of the store to which the KV pool writes the block directly, if any.
         refused: Whether the store did not accept the block.
@@ -42,6 +44,7 @@ class Entry:
     chunk: NamedChunk
     identity: int
     span: Span
+    cost: int
     writer: ChunkWriter | None = None
     extent: StoredExtent | None = None
     refused: bool = False
@@ -119,7 +122,9 @@ class Saver:
         for chunk in chunks:
             tokens = range(chunk.index * CHUNK, chunk.index * CHUNK + chunk.count)
             [span] = self._pool.spans(blocks, chunk.group, tokens)
-            entry = Entry(chunk, self._identity(blocks, chunk), span)
+            # A table of windows alone has no capacity.
+            cost = recomputation_cost(max(blocks.capacity, tokens.stop), tokens.start)
+            entry = Entry(chunk, self._identity(blocks, chunk), span, cost)
             if not self._attach(saving, entry):
                 if saving.buffered == room:
                     break
@@ -285,7 +290,7 @@ class Saver:
         """Return the writer of a block, opened if needed, or None if the store has the block or does not accept it."""
         if entry.writer is None and not entry.refused:
             chunk, size = entry.chunk, layer_bytes(self._pool, entry.chunk.count)
-            entry.writer = self._store.begin(chunk.parent, chunk.provenance_key, chunk.tokens, size)
+            entry.writer = self._store.begin(chunk.parent, chunk.provenance_key, chunk.tokens, size, entry.cost)
             entry.refused = entry.writer is None
         return entry.writer
 

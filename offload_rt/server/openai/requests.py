@@ -79,6 +79,7 @@ class SampledBody(Body):
     exact: bool | None = None
     session: Annotated[str, Field(min_length=1, max_length=100)] | None = None
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -197,6 +198,7 @@ class ResponsesRequest(Body):
     text: TextOptions | None = None
     background: bool | None = None
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: str | None = None
 
 
 class TokenizeRequest(Body):

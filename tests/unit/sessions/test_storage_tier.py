@@ -88,7 +88,9 @@ class MemoryTier:
         chunk = self.chunks.get(chunk_key(parent, provenance_key, tokens))
         return chunk if chunk is not None and chunk.tokens == tokens else None
 
-    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> MemoryWriter | None:
+    def begin(
+        self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int, cost: int = 0
+    ) -> MemoryWriter | None:
         key = chunk_key(parent, provenance_key, tokens)
         return None if key in self.chunks else MemoryWriter(self, MemoryChunk(key, tokens, {}))
 
