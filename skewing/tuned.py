@@ -100,7 +100,7 @@ def default_options(
     if tuned is None or tuned.policy != policy:
         return given
     without = (
-        {"tail": "off"} if policy == "infinigen" else {}
+        {"approximate_kv": "off"} if policy == "infinigen" else {}
     )  # a tuned policy without a tail option was tuned with it off
     return {**without, **tuned.options, **given}
 

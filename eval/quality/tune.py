@@ -159,7 +159,7 @@ class Search:
     def run(self) -> Trial:
         """Run all stages and return the chosen trial."""
         fixed: Options = {name: values[0] for name, values in STAGES}
-        fixed |= {"dense_layers": self.config.dense_layers, "tail": "off"}
+        fixed |= {"dense_layers": self.config.dense_layers, "approximate_kv": "off"}
         best = self.smallest(fixed | {"max_fraction": 1.0}, "alpha", ALPHAS)
         for name, values in STAGES:
             for value in values[1:]:

@@ -31,14 +31,14 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 
 @dataclass(frozen=True)
 class Fractions:
-    """Fractions of visible tokens that are fetched (`link`) and attended exactly, as means over layers and tokens.
+    """Fractions of visible tokens that are fetched (`fetched`) and attended exactly, as means over layers and tokens.
 
     `sparse_*` are means over the layers that select.
     """
 
-    link: float
+    fetched: float
     attended: float
-    sparse_link: float
+    sparse_fetched: float
     sparse_attended: float
 
     @classmethod
@@ -47,9 +47,9 @@ class Fractions:
         selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
         fetched, attended = ([[row[i] for i in selecting] for row in rows] for rows in (trace.fetched, trace.attended))
         hits, tokens = sum(trace.hit_shares()), trace.decoded_tokens
-        link = _mean(trace.fetched, tokens) - hits / trace.layers
+        fetched = _mean(trace.fetched, tokens) - hits / trace.layers
         sparse = _mean(fetched, tokens) - hits / max(1, len(selecting))
-        return cls(link, _mean(trace.attended, tokens), sparse, _mean(attended, tokens))
+        return cls(fetched, _mean(trace.attended, tokens), sparse, _mean(attended, tokens))
 
 
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
@@ -61,7 +61,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
     missed, worst = layer_means(trace, dense)
     weight_bytes = runner.model.weight_bytes + (0 if draft is None else draft.model.weight_bytes)
     on_device = weight_bytes if weights is None else weight_bytes - weights.host_bytes + weights.device_bytes
-    peak = on_device + runner.link.device_bytes + runner.scoring_bytes
+    peak = on_device + runner.transfer.device_bytes + runner.scoring_bytes
     if adapter.device.type != "cpu":
         peak = torch.accelerator.max_memory_allocated(adapter.device)
     held = pool.bytes_of(sequence.blocks)
@@ -87,16 +87,16 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         h2d_weight_bytes=trace.prefill_weights.bytes + steps.bytes,
         h2d_weight_bytes_steps=steps.bytes,
         kv_bytes_host=held if file is None else file.host_bytes,
-        kv_bytes_device=runner.link.device_bytes,
+        kv_bytes_device=runner.transfer.device_bytes,
         scoring_bytes_device=sequence.state.device_bytes,
         scoring_bytes_host=sequence.state.host_bytes,
         approximate_bytes_device=sequence.state.tail_bytes,
         weight_bytes=weight_bytes,
         weight_bytes_device=on_device,
         peak_device_bytes=peak,
-        fetched_fraction=shares.link,
+        fetched_fraction=shares.fetched,
         exact_fraction=shares.attended,
-        sparse_fetched_fraction=shares.sparse_link,
+        sparse_fetched_fraction=shares.sparse_fetched,
         sparse_exact_fraction=shares.sparse_attended,
         approximate_fraction=1 - shares.sparse_attended if estimates else 0.0,
         dense_layers=tuple(sorted(dense)),
@@ -104,7 +104,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         missed_mass=missed,
         missed_mass_worst_layer=worst,
         working_set_rows=config.working_set,
-        working_set_bytes=runner.link.working_set_bytes(sequence.blocks),
+        working_set_bytes=runner.transfer.working_set_bytes(sequence.blocks),
         working_set_hit_rate=trace.hit_rate if config.working_set else None,
         drafted_tokens=trace.drafted,
         accepted_tokens=trace.accepted,

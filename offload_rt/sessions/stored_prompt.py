@@ -11,7 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
-from ..core import CHUNK, BlockTable, Prompt
+from ..core import BLOCK_SIZE, BlockTable, Prompt
 from ..engine.cache_manager import salt_provenance
 from ..engine.runner import Runner
 from ..model_runner.prefill import Prefill
@@ -19,7 +19,7 @@ from ..model_runner.sequence import Sequence
 from ..model_runner.trace import Recorder
 from ..outputs import FinishReason
 from ..sampling_params import SamplingParams
-from ..storage.chunk_store import NamedChunk
+from ..storage.block_store import NamedBlock
 from .context import SessionContext
 from .history import History
 from .host_tier import HostTier
@@ -42,7 +42,7 @@ class PromptKV(SessionKV):
     def keep(self, computed: int) -> None:
         """Enqueue the full blocks of the first `computed` tokens, which have exact KV, for writing."""
         assert self.sequence is not None
-        self.history.tokens, self.history.computed = list(self.sequence.tokens), computed // CHUNK * CHUNK
+        self.history.tokens, self.history.computed = list(self.sequence.tokens), computed // BLOCK_SIZE * BLOCK_SIZE
         self.write_rest()
 
     def keep_windows(self) -> None:
@@ -70,11 +70,11 @@ class PromptKV(SessionKV):
         self.enqueue(self.all_names())
         return len(self._enqueued) > before
 
-    def all_names(self) -> list[NamedChunk]:
+    def all_names(self) -> list[NamedBlock]:
         held = () if self.sequence is None else self.sequence.blocks.windows
         return [name for name in super().all_names() if not name.group or name.index in held]
 
-    def write_out(self) -> list[NamedChunk]:
+    def write_out(self) -> list[NamedBlock]:
         # A session may have been deleted since: its text must not be written again.
         self.context.saver.flush()
         return []
@@ -118,12 +118,12 @@ class StoredPrompt(StoredRequest):
 
     def _segment_stop(self, start: int) -> int:
         # A later prompt continues after a full block, and needs complete windows there.
-        stop, full = super()._segment_stop(start), self._stop // CHUNK * CHUNK
+        stop, full = super()._segment_stop(start), self._stop // BLOCK_SIZE * BLOCK_SIZE
         return min(stop, full) if self.kv.runner.pool.groups.sliding and start < full else stop
 
     def next_prefill(self, runner: Runner) -> Prefill | None:
         assert self.sequence is not None
-        if self.sequence.position == self._stop // CHUNK * CHUNK:
+        if self.sequence.position == self._stop // BLOCK_SIZE * BLOCK_SIZE:
             self.kv.keep_windows()
         return super().next_prefill(runner)
 

@@ -8,14 +8,14 @@ from typing import TypeVar
 
 import torch
 
-from ..core import CHUNK, Prompt
+from ..core import BLOCK_SIZE, Prompt
 from ..engine.request import SampledRequest, StartAgainError
 from ..engine.runner import Runner
 from ..model_runner.prefill import Prefill
 from ..model_runner.trace import Recorder, Trace
 from ..outputs import TokenOutput
 from ..sampling_params import SamplingParams
-from ..storage.loader import DamagedChunkError
+from ..storage.loader import DamagedBlockError
 from ..storage.saver import Saving
 from .host_tier import HostTier
 from .session_kv import SessionKV
@@ -88,7 +88,7 @@ class StoredRequest(SampledRequest):
                 sequence, stop, want_logits=stop == self._stop, before_layer=self._wait, after_layer=self._layer_done
             )
         )
-        self._saving = kv.context.saver.begin(sequence.blocks, kv.fresh(kv.stored(stop // CHUNK * CHUNK)))
+        self._saving = kv.context.saver.begin(sequence.blocks, kv.fresh(kv.stored(stop // BLOCK_SIZE * BLOCK_SIZE)))
         return self._prefill
 
     def _segment_stop(self, start: int) -> int:
@@ -113,7 +113,7 @@ class StoredRequest(SampledRequest):
     def _wait(self, layer: int) -> None:
         try:
             self.kv.wait(layer)
-        except DamagedChunkError as damage:
+        except DamagedBlockError as damage:
             raise StartAgainError from damage
 
     def _layer_done(self, layer: int) -> None:
@@ -124,7 +124,7 @@ class StoredRequest(SampledRequest):
         if layer < kv.runner.adapter.geometry.layers - 1:
             return
         assert self.sequence is not None and self._prefill is not None
-        kv.mark_enqueued(entry.chunk for entry in (self._saving.entries if self._saving is not None else ()))
+        kv.mark_enqueued(entry.block for entry in (self._saving.entries if self._saving is not None else ()))
         kv.recheck()
         if kv.loader is not None:
             stalled = kv.end_loading()
@@ -153,7 +153,7 @@ class StoredRequest(SampledRequest):
         """Sample the next token, and enqueue a block that decoding has filled for writing."""
         assert self.sequence is not None
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
-        if position % CHUNK == 0 and position > prompt:
+        if position % BLOCK_SIZE == 0 and position > prompt:
             self._save_decoded(position)
         return super().accept(runner, logits)
 

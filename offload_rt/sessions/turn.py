@@ -17,7 +17,7 @@ from ..model_runner.trace import Recorder
 from ..models.loading import LoadedModel
 from ..outputs import FinishReason
 from ..sampling_params import SamplingParams
-from ..storage.loader import DamagedChunkError
+from ..storage.loader import DamagedBlockError
 from .chat_template import TurnTokens
 from .host_tier import HostTier
 from .session_kv import SessionKV
@@ -152,7 +152,7 @@ class Turn(StoredRequest):
                     kv.load_all()
                     # Always relearn from the rounded KV of the pool, so that a restart gives the same state.
                     runner.relearn(sequence)
-            except DamagedChunkError:
+            except DamagedBlockError:
                 kv.drop()
             else:
                 sequence.trace.prompt_tokens = len(self.prompt.token_ids)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core import CHUNK
+from ..core import BLOCK_SIZE
 from .policies import EvictionOrder, recomputation_cost
 
 DOCUMENTS, BEFORE = ".doc", ".before"
@@ -110,11 +110,11 @@ class DiskIndex:
 
         Later files are evicted before earlier ones.
         """
-        tokens = len(paths) * CHUNK
+        tokens = len(paths) * BLOCK_SIZE
         with self.mutex:
             for i, path in reversed(list(enumerate(paths))):
                 if self._renew and path in self.files:
-                    self._mark(path, recomputation_cost(tokens, i * CHUNK))
+                    self._mark(path, recomputation_cost(tokens, i * BLOCK_SIZE))
 
     def forget(self, path: Path) -> None:
         with self.mutex:
@@ -187,7 +187,7 @@ class DiskIndex:
             if path.suffix not in _STAYING and not self._pins[path] and not self._order.wants(path):
                 yield path
 
-    def chunks(self) -> list[tuple[Path, int]]:
+    def blocks(self) -> list[tuple[Path, int]]:
         """Return the block files and their sizes in bytes, in eviction order. Pinned files come last."""
         ranked = sorted(self._order.ranked(), key=lambda path: self._pins[path] > 0)
         return [(path, self.files[path].size) for path in ranked if path.suffix not in _STAYING]

@@ -83,7 +83,7 @@ def test_a_full_host_memory_is_refilled_from_disk(tmp_path: Path) -> None:
     """Alternate two conversations of which host memory holds one. All their full blocks are cached."""
     engine = make(tmp_path, host_memory="768KiB")
     first, second = prompt(500), prompt(500, 3)
-    assert engine.llm.runner.pool.chunk_count < 16
+    assert engine.llm.runner.pool.block_count < 16
 
     async def alternate(engine: AsyncLLM) -> list[int]:
         return [(await last(engine, ids)).num_cached_tokens for ids in (first, second, first, second)]

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.allocations import count, device_selection
-from support.device_link import staged
+from support.staged_transfer import staged
 from support.outputs import completed
 from support.tiny_models import NAMES, depth, tiny_model, tiny_prompt
 from torch import nn
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.core import CHUNK, ModelGeometry
+from offload_rt.core import BLOCK_SIZE, ModelGeometry
 from offload_rt.errors import ConfigError, DeviceFullError, MemoryLimitError
 from offload_rt.models.shape import ModelShape, load_shape
 from offload_rt.models.weights import WeightSizes, decoder_layers, layer_bytes, weight_sizes
@@ -32,7 +32,7 @@ from offload_rt.transfer.streams import InlineStream
 from offload_rt.transfer.weights.streamed import WeightStream
 
 LAYERS, PROMPT, NEW = 12, 110, 5
-CONTEXT = 2 * CHUNK
+CONTEXT = 2 * BLOCK_SIZE
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0)
 PAIR = [tiny_prompt(PROMPT, seed=seed) for seed in (1, 2)]
 
@@ -168,11 +168,11 @@ def test_a_batch_shares_what_streams(folder: Any) -> None:
     + [(*POLICIES[1], "staged, int8 rows"), (*POLICIES[1], "staged, a working set")],
 )
 def test_the_allocator_never_holds_more_than_the_limit(
-    folder: Any, unlimited: Any, policy: str, options: dict[str, Any], link: str
+    folder: Any, unlimited: Any, policy: str, options: dict[str, Any], transfer: str
 ) -> None:
     """The limit is the smallest one that holds two prompts. It is below the size of the weights, except for `LARGE`."""
-    rounded = link == "staged, int8 rows"
-    working_set = 8 if link == "staged, a working set" else 0
+    rounded = transfer == "staged, int8 rows"
+    working_set = 8 if transfer == "staged, a working set" else 0
     costs = replace(costs_of(folder("llama"), policy, options, rounded=rounded), working_set=working_set)
     limit = streaming_limit(costs, [CONTEXT, CONTEXT], resident=0)
     expected = None if rounded else unlimited(policy, options)
@@ -180,7 +180,7 @@ def test_the_allocator_never_holds_more_than_the_limit(
     def make() -> LLM:
         kv_cache_dtype = "int8" if rounded else "auto"
         llm = limited(folder("llama"), policy, options, limit, kv_cache_dtype=kv_cache_dtype, working_set=working_set)
-        return staged(llm) if link == "staged" else llm
+        return staged(llm) if transfer == "staged" else llm
 
     def pool_of(llm: LLM) -> set[int]:
         return {llm.runner.pool.rows.untyped_storage().data_ptr(), *blocks_of(llm)}
