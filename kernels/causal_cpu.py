@@ -23,7 +23,10 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "packed", "sinks", "lse")),
         *((f"{name}_{step}", ctypes.c_int64) for name in ("q", "k", "v", "out") for step in ("head", "token")),
-        *((name, ctypes.c_int64) for name in ("kv_heads", "group", "m", "n", "first", "window", "last_visible", "begun")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("kv_heads", "group", "m", "n", "first", "window", "last_visible", "begun")
+        ),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 

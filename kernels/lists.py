@@ -69,8 +69,8 @@ def gather_tokens(
     """Copy K and V of tokens `[P, n]` (int64) from `rows` `[R, w]` to out `[2, P, n, w]`.
 
     Only the first `counts[p]` tokens of each list are copied (all if None). The other entries stay unchanged. The row
-    of token t of sequence b is `bases[b, t // BLOCK_SIZE]` (int64 `[B, C]`) plus `t % BLOCK_SIZE`, plus `planes[0, h]` for K and
-    `planes[1, h]` for V of KV head h (int64 `[2, Hkv]`).
+    of token t of sequence b is `bases[b, t // BLOCK_SIZE]` (int64 `[B, C]`) plus `t % BLOCK_SIZE`, plus
+    `planes[0, h]` for K and `planes[1, h]` for V of KV head h (int64 `[2, Hkv]`).
     """
     batch, heads, listed = len(bases), planes.shape[1], tokens.shape[1]
     at = tokens.reshape(batch, heads * listed)

@@ -60,7 +60,10 @@ def _gather_tokens(
         if first < count:
             at = first + tl.arange(0, BLOCK)
             token = tl.load(tokens + p * listed + at, mask=at < count, other=0)
-            row = tl.load(bases + p // heads * blocks + token // _BLOCK_SIZE, mask=at < count, other=0) + token % _BLOCK_SIZE
+            row = (
+                tl.load(bases + p // heads * blocks + token // _BLOCK_SIZE, mask=at < count, other=0)
+                + token % _BLOCK_SIZE
+            )
             mask = (at < count)[:, None] & (columns < WORDS)[None, :]
             k = rows + (row + tl.load(planes + p % heads))[:, None] * WORDS + columns[None, :]
             v = rows + (row + tl.load(planes + heads + p % heads))[:, None] * WORDS + columns[None, :]

@@ -150,9 +150,9 @@ class ModelUnderTest:
                     nats=[-value for value in score.logprobs],
                     is_greedy=score.is_greedy,
                     attended=stats.exact_fraction,
-                    transfer=stats.fetched_fraction,
+                    link=stats.fetched_fraction,
                     sparse_attended=stats.sparse_exact_fraction,
-                    sparse_transfer=stats.sparse_fetched_fraction,
+                    sparse_link=stats.sparse_fetched_fraction,
                     missed=stats.missed_mass,
                     missed_worst=stats.missed_mass_worst_layer,
                 )

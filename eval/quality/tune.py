@@ -95,7 +95,9 @@ class Trial:
     def row(self, limit: float) -> Row:
         """Return the table row."""
         names = ("missed", "worst", "attended", "link_bytes", "scoring_bytes", "window_bytes", "bytes")
-        shown = " ".join(f"{key}={value}" for key, value in self.options.items() if key not in ("dense_layers", "tail"))
+        shown = " ".join(
+            f"{key}={value}" for key, value in self.options.items() if key not in ("dense_layers", "approximate_kv")
+        )
         return {"setting": shown, "keeps": self.keeps(limit), **{name: getattr(self, name) for name in names}}
 
 

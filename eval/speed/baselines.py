@@ -211,7 +211,7 @@ class Ours:
             "dense_layers": sorted(dense),
             "exact_fraction": shares.attended,
             "sparse_exact_fraction": shares.sparse_attended,
-            "fetched_fraction": shares.transfer,
+            "fetched_fraction": shares.fetched,
             "link_bytes_per_token": trace.bytes_to_device / steps,
             "scoring_bytes_device": first.state.device_bytes,
         }

@@ -72,7 +72,7 @@ class Case:
     Attributes:
         name: Name of the operation.
         moved: Bytes that the operation must move.
-        over_pcie: Whether the bytes are moved from host to device rather than within device memory.
+        over_link: Whether the bytes are moved from host to device rather than within device memory.
         call: Runs the operation.
         error: Runs the operation once and returns the maximum deviation from float64, relative to the tolerance
             (kernels/README.md).
@@ -80,7 +80,7 @@ class Case:
 
     name: str
     moved: int
-    over_pcie: bool
+    over_link: bool
     call: Callable[[], Any]
     error: Callable[[], float]
 
@@ -177,9 +177,9 @@ def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> 
         error = case.error()
         median, least = milliseconds(case.call, device, size.repeats)
         alone = replayed(case.call, device, size.repeats)
-        floor = 1e3 * case.moved / rates["link" if case.over_pcie else "device"]
+        floor = 1e3 * case.moved / rates["link" if case.over_link else "device"]
         rows.append(
-            {"kernel": case.name, "bytes": case.moved, "over_pcie": case.over_pcie, "ms": median, "least_ms": least}
+            {"kernel": case.name, "bytes": case.moved, "over_link": case.over_link, "ms": median, "least_ms": least}
             | {"floor_ms": floor, "replayed_ms": alone, "times_floor": (alone or median) / floor, "error": error}
         )
     return rows

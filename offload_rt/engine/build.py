@@ -30,10 +30,10 @@ from ..policies.registry import ArtifactLoader, make_policy, options_class
 from ..skewing.artifact import SkewArtifact
 from ..skewing.calibrate import cached_artifact
 from ..skewing.tuned import default_options, load_artifact
+from ..transfer.base import Transfer
 from ..transfer.cpu import CpuTransfer
 from ..transfer.cuda import CudaTransfer
 from ..transfer.disk import DiskTransfer
-from ..transfer.base import Transfer
 from ..transfer.streams import DeviceStream, InlineStream, on_device
 from ..transfer.weights.experts import keep_experts
 from ..transfer.weights.host_weights import HostWeights

@@ -45,11 +45,14 @@ class Fractions:
     def of(cls, trace: Trace, dense_layers: frozenset[int]) -> Fractions:
         trace.settle()
         selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
-        fetched, attended = ([[row[i] for i in selecting] for row in rows] for rows in (trace.fetched, trace.attended))
+        sparse = [[[row[i] for i in selecting] for row in rows] for rows in (trace.fetched, trace.attended)]
         hits, tokens = sum(trace.hit_shares()), trace.decoded_tokens
-        fetched = _mean(trace.fetched, tokens) - hits / trace.layers
-        sparse = _mean(fetched, tokens) - hits / max(1, len(selecting))
-        return cls(fetched, _mean(trace.attended, tokens), sparse, _mean(attended, tokens))
+        return cls(
+            fetched=_mean(trace.fetched, tokens) - hits / trace.layers,
+            attended=_mean(trace.attended, tokens),
+            sparse_fetched=_mean(sparse[0], tokens) - hits / max(1, len(selecting)),
+            sparse_attended=_mean(sparse[1], tokens),
+        )
 
 
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
@@ -69,7 +72,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         held += draft.pool.bytes_of(sequence.drafter.blocks)
     file, steps = pool.file, trace.step_weights
     used = DiskUse() if file is None or trace.disk_before is None else file.use.since(trace.disk_before)
-    estimates = sequence.state.tail_bytes and trace.attended and config.exact is None
+    estimates = sequence.state.approximate_bytes and trace.attended and config.exact is None
     return Stats(
         model=runner.model.name,
         policy=runner.policy.name,
@@ -90,7 +93,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         kv_bytes_device=runner.transfer.device_bytes,
         scoring_bytes_device=sequence.state.device_bytes,
         scoring_bytes_host=sequence.state.host_bytes,
-        approximate_bytes_device=sequence.state.tail_bytes,
+        approximate_bytes_device=sequence.state.approximate_bytes,
         weight_bytes=weight_bytes,
         weight_bytes_device=on_device,
         peak_device_bytes=peak,

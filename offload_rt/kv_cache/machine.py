@@ -58,9 +58,9 @@ def pool_full(count: int, missing: int, usable: int, room: tuple[int, int], limi
     needed, lacking, now, enough = map(format_size, (count * size, lack, limit, limit + lack))
     pool, raised = ("pool on disk", "disk_limit") if disk else ("host pool", "host_memory")
     return PoolFullError(
-        f"the {pool} is full: {count} blocks of {BLOCK_SIZE} tokens ({needed}) are needed, and of {blocks} only {usable} "
-        f"are free or can be evicted from the prefix tree: {missing} too few ({lacking}); raise {raised} from {now} to "
-        f"{enough} or more, shorten the prompts, or run fewer sequences at once"
+        f"the {pool} is full: {count} blocks of {BLOCK_SIZE} tokens ({needed}) are needed, and of {blocks} only "
+        f"{usable} are free or can be evicted from the prefix tree: {missing} too few ({lacking}); raise {raised} from "
+        f"{now} to {enough} or more, shorten the prompts, or run fewer sequences at once"
     )
 
 

@@ -26,7 +26,7 @@ class DecodeBatch:
         transfer: Transfer,
         sharing: Sharing,
     ) -> None:
-        self.sequences, self.adapter, self.policy, self.transfer = sequences, adapter, policy, link
+        self.sequences, self.adapter, self.policy, self.transfer = sequences, adapter, policy, transfer
         self.sharing, self.geometry = sharing, adapter.geometry
         self._visible: dict[int | None, list[VisibleTokens]] = {}
         self._whole = all(self.sees_all(sequence) for sequence in sequences)

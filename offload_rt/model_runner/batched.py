@@ -248,7 +248,7 @@ class StepModes:
         Return None if the policy or the transfer cannot select for a batch at once.
         """
         rule, transfer = batch.policy.rule, batch.transfer.batched
-        if rule is None or link is None or not selects_together(batch):
+        if rule is None or transfer is None or not selects_together(batch):
             return None
         size = len(batch.sequences) if size is None else size
         key = size, capacity = size, bucket(max(s.slots.context for s in batch.sequences))

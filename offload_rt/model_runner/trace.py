@@ -209,7 +209,9 @@ class Trace:
         else:
             self._enter(step, layer, resident, context, fetched)
 
-    def enter_selection(self, layer: int, visible: VisibleTokens, count: torch.Tensor, transfer_use: TransferUse) -> None:
+    def enter_selection(
+        self, layer: int, visible: VisibleTokens, count: torch.Tensor, transfer_use: TransferUse
+    ) -> None:
         """Record a selection of `count` tokens per KV head and its transfer. `count` is read later."""
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
         self.pending.append(_PendingCount(step, layer, resident, context, count, transfer_use))

@@ -77,8 +77,8 @@ class InfiniGenOptions(PolicyOptions):
         scorer: Storage of the scoring keys: some columns in the model's dtype ("partial") or as int8 ("int8"), or all
             columns as "int4" or "int2". "auto" is the 4-bit keys of the approximate KV if there is one, else "int8".
             The other values need `approximate_kv="off"`.
-        approximate_kv: "int4" or "int2" keeps approximate KV of all tokens on the device, with 4-bit keys and values of this
-            width. Attention to tokens that are not selected is estimated from it, in one softmax with the exact
+        approximate_kv: "int4" or "int2" keeps approximate KV of all tokens on the device, with 4-bit keys and values of
+            this width. Attention to tokens that are not selected is estimated from it, in one softmax with the exact
             tokens. "off" ignores these tokens.
         columns: Whether the columns of scoring keys are fixed at calibration or chosen from each prompt (paper).
         skew: Whether the rotation is fitted to queries alone (paper) or to queries and keys.
@@ -126,7 +126,10 @@ class InfiniGenOptions(PolicyOptions):
     )
     budget: float | None = option(None, help="fraction of the context attended, (0, 1]", metavar="F")
     approximate_kv: ApproximateKVBits = option(
-        "int4", help="bits of the values in the approximate KV of tokens not selected", neutral="off"
+        "int4",
+        help="bits of the values in the approximate KV of tokens not selected",
+        neutral="off",
+        stored_name="tail",
     )
 
     def __post_init__(self) -> None:
@@ -142,7 +145,8 @@ class InfiniGenOptions(PolicyOptions):
         for name, value, own in (("scorer", self.scorer, "auto"), ("columns", self.columns, "calibration")):
             check(
                 self.approximate_kv == "off" or value == own,
-                f"{name}={value!r} needs approximate_kv='off' (or preset='rows'): approximate_kv={self.approximate_kv!r} scores with its own keys",
+                f"{name}={value!r} needs approximate_kv='off' (or preset='rows'): "
+                f"approximate_kv={self.approximate_kv!r} scores with its own keys",
             )
         check(
             self.keys != "int8" or self.columns == "calibration",

@@ -53,7 +53,7 @@ class DiskBlockWriter(FileBlockWriter):
         return StoredExtent(file, self.offset, self.layer_bytes, self.note)
 
 
-class DiskStore(Documents):
+class DiskStore(NamespaceDocuments):
     """Store KV blocks and small documents in a folder of at most `options.limit` bytes (`block_store.StorageTier`).
 
     Each namespace (model, KV data type, layout) has a subfolder named by its digest. The file name of a block is its

@@ -218,7 +218,7 @@ class StoreFolder:
         self._check_inside(path / "any")
 
     def _check_inside(self, path: Path) -> None:
-        """Raise OSError if a folder between the store folder and `path` is a symbolic transfer."""
+        """Raise OSError if a folder between the store folder and `path` is a symbolic link."""
         # Behind a link, the file may belong to another program.
         for folder in path.relative_to(self.path).parents:
             if (self.path / folder).is_symlink() and folder != Path():

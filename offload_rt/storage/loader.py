@@ -76,14 +76,18 @@ class BlockLoader:
     def __init__(self, pool: HostPool, blocks: BlockTable, placed_blocks: Seq[PlacedBlock], ahead: int):
         self._pool, self._placed, self._ahead = pool, placed_blocks, ahead
         self._layers = len(pool.groups.group)
-        tokens = [range(placed.place * BLOCK_SIZE, placed.place * BLOCK_SIZE + placed.block.count) for placed in placed_blocks]
+        tokens = [
+            range(placed.place * BLOCK_SIZE, placed.place * BLOCK_SIZE + placed.block.count) for placed in placed_blocks
+        ]
         self._spans = [pool.spans(blocks, c.group, own)[0] for c, own in zip(placed_blocks, tokens, strict=True)]
         largest = max((placed.block.layer_bytes for placed in placed_blocks), default=0)
         # One buffer per reader, reused: touching fresh memory takes longer than reading a cached file.
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(READERS):
             self._buffers.put(aligned(max(1, largest)))
-        self._extents = [attach(pool, placed.block, span) for placed, span in zip(placed_blocks, self._spans, strict=True)]
+        self._extents = [
+            attach(pool, placed.block, span) for placed, span in zip(placed_blocks, self._spans, strict=True)
+        ]
         self._wanted, self._done = -1, 0
         self._damaged: bytes | None = None
         self._failure: BaseException | None = None

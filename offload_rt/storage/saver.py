@@ -149,7 +149,12 @@ class Saver:
     def _attach(self, saving: Saving, entry: Entry) -> bool:
         """Give a block a stored extent if it is full and has no KV yet. Return whether it has one now."""
         file, block = self._file, entry.block
-        if file is None or block.count < BLOCK_SIZE or entry.identity < 0 or block.index * BLOCK_SIZE < saving.blocks.length:
+        if (
+            file is None
+            or block.count < BLOCK_SIZE
+            or entry.identity < 0
+            or block.index * BLOCK_SIZE < saving.blocks.length
+        ):
             return False
         if file.blank(entry.identity) and (extent := self._begin_extent(entry)) is not None:
             if file.attach(entry.identity, extent):

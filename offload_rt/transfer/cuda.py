@@ -13,8 +13,8 @@ import torch
 
 from ..core import BlockTable, KVPart, ModelGeometry
 from ..kv_cache.pool import HostPool
-from .cuda_fetch import CudaBatches, CudaRows, copy_heads
 from .base import KVStorage, PrefilledLayer
+from .cuda_fetch import CudaBatches, CudaRows, copy_heads
 from .open_sequences import DeviceState, OpenSequence
 from .plan import row_ids
 from .staging import HELD_BACK

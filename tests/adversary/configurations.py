@@ -27,9 +27,9 @@ from unittest.mock import patch
 
 import torch
 from support.architectures import VOCAB
-from support.staged_transfer import staged
 from support.outputs import completed
 from support.random_models import random_model
+from support.staged_transfer import staged
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import EngineError, OffloadError, PoolFullError

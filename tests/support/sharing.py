@@ -10,7 +10,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.model_runner.shared_prefix import SharedPrefixes
 
-from .device_link import staged as with_staging
+from .staged_transfer import staged as with_staging
 from .tiny_models import depth, tiny_model
 
 LAYERS = 2

@@ -6,8 +6,8 @@ import torch
 
 from offload_rt import LLM
 from offload_rt.engine.runner import Runner
-from offload_rt.transfer.cuda import CudaTransfer
 from offload_rt.transfer.base import Transfer
+from offload_rt.transfer.cuda import CudaTransfer
 from offload_rt.transfer.streams import InlineStream
 
 

@@ -133,8 +133,8 @@ class MemoryBudget:
             least = 3 * staged + buffers * block + slot
             raise MemoryLimitError(
                 f"host_memory={format_size(limit)} ({limit} bytes) is too little for a KV cache on disk: "
-                f"{format_size(least)} ({least} bytes) are needed, of them {format_size(block)} for a block of {BLOCK_SIZE} "
-                "tokens; raise host_memory"
+                f"{format_size(least)} ({least} bytes) are needed, of them {format_size(block)} for a block of "
+                f"{BLOCK_SIZE} tokens; raise host_memory"
             )
         return cls(staged, buffers, buffers * block, slots, slot)
 

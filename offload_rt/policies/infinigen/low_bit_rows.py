@@ -45,8 +45,8 @@ def row_layout(approximate_kv: str, geometry: ModelGeometry) -> Layout:
     if not packs(geometry.head_dim, VALUE_BITS[approximate_kv]):
         other = "" if approximate_kv == "int4" or not packs(geometry.head_dim, 4) else "approximate_kv='int4', "
         raise ConfigError(
-            f"approximate_kv={approximate_kv!r} cannot pack the model's head_dim={geometry.head_dim} into whole bytes; use {other}"
-            "approximate_kv='off' or preset='rows'"
+            f"approximate_kv={approximate_kv!r} cannot pack the model's head_dim={geometry.head_dim} into whole bytes; "
+            f"use {other}approximate_kv='off' or preset='rows'"
         )
     return Layout(geometry.head_dim, VALUE_BITS[approximate_kv])
 

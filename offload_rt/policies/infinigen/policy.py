@@ -248,7 +248,9 @@ class InfiniGen:
         self._correction = self._corrections(artifact, device, dtype)
         own = artifact.to(self.keys_device)
         self._new_approximate = None if options.approximate_kv == "off" else self._approximate_factory(own, dtype)
-        self._new_keys = self._keys_factory(own, self.keys_device, dtype) if self._new_approximate is None else self._new_approximate
+        self._new_keys = (
+            self._keys_factory(own, self.keys_device, dtype) if self._new_approximate is None else self._new_approximate
+        )
 
     @classmethod
     def build(cls, options: InfiniGenOptions, context: PolicyContext) -> Self:
@@ -264,7 +266,11 @@ class InfiniGen:
         # The artifact is loaded as a whole and then sliced. Queries and keys have one basis per head, values have one
         # for all heads.
         square = geometry.head_dim**2 * selecting * wide.itemsize
-        bases = 2 * geometry.kv_heads * square if options.approximate_kv == "off" else selecting * basis_bytes(geometry, wide)
+        bases = (
+            2 * geometry.kv_heads * square
+            if options.approximate_kv == "off"
+            else selecting * basis_bytes(geometry, wide)
+        )
         return MemoryDemand(
             dense,
             options.sinks + options.recent,

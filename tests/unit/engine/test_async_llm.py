@@ -193,7 +193,9 @@ def test_callers_in_any_order_that_leave_at_any_time(callers: Any, blocks: int, 
             assert ends == "cancels"
         except PoolFullError:
             refused = True
-            assert params.n * -(-(len(prompt) + params.max_tokens) // BLOCK_SIZE) > blocks, "alone it may not fit either"
+            assert params.n * -(-(len(prompt) + params.max_tokens) // BLOCK_SIZE) > blocks, (
+                "alone it may not fit either"
+            )
         expected = alone(prompt, params)
         for mine, whole in zip(got, expected, strict=False):
             assert mine == whole[: len(mine)]

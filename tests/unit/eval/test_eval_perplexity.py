@@ -16,7 +16,7 @@ from offload_rt.eval.core.model_under_test import ModelUnderTest, encode_text
 from offload_rt.eval.core.report import Column, Report, RowStore
 from offload_rt.eval.core.stats import Interval, paired_bootstrap, perplexity_change, ratio_error, share_error
 from offload_rt.eval.core.variants import Scored, Text, Variant, grid
-from offload_rt.eval.quality.perplexity import BLOCK_SIZE, PerplexityConfig, _blocks, costs, cut_windows, run_perplexity
+from offload_rt.eval.quality.perplexity import CHUNK, PerplexityConfig, _chunks, costs, cut_windows, run_perplexity
 from offload_rt.models.loading import load_model
 from offload_rt.policies.options import InfiniGenOptions
 
@@ -42,8 +42,8 @@ def test_bootstrap_interval_covers_and_pairs() -> None:
 
 
 def test_decoding_blocks_are_means_of_whole_blocks() -> None:
-    assert _blocks([1.0, 3.0] * (BLOCK_SIZE // 2) + [5.0] * BLOCK_SIZE + [9.0] * 10) == [2.0, 5.0]
-    assert _blocks([2.0, 4.0]) == [3.0]
+    assert _chunks([1.0, 3.0] * (CHUNK // 2) + [5.0] * CHUNK + [9.0] * 10) == [2.0, 5.0]
+    assert _chunks([2.0, 4.0]) == [3.0]
 
 
 def test_costs_are_means_over_texts_of_what_was_measured() -> None:
@@ -52,7 +52,7 @@ def test_costs_are_means_over_texts_of_what_was_measured() -> None:
     found = costs([dense, *sparse])
     assert (found["missed"], found["missed_worst"]) == pytest.approx((0.15, 0.3))
     assert (found["attended"], found["link"]) == pytest.approx((1.4 / 3, 1.1 / 3))
-    assert (found["sparse_attended"], found["sparse_transfer"]) == pytest.approx((0.1, 0.1 / 3))
+    assert (found["sparse_attended"], found["sparse_link"]) == pytest.approx((0.1, 0.1 / 3))
     assert costs([dense])["missed"] is None
 
 

@@ -146,7 +146,7 @@ def test_chains_are_told_in_any_order_and_followed_to_their_end(haystack: Haysta
         everywhere = re.findall(r"After (\w+) comes (\w+)\.", told)
         assert len(everywhere) == 6
         assert set(links) < set(everywhere)
-        orders.add(tuple(everywhere.index(transfer) < everywhere.index(after) for transfer, after in pairwise(links)))
+        orders.add(tuple(everywhere.index(link) < everywhere.index(after) for link, after in pairwise(links)))
     assert len(orders) > 1
     assert measure(tested, Variant("full"), passages)["samples"].count(["chain", ANY, True]) >= 4
 

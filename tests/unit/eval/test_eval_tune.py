@@ -79,7 +79,7 @@ def test_bisection_finds_the_first_rung(monkeypatch: pytest.MonkeyPatch) -> None
     ladder = tuple(range(1, 11))
     for first in (*ladder, 99):
         monkeypatch.setattr(search, "measure", lambda o, first=first: trial(0, 0.0 if o["x"] >= first else 1.0, o["x"]))
-        assert search.smallest({}, "x", ladder).transferred_bytes == min(first, 10)
+        assert search.smallest({}, "x", ladder).link_bytes == min(first, 10)
 
 
 def test_the_text_is_cut_to_the_model() -> None:
@@ -98,7 +98,11 @@ def test_a_damaged_choice_or_one_for_another_model_is_refused(tmp_path: Path) ->
     (tmp_path / "policy.json").write_text(TunedPolicy("infinigen", {"recent": 8}, "you").text())
     with pytest.raises(ArtifactError, match=r"you.*me"):
         TunedPolicy.load(tmp_path, "me")
-    assert default_options(tmp_path, "infinigen", {"sinks": 1}, "you") == {"approximate_kv": "off", "recent": 8, "sinks": 1}
+    assert default_options(tmp_path, "infinigen", {"sinks": 1}, "you") == {
+        "approximate_kv": "off",
+        "recent": 8,
+        "sinks": 1,
+    }
     assert default_options(tmp_path, "infinigen", {"preset": "paper"}, "you") == {"preset": "paper"}
     assert default_options(tmp_path, "oracle", {}, "you") == {}
     assert default_options(None, "infinigen", {}, "you") == {}

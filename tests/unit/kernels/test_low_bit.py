@@ -14,13 +14,13 @@ from offload_rt.kernels import low_bit, low_bit_cpu, low_bit_lists, native, sele
 from offload_rt.kernels.low_bit import (
     KEY_BITS,
     Layout,
+    approximate_attention,
     decode_steps,
     dequantise_rows,
     encode_steps,
     low_bit_scores,
     mixing,
     quantise_rows,
-    approximate_attention,
     unpack_rows,
 )
 from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages, PageTable

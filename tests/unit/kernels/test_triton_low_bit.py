@@ -8,7 +8,7 @@ import torch
 from support.low_bit import copied, joined, ragged_lists, stored_rows
 
 from offload_rt.kernels import low_bit_lists
-from offload_rt.kernels.low_bit import KEY_BITS, Layout, dequantise_rows, mixing, approximate_attention, unpack_rows
+from offload_rt.kernels.low_bit import KEY_BITS, Layout, approximate_attention, dequantise_rows, mixing, unpack_rows
 from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages, PageTable
 
 SHAPES = [(64, 3, 4), (80, 1, 2), (10, 2, 4)]

@@ -83,7 +83,9 @@ def test_merged_requests_cover_every_piece_and_skip_what_costs_more_than_a_reque
     assert np.array_equal(requests.at, np.cumsum(requests.size) - requests.size) and (requests.size <= most).all()
     apart, joined = requests.offset[1:] - ends[:-1], ends[1:] - requests.offset[:-1]
     assert ((apart > gap) | (joined > most)).all()
-    blocks = {block for offset in offsets.tolist() for block in range(offset // DISK_PAGE, -(-(offset + size) // DISK_PAGE))}
+    blocks = {
+        block for offset in offsets.tolist() for block in range(offset // DISK_PAGE, -(-(offset + size) // DISK_PAGE))
+    }
     if most == 1 << 30:
         assert requests.size.sum() <= len(blocks) * DISK_PAGE + gap * max(0, len(places) - 1)
     for plain, compiled in zip(_flat(merge_plain(offsets, size, gap, most)), _flat(reads), strict=True):
@@ -115,7 +117,9 @@ def test_many_reads_at_once_give_what_was_written(kind: str, tmp_path: Path) -> 
     buffer = aligned(64 * DISK_PAGE)
     at = np.arange(64, dtype=np.int64) * DISK_PAGE
     file.read(Requests(blocks * DISK_PAGE, np.full(64, DISK_PAGE, np.int64), at), buffer)
-    assert torch.equal(buffer.view(64, DISK_PAGE), torch.from_numpy(blocks).to(torch.uint8)[:, None].expand(-1, DISK_PAGE))
+    assert torch.equal(
+        buffer.view(64, DISK_PAGE), torch.from_numpy(blocks).to(torch.uint8)[:, None].expand(-1, DISK_PAGE)
+    )
     rows, row = aligned(64 * 96).view(64, 96), np.arange(64)
     copies = row_copy.RowCopies(np.arange(65), at + row, row[::-1].copy(), rows)
     file.read(Requests(blocks * DISK_PAGE, np.full(64, DISK_PAGE, np.int64), at), buffer, copies)

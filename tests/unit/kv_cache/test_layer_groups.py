@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.staged_transfer import staged
 from support.outputs import completed
 from support.plain_decode import Kept, plain_step
+from support.staged_transfer import staged
 from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
 from transformers import PreTrainedModel
 

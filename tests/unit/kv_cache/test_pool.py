@@ -70,12 +70,20 @@ def test_a_short_prompt_holds_pages_of_its_rows_not_a_slab() -> None:
 def test_one_lease_on_an_empty_pool_is_one_run_a_slab() -> None:
     pool = make_pool(12)
     at_once = pool.new_block_table(9 * BLOCK_SIZE)
-    assert [part.k.shape[1] for part in pool.runs(at_once, 0, range(9 * BLOCK_SIZE))] == [4 * BLOCK_SIZE, 4 * BLOCK_SIZE, BLOCK_SIZE]
+    assert [part.k.shape[1] for part in pool.runs(at_once, 0, range(9 * BLOCK_SIZE))] == [
+        4 * BLOCK_SIZE,
+        4 * BLOCK_SIZE,
+        BLOCK_SIZE,
+    ]
     pool.release(at_once)
     growing = pool.new_block_table(1)
     for _ in range(9):
         append(pool, growing, BLOCK_SIZE)
-    assert [part.k.shape[1] for part in pool.runs(growing, 0, range(9 * BLOCK_SIZE))] == [4 * BLOCK_SIZE, 4 * BLOCK_SIZE, BLOCK_SIZE]
+    assert [part.k.shape[1] for part in pool.runs(growing, 0, range(9 * BLOCK_SIZE))] == [
+        4 * BLOCK_SIZE,
+        4 * BLOCK_SIZE,
+        BLOCK_SIZE,
+    ]
 
 
 def test_a_fresh_slab_is_preferred_to_two_pieces() -> None:
@@ -279,7 +287,9 @@ def test_slabs_are_pinned_when_they_are_needed() -> None:
 def test_no_slab_is_made_ready_before_it_is_needed() -> None:
     """Only two slabs are asserted, because an H100's driver reports a mapping as pinned once a part of it is."""
     shape = geometry(head_dim=512)
-    pool = HostPool(shape, torch.float32, 3 * shape.kv_bytes(4 * BLOCK_SIZE, torch.float32), pin=True, slab_tokens=4 * BLOCK_SIZE)
+    pool = HostPool(
+        shape, torch.float32, 3 * shape.kv_bytes(4 * BLOCK_SIZE, torch.float32), pin=True, slab_tokens=4 * BLOCK_SIZE
+    )
     pool.new_block_table(5 * BLOCK_SIZE)
     slabs = [pool.rows[slab * pool.layout.slab_rows] for slab in range(3)]
     assert pool._arena.active == 2 and [slab.is_pinned() for slab in slabs][:2] == [True, True]

@@ -29,7 +29,9 @@ def alone(block: int) -> bool:
 def test_packed_tokens_are_blocks_of_little_endian_numbers(tokens: list[int], stop: int) -> None:
     packed = pack_tokens(tokens, stop)
     assert b"".join(packed) == b"".join(token.to_bytes(8, "little") for token in tokens[:stop])
-    assert all(len(data) == 8 * BLOCK_SIZE for data in packed[:-1]) and all(0 < len(data) <= 8 * BLOCK_SIZE for data in packed)
+    assert all(len(data) == 8 * BLOCK_SIZE for data in packed[:-1]) and all(
+        0 < len(data) <= 8 * BLOCK_SIZE for data in packed
+    )
 
 
 @given(st.sets(st.integers(0, 40)))

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support.batches import OPTIONS, begun, compiled, make
-from support.staged_transfer import staged
 from support.host_sync import NoHostSync
+from support.staged_transfer import staged
 from support.tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,7 +36,12 @@ from offload_rt.transfer.row_lists import RowLists
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"scorer": "int4", "source": "attention_input"}, {"preset": "paper"}, {"approximate_kv": "int2", "max_fraction": 0.05}],
+    [
+        {},
+        {"scorer": "int4", "source": "attention_input"},
+        {"preset": "paper"},
+        {"approximate_kv": "int2", "max_fraction": 0.05},
+    ],
 )
 def test_a_batch_by_the_kernels_is_each_sequence_by_itself(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -73,7 +73,9 @@ def test_a_tree_of_prompts_gives_each_what_it_gets_alone(policy: str, options: d
     again = completed(llm.generate(prompts, params))
     assert [c.token_ids for c in again] == expected, "everything is in the tree by now"
     reused = sum(c.stats.reused_tokens for c in again)
-    assert reused == (0 if llm.runner.policy.wants_queries else sum((len(p) - 1) // BLOCK_SIZE * BLOCK_SIZE for p in prompts))
+    assert reused == (
+        0 if llm.runner.policy.wants_queries else sum((len(p) - 1) // BLOCK_SIZE * BLOCK_SIZE for p in prompts)
+    )
     llm.runner.check_integrity()
     assert llm.runner.pool.bytes_held == 0
 

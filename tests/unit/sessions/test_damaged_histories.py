@@ -339,7 +339,7 @@ def test_a_document_without_end_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_process_that_ended_between_the_two_names_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Simulate a crash of `put` after it created the transfer: `.doc` and `.before` are the same file."""
+    """Simulate a crash of `put` after it created the link: `.doc` and `.before` are the same file."""
     store = open_store(tmp_path)
     store.put(named("one"), b"first")
     os.link(file(tmp_path, f"{named('one')}.doc"), file(tmp_path, f"{named('one')}.doc").with_suffix(".before"))

@@ -18,8 +18,8 @@ import torch
 from support.disk_blocks import (
     FILE_BYTES,
     KILLS,
-    blocks_of,
     block_files,
+    blocks_of,
     fork_saver,
     load,
     named,

@@ -121,7 +121,7 @@ def test_damage_is_computed_again(damage: str, policy: str, tmp_path: Path, monk
 
         def fill(self: BlockLoader, block: Any, layer: int, *where: Any) -> bool:
             calls.append(layer)
-            return real(self, block, layer, *where) and not (layer == 2 and len(calls) == 2 * len(self._blocks) + 2)
+            return real(self, block, layer, *where) and not (layer == 2 and len(calls) == 2 * len(self._placed) + 2)
 
         monkeypatch.setattr(BlockLoader, "_fill", fill)
     for path in paths if damage != "late" else []:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support.batches import OPTIONS, begun, compiled, make
-from support.staged_transfer import staged
 from support.outputs import completed
+from support.staged_transfer import staged
 from support.tiny_models import tiny_model, tiny_prompt
 from torch.utils._python_dispatch import TorchDispatchMode
 

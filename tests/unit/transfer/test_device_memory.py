@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.allocations import count, device_selection
-from support.staged_transfer import staged
 from support.outputs import completed
+from support.staged_transfer import staged
 from support.tiny_models import NAMES, depth, tiny_model, tiny_prompt
 from torch import nn
 
@@ -168,11 +168,11 @@ def test_a_batch_shares_what_streams(folder: Any) -> None:
     + [(*POLICIES[1], "staged, int8 rows"), (*POLICIES[1], "staged, a working set")],
 )
 def test_the_allocator_never_holds_more_than_the_limit(
-    folder: Any, unlimited: Any, policy: str, options: dict[str, Any], transfer: str
+    folder: Any, unlimited: Any, policy: str, options: dict[str, Any], link: str
 ) -> None:
     """The limit is the smallest one that holds two prompts. It is below the size of the weights, except for `LARGE`."""
-    rounded = transfer == "staged, int8 rows"
-    working_set = 8 if transfer == "staged, a working set" else 0
+    rounded = link == "staged, int8 rows"
+    working_set = 8 if link == "staged, a working set" else 0
     costs = replace(costs_of(folder("llama"), policy, options, rounded=rounded), working_set=working_set)
     limit = streaming_limit(costs, [CONTEXT, CONTEXT], resident=0)
     expected = None if rounded else unlimited(policy, options)
@@ -180,7 +180,7 @@ def test_the_allocator_never_holds_more_than_the_limit(
     def make() -> LLM:
         kv_cache_dtype = "int8" if rounded else "auto"
         llm = limited(folder("llama"), policy, options, limit, kv_cache_dtype=kv_cache_dtype, working_set=working_set)
-        return staged(llm) if transfer == "staged" else llm
+        return staged(llm) if link == "staged" else llm
 
     def pool_of(llm: LLM) -> set[int]:
         return {llm.runner.pool.rows.untyped_storage().data_ptr(), *blocks_of(llm)}

@@ -223,7 +223,7 @@ def test_nvidia_smi_is_asked_and_where_it_fails_torch_is(tmp_path: Path, monkeyp
     smi.write_text("#!/bin/sh\necho 'H100, 1, 5, 5, 16, 16, 80 MiB, 1980 MHz'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert gpu._nvidia_smi()["name"] == "H100" and gpu._nvidia_smi()["pcie.transfer.width.max"] == "16"
+    assert gpu._nvidia_smi()["name"] == "H100" and gpu._nvidia_smi()["pcie.link.width.max"] == "16"
     smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML'\n")
     with simulated(Late()):
         assert gpu._nvidia_smi() == {"name": "simulated"}

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.staged_transfer import linked
 from support.outputs import completed
+from support.staged_transfer import linked
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.staged_transfer import staged
 from support.outputs import completed
 from support.pools import geometry as pool_geometry
+from support.staged_transfer import staged
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.core import BLOCK_SIZE, Selection, VisibleTokens
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.outputs import CompletionOutput
+from offload_rt.transfer.base import PendingFetch
 from offload_rt.transfer.cpu import CpuTransfer
 from offload_rt.transfer.cuda import CudaTransfer
-from offload_rt.transfer.base import PendingFetch
 from offload_rt.transfer.residency import Residency
 from offload_rt.transfer.streams import InlineStream
 
@@ -89,7 +89,9 @@ def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_cache_dtype: A
     """Blocks of two sequences are interleaved over several slabs. A fetch returns the appended KV, including blocks
     allocated since the previous fetch."""
     geometry, cuda = tiny_llama_geometry(), device.type == "cuda"
-    pool = HostPool(geometry, torch.float32, 1 << 21, kv_cache_dtype=kv_cache_dtype, pin=cuda, slab_tokens=2 * BLOCK_SIZE)
+    pool = HostPool(
+        geometry, torch.float32, 1 << 21, kv_cache_dtype=kv_cache_dtype, pin=cuda, slab_tokens=2 * BLOCK_SIZE
+    )
     transfer = CudaTransfer(pool, geometry, device, streams=None if cuda else (InlineStream(), InlineStream()))
     block_tables = [pool.new_block_table(BLOCK_SIZE), pool.new_block_table(BLOCK_SIZE)]
     for blocks in block_tables:
@@ -202,7 +204,10 @@ def test_dense_fetches_of_split_kv_do_not_disturb_each_other() -> None:
             pool.write(blocks, 0, start, k[:, start : start + BLOCK_SIZE], v[:, start : start + BLOCK_SIZE])
             pool.commit(blocks, start + BLOCK_SIZE)
     visible = VisibleTokens.of(4 * BLOCK_SIZE, sinks=0, recent=1, window=None)
-    fetches = [transfer.rows.fetch(tables[0], 0, visible, None), transfer.rows.fetch_range(tables[1], 0, range(4 * BLOCK_SIZE))]
+    fetches = [
+        transfer.rows.fetch(tables[0], 0, visible, None),
+        transfer.rows.fetch_range(tables[1], 0, range(4 * BLOCK_SIZE)),
+    ]
     parts = [part for fetch in fetches for part in fetch.wait()]
     assert all(len(pool.runs(blocks, 0, range(4 * BLOCK_SIZE))) > 1 for blocks in tables), "the case is what it claims"
     for read in (parts, [run for part in parts for run in part.runs]):

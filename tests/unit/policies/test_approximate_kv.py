@@ -128,7 +128,9 @@ def test_a_tail_scores_with_its_own_keys() -> None:
     """Other scoring keys need another preset, and the error message names it."""
     for wrong in ({"scorer": "partial"}, {"scorer": "int8"}, {"columns": "prompt"}):
         for tail in ({}, {"approximate_kv": "int2"}):
-            with pytest.raises(ConfigError, match=r"needs approximate_kv='off' \(or preset='rows'\).* scores with its own keys"):
+            with pytest.raises(
+                ConfigError, match=r"needs approximate_kv='off' \(or preset='rows'\).* scores with its own keys"
+            ):
                 make_llm("llama", {**tail, **wrong})
         wanted = {"scorer": "partial", **wrong}
         assert make_llm("llama", {"preset": "rows", **wanted}).runner.policy.name == "infinigen"
@@ -157,7 +159,9 @@ def test_a_provenance_key_is_what_it_was_before_there_were_tails_and_auto() -> N
     )
     assert InfiniGenOptions.preset("rows").provenance_text() == before
     assert InfiniGenOptions.preset("rows", scorer="int8").provenance_text() == before
-    tailed = before.replace("0.1", "0.02").replace("(0,)", "()").replace("budget=None", "budget=None, approximate_kv='int4'")
+    tailed = (
+        before.replace("0.1", "0.02").replace("(0,)", "()").replace("budget=None", "budget=None, approximate_kv='int4'")
+    )
     assert InfiniGenOptions().provenance_text() == tailed
 
 
@@ -192,5 +196,7 @@ def test_default_takes_any_even_head_dim(head_dim: int) -> None:
 
 def test_tails_that_cannot_be_packed_are_refused() -> None:
     options = {"approximate_kv": "int2"}
-    with pytest.raises(ConfigError, match=r"approximate_kv='int2' .* head_dim=6 .* use approximate_kv='int4', approximate_kv='off'"):
+    with pytest.raises(
+        ConfigError, match=r"approximate_kv='int2' .* head_dim=6 .* use approximate_kv='int4', approximate_kv='off'"
+    ):
         LLM(tiny_model("llama", head_dim=6), policy="infinigen", policy_options=options, host_memory="8MiB")
