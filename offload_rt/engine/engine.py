@@ -203,7 +203,7 @@ class Engine:
             try:
                 self.runner.advance_prefill(prefill)
                 following = request.next_prefill(self.runner) if prefill.done else None
-                self._on_prefill(request, 0 if following else prefill.layer)
+                self._on_prefill(request, request.layers_prefilled(prefill))
             except StartAgainError:
                 scheduler.restart(request)
                 break

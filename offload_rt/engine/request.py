@@ -98,6 +98,10 @@ class Request(ABC):
         """
         return None
 
+    def layers_prefilled(self, prefill: Prefill) -> int:
+        """Return the progress of the whole prefill in layers, given its current part."""
+        return prefill.layer
+
     def _new_sequence(self, runner: Runner, tokens: Seq[int], reuse: int) -> Sequence:
         runner.check_fits(self.expected_tokens)
         provenance = salt_provenance(self.prompt.cache_salt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from functools import cache
 
 from ..core import BLOCK_SIZE, BlockTable
 from ..errors import DiskError, StoreError
@@ -196,16 +197,16 @@ class SessionKV:
         The blocks in the sliding windows of the next token are complete.
         """
         found, known = self._find_full(blocks.length)
+        names, find_one = self.names(known), cache(self._find_one)
         while known > blocks.length:
-            shown = [name for name in self._shown(known) if name.index not in blocks.windows]
-            stored = [self._find_one(name) for name in shown]
-            missing = [name.index for name, block in zip(shown, stored, strict=True) if block is None]
+            names = names[: -(-known // BLOCK_SIZE)]
+            shown = window_blocks(self.runner.pool.groups, names, known, self.history.floor)
+            stored = [(name, find_one(name)) for name in shown if name.index not in blocks.windows]
+            missing = [name.index for name, block in stored if block is None]
             if not missing:
-                windows = [
-                    PlacedBlock(n.index, c, n.group) for n, c in zip(shown, stored, strict=True) if c is not None
-                ]
-                self._pin(placed.block.key for placed in (*found, *windows))
-                return [*found, *windows], known
+                found += [PlacedBlock(name.index, block, name.group) for name, block in stored if block is not None]
+                self._pin(placed.block.key for placed in found)
+                return found, known
             known = max(missing) * BLOCK_SIZE
             found = [placed for placed in found if placed.place * BLOCK_SIZE < known]
         return [], blocks.length

@@ -51,11 +51,16 @@ class PromptKV(SessionKV):
         Call it at the end of a full block.
         """
         pool, sequence = self.runner.pool, self.sequence
-        if pool.groups.sliding and sequence is not None and self._windows is None:
+        if self._stores_windows and sequence is not None and self._windows is None:
             self._windows = pool.fork(sequence.blocks)
             pool.shrink(self._windows, 0)
             shown = self.fresh(self._shown(sequence.position))
             self.mark_enqueued(shown[: self.context.saver.save(self._windows, shown)])
+
+    @property
+    def _stores_windows(self) -> bool:
+        # Without a full-attention layer, nothing tells how far a prompt is known.
+        return self.runner.pool.groups.full and self.runner.pool.groups.sliding > 0
 
     def drop(self) -> None:
         super().drop()
@@ -71,7 +76,7 @@ class PromptKV(SessionKV):
         return len(self._enqueued) > before
 
     def all_names(self) -> list[NamedBlock]:
-        held = () if self.sequence is None else self.sequence.blocks.windows
+        held = self.sequence.blocks.windows if self._stores_windows and self.sequence is not None else ()
         return [name for name in super().all_names() if not name.group or name.index in held]
 
     def write_out(self) -> list[NamedBlock]:

@@ -99,6 +99,11 @@ class StoredRequest(SampledRequest):
         assert self.sequence is not None
         return None if self.sequence.position == self._stop else self._begin_segment(runner)
 
+    def layers_prefilled(self, prefill: Prefill) -> int:
+        layers, position = self.kv.runner.adapter.geometry.layers, prefill.sequence.position
+        done = (position - self._start) * layers + (prefill.stop - position) * prefill.layer
+        return done // (self._stop - self._start)
+
     @property
     def _prefilling(self) -> bool:
         """Whether the prefill has begun and is not complete."""

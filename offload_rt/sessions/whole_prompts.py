@@ -92,6 +92,12 @@ class WholePrompts:
             if again:
                 self.prompt_ended(request)
 
+    def _drop_ending(self) -> None:
+        """Write all enqueued blocks, and free the memory of ended requests."""
+        with self.store.context.runner.pool.lock:
+            for request in self._ending:
+                request.drop(self.store.context.runner)
+
     def turn(
         self,
         name: str,
@@ -156,6 +162,7 @@ class WholePrompts:
         if name in self._opened and self._opened[name].busy:
             raise SessionBusyError(f"session {name!r} is answering: wait for it, or abort it")
         self._opened.pop(name, None)
+        self._drop_ending()  # so that none of their blocks is written after the deletion
         known = self.store.exists(name)
         self.store.delete(name)
         return known
@@ -169,7 +176,6 @@ class WholePrompts:
         with ExitStack() as ends:
             ends.callback(self.store.release, self)
             ends.callback(self._opened.clear)
-            for request in list(self._ending):
-                ends.callback(request.drop, self.store.context.runner)
+            ends.callback(self._drop_ending)
             for session in self._opened.values():
                 ends.callback(session.close)
