@@ -5,6 +5,7 @@ The KV of the part that was computed before is reused from host memory or disk.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -22,6 +23,8 @@ from .session import Session
 from .store import SessionStore
 from .stored_prompt import StoredPrompt
 from .turn import Turn, check_turn
+
+logger = logging.getLogger(__name__)
 
 MOST_OPEN = 256
 """Maximum number of sessions kept open between turns. Beyond it, the least recently used one is saved and closed."""
@@ -88,7 +91,12 @@ class WholePrompts:
         self._ending.discard(request)
         if not self.store.closed:
             with self.store.context.runner.pool.lock:
-                again = request.release()
+                try:
+                    again = request.release()
+                except Exception:  # must not fail another request
+                    logger.exception("the memory of an ended request could not be freed at the first attempt")
+                    request.drop(self.store.context.runner)
+                    again = False
             if again:
                 self.prompt_ended(request)
 
