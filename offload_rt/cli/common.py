@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+def default_store() -> Path:
+    """Return the folder of the default store: `$XDG_DATA_HOME/offload-rt/store`, or below `~/.local/share`."""
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "offload-rt" / "store"
+
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""

@@ -168,10 +168,16 @@ def _add_policy_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_store_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add --store and the flags of `StoreOptions`."""
+    """Add --store and the flags of `StoreOptions`. If it is not required, add --no-store."""
     group = parser.add_argument_group("store")
-    without = "" if required else " (default: sessions are not stored)"
-    group.add_argument("--store", required=required, metavar="DIR", help=f"folder of stored sessions{without}")
+    if required:
+        group.add_argument("--store", required=True, metavar="DIR", help="folder of stored sessions")
+    else:
+        group.add_argument(
+            "--store", metavar="DIR",
+            help="folder of stored KV and sessions (default: offload-rt/store in the user's data directory)",
+        )  # fmt: skip
+        group.add_argument("--no-store", action="store_true", help="store nothing on disk")
     for field in fields(StoreOptions):
         if option_of(field).group:
             add_option(group, StoreOptions, field, prefix=STORE_OPTION)

@@ -91,6 +91,17 @@ class Request(ABC):
     def start(self, runner: Runner) -> Prefill:
         """Allocate the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError."""
 
+    def next_prefill(self, runner: Runner) -> Prefill | None:
+        """Begin the next part of a prefill in segments after one is done. Return None after the last one.
+
+        Raises PoolFullError.
+        """
+        return None
+
+    def layers_prefilled(self, prefill: Prefill) -> int:
+        """Return the progress of the whole prefill in layers, given its current part."""
+        return prefill.layer
+
     def _new_sequence(self, runner: Runner, tokens: Seq[int], reuse: int) -> Sequence:
         runner.check_fits(self.expected_tokens)
         provenance = salt_provenance(self.prompt.cache_salt)

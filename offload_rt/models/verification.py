@@ -24,6 +24,7 @@ import torch
 
 from ..core import KVPart
 from ..errors import ModelError
+from ..utils.progress import report
 from .adapter import ModelAdapter
 from .checkpoint import one_error
 from .fingerprint import cache_folder
@@ -129,6 +130,7 @@ class _Verification:
         stops = [*starts[1:], len(seen.hidden) - 1]
         self._compare("the embedding", torch.zeros_like(embedded), embedded, seen.hidden[starts[0]])
         for layer, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            report("verifying the model against transformers (once)", layer, len(starts))
             given = seen.hidden[start]
             self._compare(f"layer {layer}", given, self._layer(layer, given), seen.hidden[stop])
         logits = self._adapter.logits(seen.hidden[-1][-len(seen.logits) :])

@@ -24,6 +24,7 @@ ToolParser = Literal[
     "none",
 ]
 ReasoningParser = Literal["auto", "think", "harmony", "none"]
+LogFormat = Literal["auto", "text", "json"]
 
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses that other machines cannot reach."""
@@ -113,6 +114,9 @@ class ServerOptions:
         metavar="NAME",
         group="server",
     )
+    log_format: LogFormat = option(
+        "auto", help="format of the log on stderr (auto: text on a terminal, else json)", group="server"
+    )
     log_prompts: bool = option(False, help="write prompts and responses to the log", group="server")
 
     def __post_init__(self) -> None:
@@ -122,6 +126,7 @@ class ServerOptions:
         check_types(self)
         check_choice("tool_parser", self.tool_parser, get_args(ToolParser))
         check_choice("reasoning_parser", self.reasoning_parser, get_args(ReasoningParser))
+        check_choice("log_format", self.log_format, get_args(LogFormat))
         check(0 <= self.port <= 65535, f"port={self.port} must be between 0 and 65535; 0 chooses a free port")
         for name in ("max_waiting", "max_tokens_limit", "max_engines", "max_connections"):
             value = getattr(self, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from ..async_llm import AsyncLLM
 from ..errors import ConfigError, OffloadError, PoolFullError, SessionBusyError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
+from ..utils.private_files import make_private_folder, open_private
 from .chat_stream import Usage
 from .documents import Conversations, DocumentCache, ResponseStore, response_of, session_of
 from .engines import Engines
@@ -51,7 +53,7 @@ class Service:
         self.conversations = Conversations(self._documents("conversations"))
         self.responses = ResponseStore(self._documents("responses"))
         self._locked: set[str] = set()
-        self._salt_key = secrets.token_bytes(32)
+        self._salt_key = _salt_key(options.documents)
         self._salts_keys = len(set(options.api_keys)) > 1 and not options.share_prefixes
         self._forgetting: set[asyncio.Task[None]] = set()
         self.names = options.served_model_names or (_called(engine.llm.name),)
@@ -89,7 +91,8 @@ class Service:
             return EngineArguments(body.policy, body.policy_options, None, trace, salt)
         if not self.remembers:
             raise refused(
-                "this server does not store sessions: remove session, or start the server with --store", "session"
+                "this server does not store sessions: remove session, or start the server with a --store of its own",
+                "session",
             )
         if body.policy is not None:
             raise refused("a session always uses the server's policy: remove policy or session", "policy")
@@ -102,8 +105,8 @@ class Service:
         if not owner and not given:
             return ""
         text = f"{owner}:{given or ''}"
-        # The engine writes the salt to session files. The secret key prevents readers of these files from testing API
-        # keys against it. It need not persist, because a session keeps the salt of its file.
+        # The engine writes the salt to session files. Without the secret key, a reader of these files cannot test API
+        # keys against it.
         return hmac.new(self._salt_key, text.encode(), hashlib.sha256).hexdigest()
 
     def params(self, **fields: Any) -> SamplingParams:
@@ -265,6 +268,26 @@ def _copied(output: RequestOutput, copies: int) -> RequestOutput:
     if copies == 1:
         return output
     return replace(output, outputs=[replace(output.outputs[0], index=i) for i in range(copies)])
+
+
+def _salt_key(folder: Path | None) -> bytes:
+    """Return the secret key of cache salts. It is kept in `folder`, so that prompts are found after a restart.
+
+    Raises ConfigError if the folder cannot be used.
+    """
+    if folder is None:
+        return secrets.token_bytes(32)
+    path = folder / "salt.key"
+    try:
+        make_private_folder(folder)
+        with open(open_private(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
+            if len(key := file.read(32)) < 32:
+                key = secrets.token_bytes(32)
+                file.seek(0)
+                file.write(key)
+            return key
+    except OSError as error:
+        raise ConfigError(f"cannot use {str(path)!r}: {error.strerror or error}") from error
 
 
 def _called(name: str) -> str:

@@ -132,6 +132,7 @@ class SampledBody(RequestBody):
     exact: bool | None = None
     session: Annotated[str, Field(min_length=1, max_length=100)] | None = None
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -252,6 +253,7 @@ class ResponsesRequest(RequestBody):
     text: TextOptions | None = None
     background: bool | None = None
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: str | None = None
 
 
 class TokenizeRequest(RequestBody):

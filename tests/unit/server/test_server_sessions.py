@@ -65,7 +65,7 @@ def test_a_session_comes_back_from_disk_and_is_its_keys(model: Path, tmp_path: P
         more = ask(http, session="novel", messages=[*kept, {"role": "user", "content": "Go on."}])
         usage = more["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 64 > 100
-        assert engine.load().session_disk_tokens > 100 and engine.load().store_bytes > 0
+        assert engine.load().disk_hit_tokens > 100 and engine.load().store_bytes > 0
         assert 'tier="disk"' in http.get("/metrics").text
         alone = ask(http, messages=[*kept, {"role": "user", "content": "Go on."}])
         assert alone["choices"] == more["choices"], "what came from disk is what would be computed"
@@ -91,7 +91,7 @@ def test_a_response_is_gone_on_with_after_a_restart(model: Path, tmp_path: Path)
         with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="one", max_retries=0) as client:
             second = client.responses.create(input="Go on.", previous_response_id=first.id, **asked)
             assert second.usage is not None and second.usage.input_tokens_details.cached_tokens > 100
-            assert engine.load().session_disk_tokens > 100
+            assert engine.load().disk_hit_tokens > 100
             branch = client.responses.create(input="Go back.", previous_response_id=first.id, **asked)
             assert branch.usage is not None and branch.usage.input_tokens_details.cached_tokens > 100
             with ThreadPoolExecutor(8) as threads:  # no request may find the session busy
