@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 
 from ..errors import OffloadError
 from ..utils.quiet import quiet_transformers
-from . import batch, chat, evaluate, generate, info, serve, sessions, skew
+from . import batch, chat, evaluate, generate, info, serve, sessions, skew, write
 from .common import INTERRUPTED
 
 USER_ERROR = 2
 
-COMMANDS = (generate, chat, batch, serve, sessions, skew, info, evaluate)
+COMMANDS = (generate, write, chat, batch, serve, sessions, skew, info, evaluate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

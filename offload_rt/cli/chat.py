@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from types import FrameType
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, OffloadError
 from ..sampling_params import SamplingParams
 from ..utils.texts import read_text
 from ..utils.units import format_size
-from .common import add_command, stderr_console
-from .flags import add_engine_flags, add_sampling_flags, add_store_flags, engine_config, sampling_given, store_options
+from .common import add_command, recorded_interrupts, stderr_console
+from .flags import (
+    add_engine_flags,
+    add_sampling_flags,
+    add_store_flags,
+    engine_config,
+    sampling_for,
+    sampling_given,
+    store_options,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
     llm = LLM(args.model, config)
     session = llm.session(args.session, args.store, store, system=args.system)
-    Chat(llm, session, llm.get_default_sampling_params(**sampling), console).run()
+    Chat(llm, session, llm.get_default_sampling_params(**sampling_for(llm, sampling)), console).run()
     return 0
 
 
@@ -197,31 +202,3 @@ class Chat:
 
     def _help(self, rest: str) -> None:
         self._print(HELP)
-
-
-@contextmanager
-def recorded_interrupts() -> Iterator[Callable[[], None]]:
-    """Record Ctrl-C inside the block. Yield a function, to be called often, that raises KeyboardInterrupt after Ctrl-C.
-
-    Python drops a KeyboardInterrupt that is raised in a destructor or a weak reference callback. No effect outside the
-    main thread, because only the main thread receives signals.
-    """
-    pressed = False
-
-    def press(signal_number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if pressed:
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield check
-        return
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,3 +35,31 @@ def stderr_console(quiet: bool) -> Console:
     from rich.console import Console
 
     return Console(stderr=True, quiet=quiet, highlight=False)
+
+
+@contextmanager
+def recorded_interrupts() -> Iterator[Callable[[], None]]:
+    """Record Ctrl-C inside the block. Yield a function, to be called often, that raises KeyboardInterrupt after Ctrl-C.
+
+    Python drops a KeyboardInterrupt that is raised in a destructor or a weak reference callback. No effect outside the
+    main thread, because only the main thread receives signals.
+    """
+    pressed = False
+
+    def press(signal_number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield check
+        return
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)

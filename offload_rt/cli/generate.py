@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..sampling_params import SamplingParams
 from ..utils.texts import check_writable, read_text
 from .common import INTERRUPTED, add_command, stderr_console
-from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling_given
+from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling_for, sampling_given
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from ..llm import LLM
 
     llm = LLM(args.model, config)
-    params = llm.get_default_sampling_params(**sampling)
+    params = llm.get_default_sampling_params(**sampling_for(llm, sampling))
     prompt = (_chat_ids if args.chat else _prompt_ids)(llm, text, args, params.max_tokens)
     if _several(params):
         return _write_all(llm, prompt, params, console)

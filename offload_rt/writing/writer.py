@@ -198,11 +198,14 @@ class _Writer:
     def close(self) -> None:
         """Save the progress and the session."""
         try:
-            self._written.new_tokens = self._new_tokens
-            self._draft.folder.save(self._written)
+            self._save()
             self._file.close()
         finally:
             self._session.close()
+
+    def _save(self) -> None:
+        self._written.new_tokens = self._new_tokens
+        self._draft.folder.save(self._written)
 
     def run(self) -> Document:
         """Write until the document is complete."""
@@ -321,7 +324,7 @@ class _Writer:
         if heading:
             written.chapters.append(place)
         if heading or not written.tokens:
-            self._draft.folder.save(written)
+            self._save()
         return kept, heading
 
     def _chapter_over(self) -> bool:
@@ -358,7 +361,7 @@ class _Writer:
                 elif reason is not None:
                     return reason
         self._file.sync()
-        self._draft.folder.save(written)
+        self._save()
         return "stop" if reason == "length" and self._ended else reason
 
     def _room(self, added: int, replaced: int) -> int:
