@@ -137,11 +137,12 @@ def _bar(console: Console) -> Iterator[Callable[[WritingProgress], None]]:
             what = "repeating" if progress.repeated else "writing"
             chapter = f" chapter {progress.chapter}" if progress.chapter else ""
             left = "" if (seconds := progress.seconds_left) is None else f", {format_duration(seconds)} left"
-            state = f"{progress.new_tokens:,} of {progress.total_tokens:,} tokens, {progress.tokens_per_second:.1f} tokens/s"
+            state = f"{progress.new_tokens:,} of {progress.total_tokens:,} tokens"
+            speed = f", {progress.tokens_per_second:.1f} tokens/s"
             memory = f", memory {format_size(process.memory_info().rss)}"
             bar.update(
                 task, description=what + chapter, completed=progress.new_tokens, total=progress.total_tokens,
-                state=state + left + memory,
+                state=state + speed + left + memory,
             )  # fmt: skip
 
         yield show

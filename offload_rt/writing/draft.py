@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ class Draft:
             longer_outline = name == "headings" and tuple(value)[: len(before)] == before
             if before != value and not longer_outline:
                 raise self._differs(NAMES.get(name, name), before, value)
-        for name, value in self.sampling.items():
+        for name, value in json.loads(json.dumps(self.sampling)).items():  # lists, as in the file
             if name not in ("max_tokens", "seed") and value != known.sampling.get(name, _default(name)):
                 raise self._differs(name, known.sampling.get(name, _default(name)), value)
         if self.sampling.get("seed") not in (None, known.sampling["seed"]):
@@ -123,9 +124,7 @@ def saved_sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
 
 
 def _default(name: str) -> Any:
-    [default] = [one.default for one in fields(SamplingParams) if one.name == name]
-    assert default is not MISSING
-    return default
+    return getattr(SamplingParams(), name)
 
 
 def read_verbatim(path: Path) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..sampling_params import SamplingParams
 from ..utils.private_files import make_private_folder, open_private
 from ..utils.small_files import read_json, read_small
 
@@ -168,7 +169,7 @@ class DocumentFolder:
     def settings(self) -> Settings:
         """Read the settings. Raise InputError if they are damaged."""
         found: Settings = self._read("settings.json", Settings)
-        return Settings(**asdict(found) | {"headings": tuple(found.headings)})
+        return found
 
     def written(self) -> Written:
         """Read the progress: nothing if there is none yet. Raise InputError if it is damaged."""
@@ -197,11 +198,26 @@ class DocumentFolder:
             if content.pop("format") != FORMAT or set(content) != {one.name for one in fields(kind)}:
                 raise ValueError
             found = kind(**content)
-            if kind is Written and not all(isinstance(token, int) for token in (*found.tokens, *found.chapters)):
-                raise ValueError
+            check_fields(found)
         except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
             raise InputError(
                 f"{str(path)!r} is damaged or of another version: delete the folder {str(self.path)!r} to continue "
                 "the document from its text, which is then read again"
             ) from error
         return found
+
+
+def check_fields(value: Settings | Written) -> None:
+    """Raise ValueError if a field has another type than its default. Lists become tuples where the default is one."""
+    for one in fields(value):
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        found = getattr(value, one.name)
+        if isinstance(default, tuple):
+            found = tuple(found)
+            object.__setattr__(value, one.name, found)
+        parts = found if isinstance(found, (list, tuple)) else ()
+        kind = str if isinstance(default, tuple) else int
+        if type(found) is not type(default) or not all(type(part) is kind for part in parts):
+            raise ValueError(f"{one.name} has another type")
+    if isinstance(value, Settings):
+        SamplingParams(**value.sampling)
