@@ -57,9 +57,7 @@ class Draft:
         self.new = not self.folder.exists
         self._given = {name: value for name, value in given.items() if value}
         self.sampling = dict(sampling or {})
-        for name in NOT_SUPPORTED:
-            if name in self.sampling:
-                raise InputError(f"{name} is not supported for documents: leave it out")
+        _check_supported(self.sampling)
         self.settings = self._begun() if self.new else self._continued()
         self.written = Written() if self.new else self.folder.written()
 
@@ -117,10 +115,14 @@ def saved_sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
     """Return the fields of sampling parameters that differ from the defaults, and the seed."""
     values = asdict(params) | {"max_tokens": _default("max_tokens")}
     found = {name: value for name, value in values.items() if value != _default(name)}
-    for name in NOT_SUPPORTED:
-        if name in found:
-            raise InputError(f"{name} is not supported for documents: leave it out")
+    _check_supported(found)
     return found | {"seed": seed}
+
+
+def _check_supported(sampling: Mapping[str, Any]) -> None:
+    for name in NOT_SUPPORTED:
+        if name in sampling:
+            raise InputError(f"{name} is not supported for documents: leave it out")
 
 
 def _default(name: str) -> Any:

@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..core import CHUNK
+from ..core import BLOCK_SIZE
 from ..engine.detokenizer import TextStream
 from ..errors import InputError
 from ..llm import LLM
@@ -294,7 +294,7 @@ class _Writer:
     def _check_fits(self) -> None:
         """Raise PoolFullError if the context would outgrow host memory before it reaches the model's length."""
         length = len(self._written.tokens) or len(self._context())
-        longest = length + max(0, self._total_tokens - self._new_tokens) + CHUNK
+        longest = length + max(0, self._total_tokens - self._new_tokens) + BLOCK_SIZE
         self._llm.runner.check_fits(min(longest, self._positions))
 
     # ------------------------------------------------------------------------------------------------------- writing
@@ -392,7 +392,7 @@ class _Writer:
         llm, settings = self._llm, self._settings
         prompt = self._prompt()
         beginning = llm.encode(settings.beginning, special_tokens=not prompt) if settings.beginning else []
-        if len(prompt) + len(beginning) + 2 * CHUNK > self._positions:
+        if len(prompt) + len(beginning) + 2 * BLOCK_SIZE > self._positions:
             room = self._positions // 2 - len(prompt)
             if room < 1 or not beginning:
                 raise InputError(
@@ -418,5 +418,5 @@ class _Writer:
 
 def _to_boundary(length: int) -> int:
     """Return how many tokens to add to `length`, so that all blocks but the last are full, and the last has one."""
-    more = CHUNK * (length // LONGER_TURNS)
-    return ((1 - length) % CHUNK or CHUNK) + more
+    more = BLOCK_SIZE * (length // LONGER_TURNS)
+    return ((1 - length) % BLOCK_SIZE or BLOCK_SIZE) + more
