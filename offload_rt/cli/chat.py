@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, OffloadError
@@ -44,24 +46,30 @@ PROMPT = "> "
 def run(args: argparse.Namespace) -> int:
     """Chat with a model in the terminal. The session and its KV cache are stored and can be resumed."""
     sampling = sampling_given(args)
+    if args.session is not None and args.store is None:
+        raise InputError("--session needs a store to be found again: add --store DIR, or leave --session out")
     config, store = engine_config(args, progress=True), store_options(args)
     console = stderr_console(quiet=False)
 
     from ..llm import LLM
 
     llm = LLM(args.model, config)
-    session = llm.session(args.session, args.store, store, system=args.system)
-    Chat(llm, session, llm.get_default_sampling_params(**sampling_for(llm, sampling)), console).run()
+    with ExitStack() as ends:
+        folder = args.store or ends.enter_context(tempfile.TemporaryDirectory(prefix="offload-rt-chat-"))
+        name = args.session or time.strftime("chat-%Y%m%d-%H%M%S")
+        session = llm.session(name, folder, store, system=args.system)
+        params = llm.get_default_sampling_params(**sampling_for(llm, sampling))
+        Chat(llm, session, params, console, saved=args.store is not None).run()
     return 0
 
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "chat", run)
-    parser.add_argument("--session", required=True, metavar="NAME", help="name of a new or existing session")
+    parser.add_argument("--session", metavar="NAME", help="name of a new or existing session (default: date and time)")
     parser.add_argument("--system", metavar="TEXT", help="system prompt of a new session")
-    add_store_flags(parser)
-    add_engine_flags(parser)
     add_sampling_flags(parser, several=False)
+    add_store_flags(parser, required=False)
+    add_engine_flags(parser)
 
 
 class Chat:
@@ -70,8 +78,12 @@ class Chat:
     User errors print one line and leave the session unchanged.
     """
 
-    def __init__(self, llm: LLM, session: Session, params: SamplingParams, console: Console) -> None:
+    def __init__(
+        self, llm: LLM, session: Session, params: SamplingParams, console: Console, *, saved: bool = True
+    ) -> None:
+        """`saved`: Whether the store outlives the chat."""
         self._llm, self._session, self._params, self._console = llm, session, params, console
+        self._saved = saved
         self._commands: dict[str, Callable[[str], None]] = {
             "/read": self._read, "/history": self._history, "/save": self._save, "/fork": self._fork,
             "/truncate": self._truncate, "/stats": self._stats, "/help": self._help,
@@ -90,6 +102,10 @@ class Chat:
                     self._print(f"offload-rt: {' '.join(str(error).split())}")
                 except KeyboardInterrupt:
                     self._print("\n(ended)")
+            if not self._saved or not self._session.turns:
+                self._session.discard()
+                self._print("not saved: --store DIR keeps conversations" if not self._saved else "nothing was said")
+                return
             self._print("saving …")
         self._print(f"session {self._session.name!r} is saved")
 

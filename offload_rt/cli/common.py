@@ -31,6 +31,17 @@ def add_command(
     return parser
 
 
+def token_count(text: str) -> int:
+    """Parse a number of tokens: "50000", "50,000" or "128k" (k is 1024)."""
+    number, unit = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    try:
+        return int(number.replace(",", "")) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of tokens: write for example 50000 or 128k"
+        ) from None
+
+
 def stderr_console(quiet: bool) -> Console:
     from rich.console import Console
 

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "sessions", run, model=False)
-    parser.add_argument("action", metavar="list|show|export|delete")
+    parser.add_argument("action", nargs="?", default="list", metavar="list|show|export|delete", help="default: list")
     parser.add_argument("name", nargs="?", metavar="NAME", help="name of the session")
     parser.add_argument("--store", required=True, metavar="DIR", help="folder of the store, as in chat --store")
     parser.add_argument(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -109,8 +108,7 @@ def _write(
 
     state = "new document" if draft.new else f"continued after {draft.written.new_tokens:,} tokens"
     console.print(f"{llm.name} writes {draft.path} ({state}); Ctrl-C stops, the same command continues", soft_wrap=True)
-    with _bar(console) as show, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*oldest.*were forgotten")  # reported at the end
+    with _bar(console) as show:
 
         def on_progress(progress: WritingProgress) -> None:
             show(progress)

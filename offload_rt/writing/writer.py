@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -162,7 +163,9 @@ def write_draft(
             f"or with another model: use the same options, or delete the folder {str(draft.folder.path)!r} to continue "
             "its text"
         )
-    with closing(_Writer(llm, draft, max_tokens, draft.chapters(chapters), on_progress)) as writer:
+    writer = _Writer(llm, draft, max_tokens, draft.chapters(chapters), on_progress)
+    with closing(writer), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=f"session '{SESSION}' would outgrow")  # see `Document.removed_tokens`
         return writer.run()
 
 

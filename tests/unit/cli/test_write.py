@@ -57,7 +57,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore:.*oldest.*were forgotten")
 def test_an_interrupted_document_gets_the_text_of_an_uninterrupted_one(
     case: str, tmp_path: Path, pages: Path, small: str
 ) -> None:
