@@ -236,11 +236,11 @@ class _Writer:
 
     def _restored(self) -> Written:
         """Return the progress that the stored session has, and restore the text file to it."""
-        written, history = self._draft.written, self._session.history
+        written = self._draft.written
         written.tokens = self._all_tokens(written.tokens)
         written.chapters = [place for place in written.chapters if place < len(written.tokens)]
         written.complete = ""
-        self._text = TextStream(self._llm.tokenizer, self._params.stop, prompt=history.tokens[: written.given])
+        self._text = TextStream(self._llm.tokenizer, self._params.stop, prompt=written.tokens[: written.given])
         text = "".join(self._push(token) for token in written.tokens[written.given :])
         self._file.restore(self._settings.beginning + text)
         return written
@@ -295,10 +295,13 @@ class _Writer:
         self._on_progress(WritingProgress(new_tokens, self._total_tokens, chapter, rate, self._file.ahead, prefilled))
 
     def _check_fits(self) -> None:
-        """Raise PoolFullError if the context would outgrow host memory before it reaches the model's length."""
+        """Raise PoolFullError if the context would outgrow host memory before it reaches the model's length.
+
+        Raise ModelError if it would outgrow a model with absolute positions, whose context cannot be truncated.
+        """
         length = len(self._written.tokens) or len(self._context())
         longest = length + max(0, self._total_tokens - self._new_tokens) + BLOCK_SIZE
-        self._llm.runner.check_fits(min(longest, self._positions))
+        self._llm.runner.check_fits(longest if self._llm.geometry.absolute_positions else min(longest, self._positions))
 
     # ------------------------------------------------------------------------------------------------------- writing
 

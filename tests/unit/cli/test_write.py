@@ -18,6 +18,7 @@ from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, InputError, SamplingParams, write_document
 from offload_rt.cli.common import INTERRUPTED
+from offload_rt.errors import ModelError, PoolFullError
 from offload_rt.writing.files import TextFile
 from offload_rt.writing.writer import Document, WritingProgress
 
@@ -205,6 +206,16 @@ def test_files_that_cannot_be_continued(begun: Path, tmp_path: Path, cli: Cli) -
     cli(
         "write", "reference", str(begun / "novel.txt"), "--store", new, "--beginning", str(tmp_path / "begin.txt")
     ).fails_with("exists already and is continued")
+
+
+def test_a_document_that_can_never_be_complete_is_refused_at_once(tmp_path: Path) -> None:
+    """Absolute positions cannot be truncated, and a KV cache that is too small is no use either."""
+    model = tiny_checkpoint(tmp_path / "opt", "opt")
+    with pytest.raises(ModelError, match="1024"):
+        write(model, tmp_path / "a.txt", policy="full", prompt="It was", max_tokens=2000)
+    llm = LLM("reference", policy="full", host_memory="4MiB")
+    with pytest.raises(PoolFullError, match="4 MiB"):
+        write_document(llm, tmp_path / "b.txt", "It was", max_tokens=3000)
 
 
 def test_another_policy_or_unsupported_parameters_are_refused(begun: Path, tmp_path: Path) -> None:
