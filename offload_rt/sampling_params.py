@@ -67,8 +67,9 @@ class SamplingParams:
         presence_penalty: Subtracted from the logits of tokens in the answer.
         frequency_penalty: Subtracted once for each occurrence in the answer.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt and answer.
-        seed: Seed of the random numbers; None is random. Completion i of n uses a seed derived from it, and the first
-            completion uses `seed` itself.
+        seed: Seed of the random numbers; None is random. The random number of a token depends on the seed and on the
+            token's position in the text. Completion i of n uses a seed derived from it, and the first completion uses
+            `seed` itself.
         stop: String or strings that end the answer. They are not part of it.
         stop_token_ids: Tokens that end the answer.
         include_stop_str_in_output: Keep the stop string in the answer.

@@ -31,7 +31,9 @@ def run(args: argparse.Namespace) -> int:
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "sessions", run, model=False)
-    parser.add_argument("action", metavar="list|show|export|delete|clear")
+    parser.add_argument(
+        "action", nargs="?", default="list", metavar="list|show|export|delete|clear", help="default: list"
+    )
     parser.add_argument("name", nargs="?", metavar="NAME", help="name of the session")
     parser.add_argument(
         "--store", metavar="DIR", help="folder of the store, as in chat --store (default: that of serve)"

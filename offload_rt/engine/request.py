@@ -310,7 +310,8 @@ class SampledRequest(Request):
         assert self.sequence is not None and self.finish_reason is None
         if self.sequence.position < len(self.sequence.tokens):
             return []
-        token = self._sampler.pick(logits[0], self.sequence.tokens, len(self.prompt.token_ids))
+        sequence = self.sequence
+        token = self._sampler.pick(logits[0], sequence.tokens, len(self.prompt.token_ids), shift=sequence.shift)
         self.sequence.tokens.append(token)
         self.new_tokens.append(token)
         shown = token not in self._ends or self.params.include_stop_str_in_output

@@ -250,3 +250,24 @@ class Turn(StoredRequest):
         self._forget(kept)
         if kv.sequence is not None and interrupted:
             kv.relearn()
+
+
+class WholeTurn(Turn):
+    """A turn that counts only if it is complete: if it is cancelled, the session stays as before the turn.
+
+    Its KV is on disk before the history that refers to it. If the process is killed at any point, the stored session
+    is that after this turn or before it, with all KV. Then nothing is computed in another way than without the kill.
+    """
+
+    def finish(self, runner: Runner, reason: FinishReason) -> None:
+        if self.finish_reason is not None:
+            super().finish(runner, reason)
+            return
+        self.finish_reason = reason
+        self._final = self.stats(runner)
+        self.kv.last_stats = self._final
+        self.drop(runner)
+
+    def persist(self) -> None:
+        self.kv.context.saver.flush()
+        super().persist()
