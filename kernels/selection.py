@@ -183,10 +183,12 @@ def group_lse(scores: torch.Tensor) -> torch.Tensor | None:
 
 
 def top_tokens(values: torch.Tensor, n: int) -> torch.Tensor:
-    """Return the indices int64 `[Hkv, n]` of the n largest values of each row of `[Hkv, m]`, in any order.
+    """Return the indices int64 `[Hkv, n]` of the n largest values of each row of `[Hkv, m]`.
 
-    If values are equal, the lower index wins.
+    The order is that of `select_tokens`. If values are equal, the lower index wins.
     """
+    if values.device.type != "cpu":
+        return values.sort(dim=1, descending=True, stable=True).indices[:, :n]
     # Every value passes an infinite threshold, so the best n remain.
     return select_tokens(values.unsqueeze(1), math.inf, n)
 
@@ -200,14 +202,15 @@ def select_tokens(scores: torch.Tensor, alpha: float, limit: int) -> torch.Tenso
         limit: Largest number of tokens to select.
 
     Returns:
-        Candidate indices int64 `[Hkv, n]`, without duplicates in a row.
+        Candidate indices int64 `[Hkv, n]`, without duplicates in a row: rising on the CPU, best first on other devices.
     """
     if scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.shape[2]:
         lse = group_lse(scores)
         chosen = native.select(scores, scores.amax(-1), None if lse is None else lse.squeeze(2), alpha, limit)
         if chosen is not None:
             return chosen
-    return select_tokens_reference(scores, alpha, limit)
+    chosen = select_tokens_reference(scores, alpha, limit)
+    return chosen.sort(1).values if scores.device.type == "cpu" else chosen
 
 
 def select_tokens_reference(

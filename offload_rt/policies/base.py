@@ -38,7 +38,7 @@ KeyReader = Callable[[int, range], torch.Tensor]
 keys (oracle) and for measurements. These reads are not counted as transfers."""
 
 
-class PolicyState(Protocol):
+class PolicyState:
     """The selection data of a policy for one sequence.
 
     Subclasses define `select` and `fork`. The other methods do nothing by default.
@@ -95,7 +95,7 @@ class PolicyState(Protocol):
 
         All candidates must have been passed to `on_keys`.
         """
-        ...
+        raise NotImplementedError
 
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
         """Return further candidates to fetch, disjoint from `selection`, by the true query q `[H, d]`; or None."""
@@ -137,7 +137,7 @@ class PolicyState(Protocol):
 
     def fork(self, keys: KeyReader) -> PolicyState:
         """Return an independent copy for a forked sequence, whose keys `keys` reads."""
-        ...
+        raise NotImplementedError
 
     def fork_prefix(self, tokens: int) -> PolicyState | None:
         """Return a state of the first `tokens` tokens alone, for a sequence that shares their KV blocks.
