@@ -140,7 +140,10 @@ class _Verification:
         """Run transformers' own forward and record its results."""
         seen = _Observed()
         layers = decoder_layers(self._model)
-        known = inspect.signature(self._model.forward).parameters
+        parameters = inspect.signature(self._model.forward).parameters
+        known = set(parameters)
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            known.add("position_ids")  # a subclass may pass on all arguments without naming them
         options = {"position_ids": self._positions[None], "use_cache": False, "logits_to_keep": _DECODE_TOKENS}
 
         def enter(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
