@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .config import EngineConfig, StoreOptions
 from .engine.build import build, build_beside
 from .engine.checks import (
+    check_keeps_no_state,
     check_token_ids,
     folder_path,
     max_length,
@@ -390,6 +391,7 @@ class LLM:
 
     def session_store(self, store: str | Path, options: StoreOptions | None = None, **fields: Any) -> SessionStore:
         """Return the store of a folder, for front ends. It closes with its last session. Arguments as `session`."""
+        check_keeps_no_state("a session", self.runner.adapter.geometry)
         self._check_open()
         folder = folder_path("store", store).resolve()
         known = self._stores.get(folder)

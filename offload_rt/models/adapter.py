@@ -6,12 +6,18 @@ calls the modules of a loaded transformers model (norms, projections, rotary emb
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from ..core import ModelGeometry
 from ..errors import ModelError
+
+if TYPE_CHECKING:
+    from .recurrent import RecurrentState, Stage
 
 
 class ModelAdapter(ABC):
@@ -30,6 +36,21 @@ class ModelAdapter(ABC):
         self.geometry = geometry
         self.dtype = dtype
         self.device = device
+
+    def with_state(self, state: RecurrentState | None) -> ModelAdapter:
+        """Return an adapter whose calls continue the sequences of `state`, in its order.
+
+        Hybrid models need it before any layer is called. Each sequence has the same number of tokens in a call, all of
+        them consecutive, and every token must pass each layer once. Other models return themselves.
+        """
+        return self
+
+    def stages(self, layer: int) -> Sequence[Stage]:
+        """Return the decoder layers without attention behind attention layer `layer`, or before the first (-1).
+
+        The caller runs them after `mlp` (or `embed`), each for all tokens.
+        """
+        return ()
 
     @abstractmethod
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -107,6 +128,16 @@ class ForwardingAdapter(ModelAdapter):
     def __init__(self, inner: ModelAdapter) -> None:
         super().__init__(inner.geometry, inner.dtype, inner.device)
         self._inner = inner
+
+    def with_state(self, state: RecurrentState | None) -> Self:
+        if state is None:
+            return self
+        bound = copy.copy(self)
+        bound._inner = self._inner.with_state(state)
+        return bound
+
+    def stages(self, layer: int) -> Sequence[Stage]:
+        return self._inner.stages(layer)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._inner.embed(tokens, positions)
