@@ -21,13 +21,15 @@ from ..errors import ModelError
 from .adapter import ModelAdapter
 from .decoder_layer import DecoderLayer, Projections, first_of, refuse_unused
 from .multimodal import text_config, text_decoder
-from .recurrent import RecurrentState, Stage, run_layer, state_shape
+from .recurrent import RecurrentState, Stage, run_layer, state_shapes
 from .rotary import Rotary, refuse_length_dependent
 from .weights import attention_layers, attention_of, decoder_layers
 
 _FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm", "norm_f")
 
 _ROTARY = ("rotary_emb", "pos_emb")
+
+_LATENT = ("kv_b_proj", "kv_a_proj_with_mqa")
 
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -71,10 +73,10 @@ class DecoderAdapter(ModelAdapter):
         layers = decoder_layers(model)
         at = attention_layers(layers)
         self._decoder_layers, self._attention_at = layers, at
-        states = _states(type(model).__name__, layers, at)
+        states = state_shapes(type(model).__name__, layers, at)
+        _refuse_unsupported(model, config, decoder, layers, at)
         self._layers = [DecoderLayer(layers[i]) for i in at]
         attentions = [layer.attention for layer in self._layers]
-        _refuse_unsupported(model, config, decoder, layers, at)
         self._embedding = model.get_input_embeddings()
         self._multiplier = float(getattr(decoder, "embedding_multiplier", 1.0))
         self._temperatures = [AttentionTemperature.of(attention, config) for attention in attentions]
@@ -211,24 +213,6 @@ class DecoderAdapter(ModelAdapter):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _states(name: str, layers: list[nn.Module], at: list[int]) -> tuple[StateShape, ...]:
-    """Return the states of the decoder layers, of which those `at` have attention.
-
-    Raises:
-        ModelError: Layers keep state of an unknown kind.
-    """
-    if attention_of(layers[at[0]]) is None:
-        raise ModelError(f"none of the {len(layers)} layers of {name} has an attention module", reason="modules")
-    found = []
-    for i, layer in enumerate(layers):
-        try:
-            found.append(state_shape(layer, i, sum(own <= i for own in at) - 1))
-        except ModelError as error:
-            recurrent = f"{len(layers) - len(at)} of the {len(layers)} layers of {name} are recurrent"
-            raise ModelError(f"{recurrent}, and {error}, which is not supported", reason="recurrent") from error
-    return tuple(state for state in found if state is not None)
-
-
 def _has_experts(layer: nn.Module) -> bool:
     return any(hasattr(module, "experts") for module in layer.modules())
 
@@ -251,15 +235,25 @@ def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.M
         raise ModelError(
             f"{name} also attends to later tokens; only causal decoders are supported", reason="bidirectional"
         )
+    latent = [i for i in at if any(hasattr(attention_of(layers[i]), each) for each in _LATENT)]
+    if latent:
+        raise ModelError(
+            f"{len(latent)} of the {len(layers)} layers of {name} use multi-head latent attention, which does not "
+            "cache keys and values per head and is not supported; see 'Supported models' in the documentation",
+            reason="latent_attention",
+        )
     rotary = _rotary_module(decoder)
     # Recurrent layers know the order of tokens, so hybrids may have no positions.
     if len(at) == len(layers) and not any(hasattr(decoder, each) for each in _ROTARY):
         raise ModelError(f"{name} has no rotary positions (rotary_emb) and no registered adapter", reason="positions")
-    types = _layer_types(config, at)
-    for kind in types or []:
-        if kind not in _KINDS_OF_LAYERS:
-            count = f"{types.count(kind)} of the {len(layers)} layers of {name} are"
-            raise ModelError(f"{count} of type {kind!r}, which is not supported", reason="layer_type")
+    types = _layer_types(config, at) or []
+    strange = [kind for kind in types if kind not in _KINDS_OF_LAYERS]
+    if strange:
+        raise ModelError(
+            f"{strange.count(strange[0])} of the {len(layers)} layers of {name} are of type {strange[0]!r}, which is "
+            "not supported",
+            reason="layer_type",
+        )
     rope_type = getattr(rotary, "rope_type", "default")
     refuse_length_dependent(tuple(rope_type.values()) if isinstance(rope_type, dict) else (rope_type,))
     if len(layers) != config.num_hidden_layers:

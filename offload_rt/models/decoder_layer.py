@@ -67,7 +67,7 @@ class DecoderLayer:
         """Raise ModelError if the layer's norms match no placement, or a module with weights is unused."""
         self.attention = attention_of(module)
         lone = self.attention is getattr(module, "mixer", None)
-        self._mlp = None if lone else first_of(module, _MLP)
+        self._mlp: Any = None if lone else first_of(module, _MLP)
         shared = None if lone else getattr(module, "shared_mlp", None)
         self._shared_mlp = None if shared is self._mlp else shared
         # Falcon-H1: a recurrent mixer beside the attention, with the same input.
@@ -190,7 +190,6 @@ class Projections:
         Raises:
             ModelError: The module is not supported, or does not match the configuration.
         """
-        _refuse_latent(attention)
         self.heads, self.kv_heads = heads, kv_heads
         self._key_dim = int(getattr(attention, "head_dim", None) or attention.head_size)
         self._value_dim = int(getattr(attention, "v_head_dim", None) or self._key_dim)
@@ -346,13 +345,4 @@ def refuse_unused(module: nn.Module, used: Collection[str]) -> None:
         raise ModelError(
             f"{type(module).__name__} has {', '.join(strange)}, which this version does not support",
             reason="modules",
-        )
-
-
-def _refuse_latent(attention: Any) -> None:
-    if hasattr(attention, "kv_b_proj") or hasattr(attention, "kv_a_proj_with_mqa"):
-        raise ModelError(
-            f"{type(attention).__name__} is multi-head latent attention, which does not cache keys and values per head "
-            "and is not supported; see 'Architectures' in the documentation",
-            reason="latent_attention",
         )

@@ -17,8 +17,7 @@ from torch import nn
 from ..core import ModelGeometry, StateShape
 from ..errors import ModelError
 from .adapter import ModelAdapter
-
-_CONVOLUTIONS = ("conv1d", "conv")
+from .weights import attention_of
 
 
 class StateSlots:
@@ -197,31 +196,50 @@ def run_stages(adapter: ModelAdapter, layer: int, hidden: torch.Tensor, slices: 
             hidden[s] = stage.run(hidden[s])
 
 
-def state_shape(module: nn.Module, layer: int, after: int) -> StateShape | None:
-    """Return the shape of the state that a decoder layer keeps per sequence, or None if it keeps none.
+def state_shapes(name: str, layers: Sequence[nn.Module], at: Sequence[int]) -> tuple[StateShape, ...]:
+    """Return the states that decoder layers keep per sequence. Those with indices `at` have attention.
+
+    Args:
+        name: Name of the model's class, for errors.
 
     Raises:
-        ModelError: The layer has a convolution and is of no known kind.
+        ModelError: No layer has attention, or layers keep state of an unknown kind.
     """
-    mixer = next((m for m in module.modules() if _convolution(m) is not None), None)
-    if mixer is None:
+    mixers = {i: mixer for i, layer in enumerate(layers) if (mixer := _recurrent_mixer(layer)) is not None}
+    kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
+    recurrent = f"{len(mixers)} of the {len(layers)} layers of {name} are recurrent ({kinds})"
+    if attention_of(layers[at[0]]) is None:
+        why = f"; {recurrent}" if mixers else ""
+        raise ModelError(f"none of the {len(layers)} layers of {name} has an attention module{why}", reason="modules")
+    found = []
+    for i, mixer in mixers.items():
+        shape = _shape_of(mixer)
+        if shape is None:
+            raise ModelError(f"{recurrent}, which is a kind that is not supported", reason="recurrent")
+        found.append(StateShape(i, sum(own <= i for own in at) - 1, *shape))
+    return tuple(found)
+
+
+def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
+    """Return the shapes of a mixer's convolution state and recurrent state, or None if its kind is unknown."""
+    conv, kernel = _convolution(mixer), getattr(mixer, "conv_kernel_size", None)
+    if conv is None or kernel is None:
         return None
-    own: Any = mixer
-    kernel = getattr(own, "conv_kernel_size", None)
-    conv = _convolution(mixer)
-    assert conv is not None
-    recurrent: tuple[int, ...] | None = None
-    if all(hasattr(own, name) for name in ("num_v_heads", "head_k_dim", "head_v_dim")):  # gated delta rule
-        recurrent = own.num_v_heads, own.head_k_dim, own.head_v_dim
-    elif all(hasattr(own, name) for name in ("num_heads", "head_dim", "ssm_state_size")):  # Mamba-2
-        recurrent = own.num_heads, own.head_dim, own.ssm_state_size
-    elif not any(hasattr(own, name) for name in ("A_log", "dt_bias", "ssm_state_size")):  # short convolution
-        recurrent = ()
-    if recurrent is None or kernel is None:
-        raise ModelError(f"its layers keep recurrent state in a {type(mixer).__name__}", reason="recurrent")
-    return StateShape(layer, after, (conv.in_channels, int(kernel)), recurrent)
+    shape = conv.in_channels, int(kernel)
+    if all(hasattr(mixer, name) for name in ("num_v_heads", "head_k_dim", "head_v_dim")):  # gated delta rule
+        return shape, (mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim)
+    if all(hasattr(mixer, name) for name in ("num_heads", "head_dim", "ssm_state_size")):  # Mamba-2
+        return shape, (mixer.num_heads, mixer.head_dim, mixer.ssm_state_size)
+    if any(hasattr(mixer, name) for name in ("A_log", "dt_bias", "ssm_state_size")):
+        return None
+    return shape, ()  # a short convolution
+
+
+def _recurrent_mixer(layer: nn.Module) -> nn.Module | None:
+    """Return the module of a decoder layer that has a causal convolution, as all recurrent layers do, or None."""
+    return next((module for module in layer.modules() if _convolution(module) is not None), None)
 
 
 def _convolution(module: nn.Module) -> nn.Conv1d | None:
-    found = (getattr(module, name, None) for name in _CONVOLUTIONS)
+    found = (getattr(module, name, None) for name in ("conv1d", "conv", "conv_1d", "q_conv1d"))
     return next((conv for conv in found if isinstance(conv, nn.Conv1d)), None)

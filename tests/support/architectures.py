@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from support.tiny_models import fill
 
@@ -398,6 +398,11 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
     ),
     "minimax": (Architecture("MiniMax", {"head_dim": 8}), "layer_type", "layers of linear attention"),
     "mamba": (Architecture("Mamba"), "modules", "no attention"),
+    "jamba": (
+        Architecture("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
+        "recurrent",
+        "Mamba-1: transformers' layers do not continue its state over several tokens",
+    ),
     "mimo_v2_flash_scaled": (
         Architecture("MiMoV2Flash", _MIMO | {"layer_types": ["full_attention"] * 3, "attention_value_scale": 0.7}),
         "verification",
@@ -417,7 +422,8 @@ def build(config_name: str, dtype: torch.dtype = torch.float32, **options: Any) 
     """Return a tiny random model of the configuration class `config_name`."""
     common = {} if "text_config" in options else _COMMON
     config = getattr(transformers, f"{config_name}Config")(**(common | options))
-    auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    # transformers also builds a text model from Qwen 3.5's multimodal configuration.
+    auto: Any = AutoModelForImageTextToText if "text_config" in options else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), no_init_weights():
         model: PreTrainedModel = auto.from_config(config, dtype=dtype, attn_implementation="eager")
     model.tie_weights()
