@@ -23,7 +23,6 @@ from ..models.adapter import ModelAdapter
 from ..models.fingerprint import cache_folder
 from ..models.full_attention import keys_and_values, residual_after_attention, slices_of
 from ..models.loading import LoadedModel
-from ..models.recurrent import fresh_state, run_stages
 from .artifact import VERSION, SkewArtifact
 from .guess import SOURCES, Correction, GuessSums, guessed_input
 from .rotation import BASES, Moments
@@ -154,9 +153,9 @@ def _segment_sums(
     slices = slices_of(len(tokens), SLICE)
     positions = torch.arange(len(tokens), device=tokens.device)
     natural, spread = ([p[s] for s in slices] for p in (positions, _spread(len(tokens), limit).to(tokens.device)))
-    adapter = adapter.with_state(fresh_state(geometry, adapter.dtype, adapter.device))
+    adapter = adapter.for_new_sequence()
     hidden = adapter.embed(tokens, positions)
-    run_stages(adapter, -1, hidden, slices)
+    adapter.run_stages(-1, hidden, slices)
     for layer in range(geometry.layers):
         yield _sum_moments(adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), spread)
         if layer + 1 == geometry.layers:

@@ -13,7 +13,6 @@ import torch
 from ...core import KVPart
 from ...models.adapter import ModelAdapter
 from ...models.full_attention import attend_layer
-from ...models.recurrent import fresh_state, run_stages
 from ..core.figures import picture
 from ..core.model_under_test import ModelUnderTest
 from ..core.report import Column, Report, Row
@@ -81,9 +80,9 @@ def observe(
             the number of tokens that it sees.
     """
     positions = torch.arange(len(tokens), device=adapter.device)
-    adapter, whole = adapter.with_state(fresh_state(adapter.geometry, adapter.dtype, adapter.device)), [slice(None)]
+    adapter, whole = adapter.for_new_sequence(), [slice(None)]
     x = adapter.embed(torch.tensor(tokens, device=adapter.device), positions)
-    run_stages(adapter, -1, x, whole)
+    adapter.run_stages(-1, x, whole)
     for layer in range(adapter.geometry.layers):
         q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), positions)
         weights, seen = attention_weights(adapter, layer, q, k, positions[start::STRIDE])
@@ -99,7 +98,7 @@ def observe(
                     float(torch.cosine_similarity(output.float(), other.float(), dim=-1).mean())
                 )
         x = output
-        run_stages(adapter, layer, x, whole)
+        adapter.run_stages(layer, x, whole)
 
 
 def attention_weights(

@@ -15,7 +15,6 @@ from ..kernels.causal_blocks import BlockedAttention
 from ..kv_cache.pool import HostPool
 from ..models.adapter import ModelAdapter
 from ..models.full_attention import keys_and_values, residual_after_attention, slices_of
-from ..models.recurrent import run_stages
 from ..policies.base import Policy, PolicyState
 from ..transfer.link import KVStorage, PrefilledLayer
 from .sequence import Sequence
@@ -114,13 +113,13 @@ class Prefill:
         assert self._layer <= last
         self._began = True
         if self._layer == 0:
-            run_stages(self._adapter, -1, self._hidden, self._slices)
+            self._adapter.run_stages(-1, self._hidden, self._slices)
         self._before_layer(self._layer)
         layer = self._storage.prefill_layer(self.sequence.blocks, self._layer, self._start, self._keys_and_values())
         self.sequence.trace.bytes_requested += layer.bytes_to_device
         self.sequence.trace.bytes_to_host += layer.bytes_to_host
         self._attention_and_mlp(layer, last=self._layer == last)
-        run_stages(self._adapter, self._layer, self._hidden, self._computed(self._layer == last))
+        self._adapter.run_stages(self._layer, self._hidden, self._computed(self._layer == last))
         self._layer += 1
         if self._layer > last:
             self._end_segment()

@@ -10,7 +10,6 @@ from ..core import KVPart
 from ..kernels.causal_blocks import BlockedAttention
 from ..models.adapter import ModelAdapter
 from ..models.full_attention import attend_layer
-from ..models.recurrent import run_stages
 from ..policies.base import Policy
 from ..transfer.link import KVStorage, PrefilledLayer
 from .prefill import go_through, learn
@@ -39,13 +38,13 @@ class VerificationPass:
         tokens = torch.tensor([one.tokens[t] for one, span in spans for t in span], device=adapter.device)
         positions = torch.tensor([t + one.shift for one, span in spans for t in span], device=adapter.device)
         hidden = adapter.embed(tokens, positions)
-        run_stages(adapter, -1, hidden, [slice(None)])
+        adapter.run_stages(-1, hidden, [slice(None)])
         for layer in range(adapter.geometry.layers):
             rows = adapter.qkv(layer, adapter.attention_input(layer, hidden), positions)
             each = zip(self._sequences, *(x.split(self._counts, dim=1) for x in rows), strict=True)
             attended = [self._attend(layer, one, q, KVPart(k, v)) for one, q, k, v in each]
             hidden = adapter.mlp(layer, adapter.after_attention(layer, hidden, torch.cat(attended)))
-            run_stages(adapter, layer, hidden, [slice(None)])
+            adapter.run_stages(layer, hidden, [slice(None)])
         return list(adapter.logits(hidden).split(self._counts))
 
     def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart) -> torch.Tensor:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from ..core import ModelGeometry
 from ..errors import ModelError
-
-if TYPE_CHECKING:
-    from .recurrent import RecurrentState, Stage
+from .recurrent import RecurrentState, Stage, StateSlots
 
 
 class ModelAdapter(ABC):
@@ -45,12 +43,25 @@ class ModelAdapter(ABC):
         """
         return self
 
+    def for_new_sequence(self) -> ModelAdapter:
+        """Return an adapter for one new sequence, for a computation outside the engine (`with_state`)."""
+        if not self.geometry.states:
+            return self
+        slots = StateSlots(self.geometry, self.dtype, self.device)
+        return self.with_state(slots.view([slots.take()]))
+
     def stages(self, layer: int) -> Sequence[Stage]:
         """Return the decoder layers without attention behind attention layer `layer`, or before the first (-1).
 
         The caller runs them after `mlp` (or `embed`), each for all tokens.
         """
         return ()
+
+    def run_stages(self, layer: int, hidden: torch.Tensor, slices: Sequence[slice]) -> None:
+        """Run the stages behind an attention layer on its outputs `[T, D]`, in place, each for all slices in order."""
+        for stage in self.stages(layer):
+            for s in slices:
+                hidden[s] = stage.run(hidden[s])
 
     @abstractmethod
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ from torch import nn
 
 from ..core import ModelGeometry, StateShape
 from ..errors import ModelError
-from .adapter import ModelAdapter
 from .weights import attention_of
 
 
@@ -160,14 +159,6 @@ class RecurrentState:
         return False
 
 
-def fresh_state(geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> RecurrentState | None:
-    """Return the state of one empty sequence for a computation outside the engine, or None if the model has none."""
-    if not geometry.states:
-        return None
-    slots = StateSlots(geometry, dtype, device)
-    return slots.view([slots.take()])
-
-
 @dataclass(frozen=True)
 class Stage:
     """A decoder layer without attention. `run` computes its output `[T, D]` from its input, once for each token."""
@@ -187,13 +178,6 @@ def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentSta
         state.finish(layer, x.shape[1])
     found: torch.Tensor = (out[0] if isinstance(out, tuple) else out).view_as(hidden)
     return found
-
-
-def run_stages(adapter: ModelAdapter, layer: int, hidden: torch.Tensor, slices: Sequence[slice]) -> None:
-    """Run the stages behind an attention layer on its outputs `[T, D]`, in place, each for all slices in order."""
-    for stage in adapter.stages(layer):
-        for s in slices:
-            hidden[s] = stage.run(hidden[s])
 
 
 def state_shapes(name: str, layers: Sequence[nn.Module], at: Sequence[int]) -> tuple[StateShape, ...]:

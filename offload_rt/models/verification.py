@@ -30,7 +30,6 @@ from .checkpoint import one_error
 from .fingerprint import cache_folder
 from .full_attention import residual_after_attention
 from .multimodal import text_config
-from .recurrent import fresh_state
 from .weights import attention_layers, decoder_layers
 
 _FORMAT = 1
@@ -115,7 +114,7 @@ class _Verification:
 
     def __init__(self, model: Any, adapter: ModelAdapter, length: int, start: int) -> None:
         self._model, self._name = model, type(model).__name__
-        self._adapter = adapter.with_state(fresh_state(adapter.geometry, adapter.dtype, adapter.device))
+        self._adapter = adapter.for_new_sequence()
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(adapter.geometry.vocab, (length,), generator=generator)
         self._tokens = tokens.to(adapter.device)

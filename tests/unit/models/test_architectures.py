@@ -30,7 +30,6 @@ from offload_rt.models.adapter import ForwardingAdapter, ModelAdapter
 from offload_rt.models.decoder import DecoderAdapter
 from offload_rt.models.full_attention import residual_after_attention
 from offload_rt.models.loading import load_model
-from offload_rt.models.recurrent import fresh_state, run_stages
 from offload_rt.models.registry import adapter_for
 from offload_rt.models.rotary import HalfSplit
 from offload_rt.models.shape import load_shape
@@ -69,19 +68,14 @@ def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor
 
     Recurrent layers compute it in three pieces of odd lengths.
     """
-    adapter, pieces = bound(adapter), [slice(0, 7), slice(7, 20), slice(20, None)]
+    adapter, pieces = adapter.for_new_sequence(), [slice(0, 7), slice(7, 20), slice(20, None)]
     x = adapter.embed(tokens, positions)
-    run_stages(adapter, -1, x, pieces)
+    adapter.run_stages(-1, x, pieces)
     for layer in range(adapter.geometry.layers):
         q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), positions)
         x = adapter.mlp(layer, residual_after_attention(adapter, layer, x, q, KVPart(k, v), len(tokens)))
-        run_stages(adapter, layer, x, pieces)
+        adapter.run_stages(layer, x, pieces)
     return adapter.logits(x)
-
-
-def bound(adapter: ModelAdapter) -> ModelAdapter:
-    """Return the adapter for one new sequence."""
-    return adapter.with_state(fresh_state(adapter.geometry, adapter.dtype, adapter.device))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -127,11 +121,11 @@ def test_rotated_keys_are_those_of_later_positions(name: str) -> None:
 def test_half_precision_rounds_like_transformers(name: str) -> None:
     """Use bfloat16. K of the first layer may differ by one unit in the last place; V must be equal."""
     model = architecture(name, dtype=torch.bfloat16)
-    adapter = bound(adapter_for(model))
+    adapter = adapter_for(model).for_new_sequence()
     tokens, positions = torch.tensor(prompt_of(WINDOW - 1)), torch.arange(WINDOW - 1)
     cached = model(tokens[None], use_cache=True).past_key_values.layers[adapter.geometry.decoder_layer(0)]
     x = adapter.embed(tokens, positions)
-    run_stages(adapter, -1, x, [slice(None)])
+    adapter.run_stages(-1, x, [slice(None)])
     _, k, v = adapter.qkv(0, adapter.attention_input(0, x), positions)
     group = cached.keys.shape[1] // len(k)  # Falcon caches grouped heads repeated
     torch.testing.assert_close(k, cached.keys[0, ::group], rtol=2**-7, atol=2**-6)
