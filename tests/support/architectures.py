@@ -274,6 +274,14 @@ RUNS: dict[str, Architecture] = {
         "language model: as Qwen 3.5's",
     ),
     "qwen3_5_moe": Architecture("Qwen3_5MoeText", _QWEN | _SHARED, "as Qwen 3.5; mixture of experts"),
+    "qwen3_5_moe_multimodal": Architecture(
+        "Qwen3_5Moe",
+        _multimodal(
+            _QWEN | _SHARED,
+            {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16},
+        ),
+        "language model: as Qwen 3.5's; mixture of experts",
+    ),
     "granite_hybrid": Architecture(
         "GraniteMoeHybrid",
         _GRANITE
@@ -351,6 +359,11 @@ RUNS: dict[str, Architecture] = {
 }
 """Supported architectures by short name."""
 
+RECURRENT = (
+    "qwen3_next", "qwen3_5", "qwen3_5_multimodal", "qwen3_5_moe", "qwen3_5_moe_multimodal", "granite_hybrid", "lfm2",
+    "lfm2_moe", "lfm3", "falcon_h1", "nemotron_h", "olmo_hybrid", "bamba",
+)  # fmt: skip
+"""Names in `RUNS` of hybrid models. Their recurrent state cannot go back to earlier tokens."""
 
 _LATENT: dict[str, Any] = {
     "q_lora_rank": 16,

@@ -30,6 +30,7 @@ from offload_rt.models.adapter import ForwardingAdapter, ModelAdapter
 from offload_rt.models.decoder import DecoderAdapter
 from offload_rt.models.full_attention import residual_after_attention
 from offload_rt.models.loading import load_model
+from offload_rt.models.recurrent import RecurrentState
 from offload_rt.models.registry import adapter_for
 from offload_rt.models.rotary import HalfSplit
 from offload_rt.models.shape import load_shape
@@ -295,6 +296,12 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
     "no window": ("mistral", lambda a: geometry_with(a, windows=(None,) * 3), "sliding_window=12 in layer 0"),
     "a window too short": ("olmo3", lambda a: geometry_with(a, windows=(11, None, 12)), "sliding_window=12 in layer 0"),
     "no sinks": ("gpt_oss", lambda a: setattr(a, "_sinks", [None] * 3), "s_aux in layer 0"),
+    "no output gate": ("qwen3_5", lambda a: setattr(a, "_gate", lambda *_: None), "layer 0"),
+    "no output gate per head": ("lfm3", lambda a: setattr(a, "_gate", lambda *_: None), "layer 0"),
+    "no shared MLP": ("granite_hybrid", lambda a: setattr(a._layers[0], "_shared_mlp", None), "layer 0"),
+    "no mixer beside the attention": ("falcon_h1", lambda a: setattr(a._layers[1], "_mixer", None), "layer 1"),
+    "no multiplier of keys": ("falcon_h1", lambda a: setattr(a._projections[0], "_key_multiplier", 1.0), "layer 0"),
+    "a recurrent layer skipped": ("bamba", lambda a: setattr(a, "_attention_at", [0, *a._attention_at]), "layer 0"),
     "one after the other": ("gpt_neox", lambda a: setattr(a._layers[1], "_parallel", False), "layer 1"),
 }  # fmt: skip
 """For each fault: the model, the change to its adapter, and the part named in the error."""
@@ -325,6 +332,14 @@ class TestVerification:
         with pytest.raises(ModelError, match=named) as refused:
             verify_model(model, rewire(model, change))
         assert refused.value.reason == ("attention_argument" if " in layer" in named else "verification")
+
+    @pytest.mark.parametrize("call", ["update_conv_state", "update_recurrent_state"])
+    def test_state_that_is_not_kept_is_caught(self, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Verification runs recurrent layers in two pieces and then token by token."""
+        monkeypatch.setattr(RecurrentState, call, lambda self, given, *_, **__: given)
+        model = architecture("qwen3_5")
+        with pytest.raises(ModelError, match=r"the embedding .* in prefill"):
+            verify_model(model, adapter_for(model))
 
     def test_a_fault_of_the_numbers_is_caught_without_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Caps, windows and sinks are normally verified by comparing attention arguments. The outputs must reveal
