@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .config import EngineConfig, StoreOptions
 from .engine.build import build, build_beside
 from .engine.checks import (
+    check_keeps_no_state,
     check_token_ids,
     folder_path,
     max_length,
@@ -395,6 +396,7 @@ class LLM:
 
         Arguments as `session` and `SessionStore.on_disk`.
         """
+        check_keeps_no_state("a session", self.runner.adapter.geometry)
         self._check_open()
         folder = folder_path("store", store).resolve()
         known = self._stores.get(folder)

@@ -263,6 +263,7 @@ def requirements_table(
             ("device: scoring keys", format_size(needed.scoring)),
             ("device: sinks and recent window", format_size(needed.resident)),
             *_size("device: working set", needed.working_set),
+            *_size("device: recurrent state", needed.states),
             ("device: fetched KV", format_size(needed.staging)),
             ("device: activations of a step", format_size(needed.decode)),
             *_size("device: CUDA graphs, at most", needed.graphs),
