@@ -11,9 +11,10 @@ from torch import nn
 from ...errors import ModelError
 from .backend import BackendLinear, LinearBackend, Place, quantization_option
 from .dense import DenseCPU
+from .packed import PACKED
 from .quantizers import MXFP4, BitsAndBytes, TorchAO
 
-BACKENDS: list[LinearBackend] = [BitsAndBytes(), TorchAO(), MXFP4(), DenseCPU()]
+BACKENDS: list[LinearBackend] = [BitsAndBytes(), TorchAO(), MXFP4(), PACKED, DenseCPU()]
 """All weight formats. The first one that takes a layer computes it."""
 
 GGUF_NOTE = (
