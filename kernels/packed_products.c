@@ -12,7 +12,7 @@ Codes of 8 bits are plain bytes. Scales and minima are float16. */
 #include "simd.h"
 
 #define AT_ONCE 4 /* rows of x whose sums stay in registers */
-#define SPAN 1024 /* inputs whose scales are converted at a time */
+#define SPAN 2048 /* inputs whose scales are converted at a time */
 #define AHEAD 4096
 #define X_GROUP 32
 #define WORDS (2 * LANES) /* numbers of 16 bits in a vector */
@@ -22,8 +22,8 @@ typedef words words_unaligned __attribute__((aligned(2)));
 typedef uint8_t half_bytes __attribute__((vector_size(2 * LANES), may_alias));
 
 /* out [rows][outs] = x [rows][ins] * weight [outs][ins] + bias [outs] (or NULL). `codes` are rows of `stride` bytes.
-Without minima (minima < 0), they are -offset * scale. whole, factors and sums are memory for x in whole numbers:
-[rows][ins], [rows][ins / 32] and [rows][ins / unit]. A part is the numbers [part * size, (part + 1) * size) of each row
+Without minima (minima < 0), they are -offset * scale. x in whole numbers is whole [rows][ins], and factors and sums
+[rows][units] for each unit of inputs, with zeros behind the last unit up to a multiple of 16. A part is the numbers [part * size, (part + 1) * size) of each row
 of out; for `unpack` it is those rows of weights, written to out [outs][ins]. */
 typedef struct {
     const Number *x, *bias;
@@ -31,28 +31,36 @@ typedef struct {
     Number *out;
     int16_t *whole;
     float *factors, *sums;
-    int64_t rows, outs, ins, size, stride, bits, group, high, scales, minima;
+    int64_t rows, outs, ins, size, stride, bits, group, high, scales, minima, units;
     float offset;
 } Call;
 
-/* float16 without infinities and NaN, which importers refuse: the exponent's bias differs by 112. */
-INLINE float half(uint16_t bits) {
-    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = (uint32_t)(bits & 0x7fff) << 13;
-    float x;
-    memcpy(&x, &rest, sizeof x);
-    x *= 0x1p112f;
-    memcpy(&rest, &x, sizeof rest);
-    rest |= sign;
-    memcpy(&x, &rest, sizeof x);
-    return x;
+/* float16 without infinities and NaN, which importers refuse. */
+INLINE f32 widen_halves(u16 halves) {
+#if defined(WIDE_VECTORS)
+    return (f32)_mm512_cvtph_ps((__m256i)halves);
+#elif defined(__AVX2__)
+    return (f32)_mm256_cvtph_ps((__m128i)halves);
+#elif defined(__aarch64__)
+    return (f32)vcvt_f32_f16((float16x4_t)halves);
+#else
+    u32 bits = __builtin_convertvector(halves, u32); /* the bias of the exponent differs by 112 */
+    return (f32)((u32)((f32)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
+#endif
 }
 
 INLINE int unit_of(int bits) { return bits == 6 ? 16 : 32; } /* inputs that have the same scales of weights and of x */
 
 INLINE words widen_bytes(const uint8_t *at) {
+#if defined(WIDE_VECTORS)
+    return (words)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)at));
+#elif defined(__AVX2__)
+    return (words)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)at));
+#else
     half_bytes narrow;
     memcpy(&narrow, at, sizeof narrow);
     return __builtin_convertvector(narrow, words);
+#endif
 }
 
 /* 16 in the words whose bits are set. */
@@ -113,24 +121,54 @@ INLINE i32 products_of(words codes, const int16_t *x) {
 #endif
 }
 
-/* Scales and minima of the units of `count` inputs from `first` on. */
+/* `count` numbers, and zeros up to a multiple of LANES. */
+INLINE void read_halves(const uint8_t *at, int64_t count, float *found) {
+    u16 halves;
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        memcpy(&halves, at + 2 * i, sizeof halves);
+        store(found + i, widen_halves(halves));
+    }
+    if (i == count) return;
+    uint16_t last[LANES] = {0};
+    memcpy(last, at + 2 * i, (size_t)(2 * (count - i)));
+    memcpy(&halves, last, sizeof halves);
+    store(found + i, widen_halves(halves));
+}
+
+/* Scales and minima of the units of `count` inputs from `first` on, and zeros up to a multiple of LANES. */
 INLINE void read_scales(const Call *call, const uint8_t *row, int64_t first, int64_t count, int unit, float *scales,
                         float *minima) {
-    uint16_t halves[2][SPAN / 16];
-    int64_t group = call->group, groups = (count + group - 1) / group, each = group / unit;
-    memcpy(halves[0], row + call->scales + first / group * 2, 2 * groups);
-    if (call->minima >= 0) memcpy(halves[1], row + call->minima + first / group * 2, 2 * groups);
-    if (each == 1) {
-        for (int64_t g = 0; g < groups; g++) scales[g] = half(halves[0][g]);
+    const int64_t group = call->group, groups = count / group, each = group / unit, units = count / unit;
+    read_halves(row + call->scales + first / group * 2, groups, scales);
+    if (call->minima >= 0) read_halves(row + call->minima + first / group * 2, groups, minima);
+    if (each > 1) {
+        for (int64_t u = units; u--;) scales[u] = scales[u / each];
         if (call->minima >= 0)
-            for (int64_t g = 0; g < groups; g++) minima[g] = half(halves[1][g]);
-        else
-            for (int64_t g = 0; g < groups; g++) minima[g] = -call->offset * scales[g];
+            for (int64_t u = units; u--;) minima[u] = minima[u / each];
+        for (int64_t u = units; u % LANES; u++) scales[u] = minima[u] = 0.0f;
+    }
+    if (call->minima < 0)
+        for (int64_t u = 0; u < units; u += LANES) store(minima + u, all(-call->offset) * load(scales + u));
+}
+
+/* Products of a block of 64 codes with one row of x, added to two sums. */
+INLINE void add_block(const words codes[64 / WORDS], const int16_t *x, const float *scale, int unit, f32 sums[2]) {
+#if LANES == 16
+    if (unit == 16) { /* two units in each vector */
+        const f32 scales = load(scale);
+        const i32 upper = lane_numbers() >> 3;
+        for (int v = 0; v < 2; v++) {
+            f32 whole = __builtin_convertvector(products_of(codes[v], x + v * WORDS), f32);
+            sums[v] = fma_of(whole, __builtin_shuffle(scales, upper + 2 * v), sums[v]);
+        }
         return;
     }
-    for (int64_t u = 0; u < count / unit; u++) {
-        scales[u] = half(halves[0][u / each]);
-        minima[u] = call->minima >= 0 ? half(halves[1][u / each]) : -call->offset * scales[u];
+#endif
+    for (int u = 0; u < 64 / unit; u++) {
+        i32 whole = {0};
+        for (int v = u * unit / WORDS; v < (u + 1) * unit / WORDS; v++) whole += products_of(codes[v], x + v * WORDS);
+        sums[u & 1] = fma_of(__builtin_convertvector(whole, f32), all(scale[u]), sums[u & 1]);
     }
 }
 
@@ -138,50 +176,29 @@ INLINE void read_scales(const Call *call, const uint8_t *row, int64_t first, int
 INLINE void tile(const Call *call, const uint8_t *row, int64_t first, int rows, int bits, float *found) {
     const int unit = unit_of(bits), per = 64 / unit;
     const int64_t ins = call->ins;
-    float scales[SPAN / 16], minima[SPAN / 16], factors[AT_ONCE][SPAN / 16];
-    f32 sums[AT_ONCE];
-    float rest[AT_ONCE];
-    for (int r = 0; r < rows; r++) sums[r] = all(0.0f), rest[r] = 0.0f;
+    float scales[SPAN / 16], minima[SPAN / 16], factors[AT_ONCE][SPAN / 16 + LANES];
+    f32 sums[AT_ONCE][2];
+    for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = all(0.0f);
     for (int64_t start = 0; start < ins; start += SPAN) {
-        const int64_t count = ins - start < SPAN ? ins - start : SPAN, units = count / unit;
+        const int64_t count = ins - start < SPAN ? ins - start : SPAN;
         read_scales(call, row, start, count, unit, scales, minima);
         for (int r = 0; r < rows; r++) {
-            const float *of_x = call->factors + ((first + r) * ins + start) / X_GROUP;
-            const float *sums_of_x = call->sums + ((first + r) * ins + start) / unit;
-            float part = 0.0f;
-            for (int64_t u = 0; u < units; u++) factors[r][u] = scales[u] * of_x[u * unit / X_GROUP];
-            f32 parts = all(0.0f);
-            int64_t u = 0;
-            for (; u + LANES <= units; u += LANES) parts = fma_of(load(minima + u), load(sums_of_x + u), parts);
-            for (; u < units; u++) part += minima[u] * sums_of_x[u];
-            rest[r] += part + sum_of(parts);
+            const int64_t at = (first + r) * call->units + start / unit;
+            for (int64_t u = 0; u < count / unit; u += LANES) {
+                store(factors[r] + u, load(scales + u) * load(call->factors + at + u));
+                sums[r][0] = fma_of(load(minima + u), load(call->sums + at + u), sums[r][0]);
+            }
         }
         for (int64_t block = 0; block < count / 64; block++) {
             words codes[64 / WORDS];
             const int64_t at = start / 64 + block;
             __builtin_prefetch(row + (bits == 8 ? 64 : 32) * at + AHEAD);
             expand(call, row, at, bits, codes);
-            for (int r = 0; r < rows; r++) {
-                const int16_t *x = call->whole + (first + r) * ins + start + 64 * block;
-                const float *scale = factors[r] + block * per;
-                if (WORDS > unit) { /* two units in each vector */
-                    const i32 lower = lane_numbers() < LANES / 2;
-                    for (int v = 0; v < 64 / WORDS; v++) {
-                        f32 both = choose(lower, all(scale[2 * v]), all(scale[2 * v + 1]));
-                        sums[r] = fma_of(__builtin_convertvector(products_of(codes[v], x + v * WORDS), f32), both, sums[r]);
-                    }
-                    continue;
-                }
-                for (int u = 0; u < per; u++) {
-                    i32 whole = {0};
-                    for (int v = u * unit / WORDS; v < (u + 1) * unit / WORDS; v++)
-                        whole += products_of(codes[v], x + v * WORDS);
-                    sums[r] = fma_of(__builtin_convertvector(whole, f32), all(scale[u]), sums[r]);
-                }
-            }
+            for (int r = 0; r < rows; r++)
+                add_block(codes, call->whole + (first + r) * ins + 64 * at, factors[r] + block * per, unit, sums[r]);
         }
     }
-    for (int r = 0; r < rows; r++) found[r] = sum_of(sums[r]) + rest[r];
+    for (int r = 0; r < rows; r++) found[r] = sum_of(sums[r][0] + sums[r][1]);
 }
 
 /* Each number of rows and of bits has its code, so that sums stay in registers. */
@@ -245,11 +262,12 @@ void prepare(const void *given, int64_t part) {
             scaled = scaled > 32767.0f ? 32767.0f : scaled < -32767.0f ? -32767.0f : scaled;
             whole[c + i] = (int16_t)rintf(scaled);
         }
-        call->factors[(part * ins + c) / X_GROUP] = odd == 0.0f ? factor : NAN;
         for (int64_t u = 0; u < X_GROUP; u += unit) {
+            const int64_t at = part * call->units + (c + u) / unit;
             int32_t sum = 0;
             for (int64_t i = u; i < u + unit; i++) sum += whole[c + i];
-            call->sums[(part * ins + c + u) / unit] = odd == 0.0f ? (float)sum * factor : NAN;
+            call->factors[at] = odd == 0.0f ? factor : NAN;
+            call->sums[at] = odd == 0.0f ? (float)sum * factor : NAN;
         }
     }
 }

@@ -22,9 +22,6 @@ PART_BYTES = 1 << 16
 WORTH_THREADS = 1 << 18
 """Bytes of a packed weight from which waking a thread is worth it."""
 
-X_GROUP = 32
-"""Numbers of x with a common factor, as in packed_products.c."""
-
 
 class _Call(ctypes.Structure):
     """`Call` of packed_products.c."""
@@ -32,7 +29,7 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "bias", "codes", "out", "whole", "factors", "sums")),
         *((name, ctypes.c_int64) for name in ("rows", "outs", "ins", "size", "stride", "bits", "group")),
-        *((name, ctypes.c_int64) for name in ("high", "scales", "minima")),
+        *((name, ctypes.c_int64) for name in ("high", "scales", "minima", "units")),
         ("offset", ctypes.c_float),
     ]
 
@@ -51,10 +48,10 @@ class PackedProducts:
         rows = x.numel() // form.ins
         out = x.new_empty(*x.shape[:-1], outs)
         whole = torch.empty(rows, form.ins, dtype=torch.int16)
-        factors = torch.empty(rows, form.ins // X_GROUP)
-        sums = torch.empty(rows, form.ins // (16 if form.bits == 6 else X_GROUP))
+        units = -(-form.ins // (16 if form.bits == 6 else 32) // 16) * 16
+        factors, sums = torch.zeros(2, rows, units)
         call = self._call(packed, form, out, x=x, bias=bias, whole=whole, factors=factors, sums=sums)
-        call.rows = rows
+        call.rows, call.units = rows, units
         threads = team.threads() if packed.nbytes >= WORTH_THREADS else 1
         team.run(self.library.prepare, call, rows, 1)
         team.run(self.library.linear, call, -(-outs // call.size), threads)
