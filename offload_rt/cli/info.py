@@ -28,8 +28,9 @@ def run(args: argparse.Namespace) -> int:
     from .tables import requirements_table
 
     shape = load_shape(
-        args.model, device=config.device, dtype=config.dtype, hub=hub_of(config), max_model_len=args.context
-    )
+        args.model, device=config.device, dtype=config.dtype, hub=hub_of(config), max_model_len=args.context,
+        quantize=config.quantize,
+    )  # fmt: skip
     disk, geometry = disk_plan(config, shape), shape.geometry
     machine = SystemMemory.here(config.host_memory, shape.device, None if disk is None else disk.limit)
     plan = None if config.device_memory is None else plan_for(config, shape)
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, args.context, graphs)
     Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk, shape))
     found, notes = obstacles(needed, machine, shape.host_bytes if plan is None else plan.host_bytes), []
-    if find_source(args.model).gguf is not None:
+    if find_source(args.model).gguf is not None and shape.packing is None:
         notes.append(f"Note: {GGUF_NOTE}.")
     if args.context > geometry.max_positions:
         length = f"The context length of the model is {geometry.max_positions:,} tokens"

@@ -20,7 +20,9 @@ from ..errors import ConfigError, MemoryLimitError, ModelError, OffloadError
 from ..utils.config_fields import check_choice
 from .linear import backend_of, packing
 from .linear.dense import computes_bfloat16
+from .linear.packed import PACKED
 from .multimodal import belongs_to, is_multimodal, text_config, unused_modules, without_unused
+from .packed_checkpoint import read_checkpoint
 from .registry import architectures, unsupported
 from .source import ModelSource
 
@@ -144,6 +146,12 @@ def read_weights(
     if source.gguf is None:
         _check_weight_files(source)
     method = packing(config)
+    if method == PACKED.method:
+        if source.folder is None:
+            raise ModelError(f"{source} has packed weights, which are only read from a folder: download it first")
+        with one_error(f"cannot load the weights of {source}"):
+            packed = read_checkpoint(source.folder, config, dtype, source.hub.trust_remote_code)
+        return packed.to(device)
     # Without a map, packed weights are put on a CUDA device even if they must stay in host memory.
     on_cpu = None if method is None else {"": "cpu"}
     hint = f" (packed by {method}; call transformers' from_pretrained to see which kernel or package is missing)"

@@ -47,7 +47,10 @@ PACKED = PackedWeights()
 
 
 class PackedEmbedding(nn.Embedding):
-    """Embedding that unpacks the rows of the tokens. Existing embeddings get this class in place."""
+    """Embedding that unpacks the rows of the tokens.
+
+    Existing embeddings get this class in place, in addition to a class of their own that scales the results, if any.
+    """
 
     form: PackedFormat
     packed: nn.Parameter
@@ -69,7 +72,7 @@ def hold_packed(module: nn.Module, packed: nn.Parameter, form: PackedFormat, dty
     """Make `module`, a linear layer or an embedding, compute from packed weights, in place.
 
     Args:
-        module: A plain `nn.Linear`, or a subclass of `nn.Embedding` that only scales its results.
+        module: A plain `nn.Linear`, or a subclass of `nn.Embedding` that calls its `forward`.
         packed: Packed rows, uint8 `[out, form.row_bytes]`. A tied head and its embedding share it.
         form: Their format.
         dtype: The model's dtype.
@@ -79,11 +82,12 @@ def hold_packed(module: nn.Module, packed: nn.Parameter, form: PackedFormat, dty
     if isinstance(module, nn.Linear):
         module.__class__ = BackendLinear
         module.backend = PACKED  # type: ignore[assignment]
-    else:
-        module.dtype = dtype  # type: ignore[assignment]
-        module.__class__ = PackedEmbedding
+        return
+    module.dtype = dtype  # type: ignore[assignment]
+    kind = type(module)
+    module.__class__ = PackedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, PackedEmbedding), {})
 
 
 def can_hold_packed(module: nn.Module) -> bool:
     """Return whether `hold_packed` takes `module`."""
-    return type(module) in (nn.Linear, nn.Embedding)
+    return type(module) is nn.Linear or isinstance(module, nn.Embedding)
