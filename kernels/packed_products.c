@@ -1,6 +1,6 @@
 /* Linear layers of packed weights: codes of 4, 5, 6 or 8 bits with a scale and a minimum for each group of inputs.
 
-A weight is code * scale + minimum. The rows of x become whole numbers of 16 bits with a scale for each 32 of them, so
+A weight is code * scale + minimum. Rows of x in bfloat16 become whole numbers of 16 bits with a scale for each 32 of them, so
 that the products of a group are exact sums of whole numbers, which one instruction makes of two products each. The
 error is 2^-16 of the largest of 32 numbers, less than that of bfloat16. Minima are multiplied with the sums of x.
 
@@ -152,6 +152,32 @@ INLINE void read_scales(const Call *call, const uint8_t *row, int64_t first, int
         for (int64_t u = 0; u < units; u += LANES) store(minima + u, all(-call->offset) * load(scales + u));
 }
 
+/* Weights of `count` inputs from `start` on. */
+INLINE void unpack_span(const Call *call, const uint8_t *row, int64_t start, int64_t count, int bits, Number *out) {
+    const int unit = unit_of(bits);
+    float scales[SPAN / 16], minima[SPAN / 16];
+    read_scales(call, row, start, count, unit, scales, minima);
+    for (int64_t block = 0; block < count / 64; block++) {
+        uint16_t codes[64];
+        words found[64 / WORDS];
+        expand(call, row, start / 64 + block, bits, found);
+        memcpy(codes, found, sizeof codes);
+        for (int i = 0; i < 64; i += LANES) {
+            u16 narrow;
+            memcpy(&narrow, codes + i, sizeof narrow);
+            const int64_t u = block * (64 / unit) + i / unit;
+            f32 code = __builtin_convertvector((i32)__builtin_convertvector(narrow, u32), f32);
+            f32 weight = fma_of(code, all(scales[u]), all(minima[u]));
+#if BFLOAT16
+            store_bf16(out + 64 * block + i, weight);
+#else
+            store(out + 64 * block + i, weight);
+#endif
+        }
+    }
+}
+
+#if BFLOAT16
 /* Products of a block of 64 codes with one row of x, added to two sums. */
 INLINE void add_block(const words codes[64 / WORDS], const int16_t *x, const float *scale, int unit, f32 sums[2]) {
 #if LANES == 16
@@ -201,6 +227,28 @@ INLINE void tile(const Call *call, const uint8_t *row, int64_t first, int rows, 
     for (int r = 0; r < rows; r++) found[r] = sum_of(sums[r][0] + sums[r][1]);
 }
 
+#else
+/* Sums of one row of weights with `rows` rows of x. Numbers of 16 bits would be less exact than float32. */
+INLINE void tile(const Call *call, const uint8_t *row, int64_t first, int rows, int bits, float *found) {
+    const int64_t ins = call->ins;
+    float weights[SPAN];
+    f32 sums[AT_ONCE][2];
+    for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = all(0.0f);
+    for (int64_t start = 0; start < ins; start += SPAN) {
+        const int64_t count = ins - start < SPAN ? ins - start : SPAN;
+        unpack_span(call, row, start, count, bits, weights);
+        for (int r = 0; r < rows; r++) {
+            const float *x = call->x + (first + r) * ins + start;
+            for (int64_t i = 0; i < count; i += 2 * LANES) {
+                sums[r][0] = fma_of(load(weights + i), load(x + i), sums[r][0]);
+                sums[r][1] = fma_of(load(weights + i + LANES), load(x + i + LANES), sums[r][1]);
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++) found[r] = sum_of(sums[r][0] + sums[r][1]);
+}
+#endif
+
 /* Each number of rows and of bits has its code, so that sums stay in registers. */
 INLINE void tiles(const Call *call, const uint8_t *row, int64_t first, int rows, int bits, float *found) {
     switch (rows) {
@@ -245,6 +293,7 @@ void linear(const void *given, int64_t part) {
         }
 }
 
+#if BFLOAT16
 /* Row `part` of x in whole numbers. If a number is not finite, the factor is NaN, and so are all results. */
 void prepare(const void *given, int64_t part) {
     const Call *call = given;
@@ -271,32 +320,12 @@ void prepare(const void *given, int64_t part) {
         }
     }
 }
+#endif
 
 INLINE void unpack_row(const Call *call, const uint8_t *row, Number *out, int bits) {
-    const int unit = unit_of(bits);
-    float scales[SPAN / 16], minima[SPAN / 16];
     for (int64_t start = 0; start < call->ins; start += SPAN) {
         const int64_t count = call->ins - start < SPAN ? call->ins - start : SPAN;
-        read_scales(call, row, start, count, unit, scales, minima);
-        for (int64_t block = 0; block < count / 64; block++) {
-            uint16_t codes[64];
-            words found[64 / WORDS];
-            expand(call, row, start / 64 + block, bits, found);
-            memcpy(codes, found, sizeof codes);
-            for (int i = 0; i < 64; i += LANES) {
-                u16 narrow;
-                memcpy(&narrow, codes + i, sizeof narrow);
-                const int64_t u = block * (64 / unit) + i / unit;
-                f32 code = __builtin_convertvector((i32)__builtin_convertvector(narrow, u32), f32);
-                f32 weight = fma_of(code, all(scales[u]), all(minima[u]));
-                Number *at = out + start + 64 * block + i;
-#if BFLOAT16
-                store_bf16(at, weight);
-#else
-                store(at, weight);
-#endif
-            }
-        }
+        unpack_span(call, row, start, count, bits, out + start);
     }
 }
 

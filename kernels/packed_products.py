@@ -1,4 +1,4 @@
-"""Linear layers of packed weights on a CPU (`packed_products.c`): a few rows, or weights for torch's product of many."""
+"""Linear layers of packed weights on a CPU (`packed_products.c`): few rows, or weights for torch to multiply many."""
 
 from __future__ import annotations
 
@@ -47,13 +47,15 @@ class PackedProducts:
         x, outs = x.contiguous(), len(packed)
         rows = x.numel() // form.ins
         out = x.new_empty(*x.shape[:-1], outs)
-        whole = torch.empty(rows, form.ins, dtype=torch.int16)
-        units = -(-form.ins // (16 if form.bits == 6 else 32) // 16) * 16
-        factors, sums = torch.zeros(2, rows, units)
-        call = self._call(packed, form, out, x=x, bias=bias, whole=whole, factors=factors, sums=sums)
-        call.rows, call.units = rows, units
+        call = self._call(packed, form, out, x=x, bias=bias)
+        call.rows = rows
+        if x.dtype == torch.bfloat16:
+            units = -(-form.ins // (16 if form.bits == 6 else 32) // 16) * 16
+            whole, (factors, sums) = torch.empty(rows, form.ins, dtype=torch.int16), torch.zeros(2, rows, units)
+            call.whole, call.factors, call.sums = whole.data_ptr(), factors.data_ptr(), sums.data_ptr()
+            call.units = units
+            team.run(self.library.prepare, call, rows, 1)
         threads = team.threads() if packed.nbytes >= WORTH_THREADS else 1
-        team.run(self.library.prepare, call, rows, 1)
         team.run(self.library.linear, call, -(-outs // call.size), threads)
         return out
 

@@ -18,6 +18,7 @@ import torch
 from ..config import DType
 from ..errors import ConfigError, MemoryLimitError, ModelError, OffloadError
 from ..utils.config_fields import check_choice
+from .gguf_header import check_complete
 from .linear import backend_of, packing
 from .linear.dense import computes_bfloat16
 from .linear.packed import PACKED
@@ -79,13 +80,20 @@ def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelError(f"reading {source} needs the package gguf: pip install 'offload-rt[gguf]'")
+    require_gguf(source)
+    if source.folder is not None:
+        check_complete(source.folder / str(source.gguf))
     with one_error(f"cannot read the configuration of {source}"), _quiet():
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.place, gguf_file=source.gguf, **source.hub.options)
     if config.model_type not in CLASSES:
         raise unsupported(f"model type {config.model_type!r}")
     return config
+
+
+def require_gguf(source: ModelSource) -> None:
+    """Raise ModelError if the package that reads GGUF files is not installed."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError(f"reading {source} needs the package gguf: pip install 'offload-rt[gguf]'")
 
 
 def architecture_of(config: PreTrainedConfig) -> str:

@@ -97,9 +97,14 @@ _ROWS_AT_ONCE = 1 << 22
 """Number of weights that are converted at a time, which bounds the memory of intermediate results."""
 
 
+def can_pack(kind: str) -> bool:
+    """Return whether tensors of a GGUF type can be packed."""
+    return kind in _TYPES
+
+
 def packed_format(kind: str, ins: int) -> PackedFormat | None:
     """Return the packed format for rows of `ins` weights of a GGUF type, or None if the type is not supported."""
-    if kind not in _TYPES:
+    if not can_pack(kind):
         return None
     _, bits, group, offset, _ = _TYPES[kind]
     return PackedFormat(ins, bits, group, offset is None, offset or 0) if PackedFormat.fits(ins, bits, group) else None

@@ -14,18 +14,22 @@ _STRING, _ARRAY = 8, 9
 _LONGEST = 1 << 30
 
 
-class _Early(Exception):
+class _EarlyEndError(Exception):
     """The file ends within the header, or the header is damaged."""
 
 
-def check_complete(path: Path) -> None:
-    """Raise ModelError if the file is not a GGUF file or ends before its last tensor does."""
+def check_complete(path: Path) -> set[str]:
+    """Return the types of the tensors, such as "Q4_K".
+
+    Raises:
+        ModelError: The file is not a GGUF file, or ends before its last tensor does.
+    """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     with path.open("rb") as file:
         try:
             tensors, start = _read_header(file)
-        except _Early:
+        except _EarlyEndError:
             raise ModelError(f"'{path}' is damaged: the file ends early, within its header") from None
         size = path.stat().st_size
     ends = []
@@ -42,6 +46,7 @@ def check_complete(path: Path) -> None:
     if short:
         last, name = short[-1]
         raise ModelError(f"'{path}' is damaged: the file ends early: tensor {name} needs {last:,} more bytes")
+    return {GGMLQuantizationType(kind).name for _, _, kind, _ in tensors}
 
 
 def _read_header(file: BinaryIO) -> tuple[list[tuple[str, tuple[int, ...], int, int]], int]:
@@ -62,7 +67,7 @@ def _read_header(file: BinaryIO) -> tuple[list[tuple[str, tuple[int, ...], int, 
     for _ in range(count):
         name, dims = _text(file), _read(file, "<I")[0]
         if dims > 8:
-            raise _Early
+            raise _EarlyEndError
         *shape, kind, offset = _read(file, f"<{dims}QIQ")
         tensors.append((name, tuple(shape), kind, offset))
     return tensors, -(-file.tell() // alignment) * alignment
@@ -71,14 +76,14 @@ def _read_header(file: BinaryIO) -> tuple[list[tuple[str, tuple[int, ...], int, 
 def _read(file: BinaryIO, form: str) -> tuple[int, ...]:
     data = file.read(struct.calcsize(form))
     if len(data) < struct.calcsize(form):
-        raise _Early
+        raise _EarlyEndError
     return struct.unpack(form, data)
 
 
 def _text(file: BinaryIO) -> str:
     (length,) = _read(file, "<Q")
     if length > _LONGEST:
-        raise _Early
+        raise _EarlyEndError
     return file.read(length).decode(errors="replace")
 
 
@@ -97,4 +102,4 @@ def _skip(file: BinaryIO, kind: int) -> None:
     elif kind in _SIZES:
         file.seek(_SIZES[kind], 1)
     else:
-        raise _Early
+        raise _EarlyEndError

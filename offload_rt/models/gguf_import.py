@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from ..utils.progress import Progress
-from .checkpoint import architecture_of, build_skeleton, one_error, read_config, read_tokenizer
+from .checkpoint import architecture_of, build_skeleton, one_error, read_config, read_tokenizer, require_gguf
 from .fingerprint import cache_folder, file_identity
-from .gguf_blocks import packed_format, packed_rows
+from .gguf_blocks import can_pack, packed_format, packed_rows
 from .gguf_header import check_complete
 from .linear.packed import can_hold_packed
 from .linear.packed_format import PackedFormat
@@ -48,8 +48,8 @@ def packed_source(source: ModelSource) -> ModelSource:
     key = hashlib.sha256(repr((_VERSION, version("transformers"), file_identity(path))).encode()).hexdigest()[:32]
     try:
         folder = cached_folder(cache_folder() / "packed" / key, functools.partial(_convert, source=source, path=path))
-    except _CannotPack as error:
-        _log.warning("the weights of %s are dequantised: %s", path.name, error)
+    except CannotPackError as error:
+        _log.info("the weights of %s are dequantised: %s", path.name, error)
         return source
     except OSError as error:
         _log.warning("the weights of %s are dequantised, because they cannot be cached: %s", path.name, error)
@@ -57,7 +57,7 @@ def packed_source(source: ModelSource) -> ModelSource:
     return replace(source, place=str(folder), gguf=None)
 
 
-class _CannotPack(Exception):
+class CannotPackError(Exception):
     """Transformers changes the weights of this architecture in a way that is not a permutation of rows."""
 
 
@@ -78,9 +78,11 @@ def _convert(folder: Path, *, source: ModelSource, path: Path) -> None:
     from transformers.utils import logging as transformers_logging
 
     logging_: Any = transformers_logging
+    require_gguf(source)
+    if not any(map(can_pack, check_complete(path))):
+        raise CannotPackError("its tensors have no type that is computed as it is packed")
     with _one_reader() as reader_of:
-        config = read_config(source)  # also reports that the package gguf is missing
-        check_complete(path)
+        config = read_config(source)
         tokenizer = read_tokenizer(source)
         with one_error(f"cannot read {source}"):
             reader = reader_of(str(path))
@@ -114,11 +116,8 @@ def _one_reader() -> Iterator[Any]:
 
     Yields a function that returns the reader of a path.
     """
-    try:
-        import gguf
-    except ImportError:
-        yield None
-        return
+    import gguf
+
     module: Any = gguf
     own = module.GGUFReader
     reader_of = functools.cache(lambda path, mode="r": own(path, mode))
@@ -138,11 +137,11 @@ def _tensor_names(skeleton: PreTrainedModel, reader: Any) -> tuple[dict[str, str
     try:
         names = loader.get_gguf_hf_weights_map(skeleton, processor)
     except NotImplementedError as error:
-        raise _CannotPack(str(error)) from error
+        raise CannotPackError(str(error)) from error
     known = {each.name for each in reader.tensors} & names.keys()
     parameters = {name for name, _ in skeleton.named_parameters()}
     if not {names[name] for name in known} >= parameters:
-        raise _CannotPack("several tensors of the file make one of the model")
+        raise CannotPackError("several tensors of the file make one of the model")
     return {name: names[name] for name in known}, processor
 
 
@@ -178,5 +177,5 @@ def _dense(tensor: ReaderTensor, processor: Any) -> torch.Tensor:
         weights=weights, name=tensor.name, tensor_key_mapping=None, parsed_parameters={"tensors": {}}
     )
     if result.name != tensor.name:
-        raise _CannotPack(f"transformers converts the tensor {tensor.name}")
+        raise CannotPackError(f"transformers converts the tensor {tensor.name}")
     return torch.from_numpy(np.array(result.weights, dtype=np.float32))

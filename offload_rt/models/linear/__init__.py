@@ -18,8 +18,8 @@ BACKENDS: list[LinearBackend] = [BitsAndBytes(), TorchAO(), MXFP4(), PACKED, Den
 """All weight formats. The first one that takes a layer computes it."""
 
 GGUF_NOTE = (
-    "the weights of this GGUF file are dequantised; they stay packed on a CPU if the path of the file is the model, and "
-    "quantize is 'auto' (documentation: Architectures)"
+    "the weights of this GGUF file are dequantised; on a CPU they stay packed if the path of the file is the model "
+    "and quantize is 'auto' (documentation: Architectures)"
 )
 
 
