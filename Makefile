@@ -3,7 +3,7 @@
 #   make test    lint, types and tests (needs no GPU, no network once installed)
 #   make quick   ruff and one case of each test in about a minute; PART=engine runs all tests of tests/unit/engine
 #   make test-training  the tests of scripts/reference that train
-#   make stress    the long ones, in parts of a few minutes: PART=disk (200 kills while chunks are written, 100 over
+#   make stress    the long ones, in parts of a few minutes: PART=disk (200 kills while blocks are written, 100 over
 #                contexts on disk, whose every write fails once, and a million tokens' resident memory), sessions (50 kills
 #                while sessions are saved, 100 flipped bits), composition (every cell of the matrix, each
 #                model with each policy and scorer, each beam search), requests (500 in a pool too small for them),

@@ -52,7 +52,7 @@ def setting(row: Row) -> str:
     if "preset" in options:
         return DEFAULT if options["preset"] == "default" else f'`preset="{options["preset"]}"`'
     copies = {"int4": "4-bit copies", "int2": "4-bit keys, 2-bit values", "off": "no copies", None: "no copies"}
-    return f"{share or 'sinks and recent tokens only'}, {copies[options.get('tail')]}"
+    return f"{share or 'sinks and recent tokens only'}, {copies[options.get('approximate_kv')]}"
 
 
 def change(row: Row) -> str:
@@ -196,8 +196,8 @@ CHANGED = {
     f"{ROWS} scorer=partial columns=prompt skew=svd": "columns chosen from the prompt (paper)",
     f"{ROWS} sinks=0 recent=1": "no sinks, no recent window",
     f"{ROWS} dense_layers=": "no dense layer",
-    f"{ROWS} tail=int4": "approximate KV added, 4-bit values",
-    f"{ROWS} tail=int2": "approximate KV added, 2-bit values",
+    f"{ROWS} approximate_kv=int4": "approximate KV added, 4-bit values",
+    f"{ROWS} approximate_kv=int2": "approximate KV added, 2-bit values",
     "infinigen preset=paper budget=0.05": '`preset="paper"`',
 }
 """Variants of the ablation that the page shows, with their descriptions."""

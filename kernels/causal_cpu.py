@@ -23,7 +23,10 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "packed", "sinks", "lse")),
         *((f"{name}_{step}", ctypes.c_int64) for name in ("q", "k", "v", "out") for step in ("head", "token")),
-        *((name, ctypes.c_int64) for name in ("kv_heads", "group", "m", "n", "first", "window", "reach", "begun")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("kv_heads", "group", "m", "n", "first", "window", "last_visible", "begun")
+        ),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 
@@ -71,8 +74,8 @@ def attend_further(
     """Of queries q `[H, m, d]` over rows k, v `[Hkv, n, d]`, n >= 1, too: out `[H, m, d]` and lse `[H, m]`, both
     float32, lse contiguous, of what was attended to before (of nothing 0 and -inf) become those of all. `causal`: the
     last m rows are the queries' own, which see those behind them not; else all are seen."""
-    reach = k.shape[1] - (q.shape[1] if causal else 1)
-    _attend(library, q, k, v, out, scale, k.shape[1], softcap, None, lse, reach=reach, begun=True)
+    last_visible = k.shape[1] - (q.shape[1] if causal else 1)
+    _attend(library, q, k, v, out, scale, k.shape[1], softcap, None, lse, last_visible=last_visible, begun=True)
 
 
 def _attend(
@@ -86,18 +89,18 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
     lse: torch.Tensor | None = None,
-    reach: int | None = None,
+    last_visible: int | None = None,
     begun: bool = False,
 ) -> None:
     """Attend with q `[H, m, d]` to k and v `[Hkv, n, d]`, and store out `[H, m, d]` and lse `[H, m]`.
 
     Args:
-        reach: The last token that the first query sees; each further query sees one more. None is n - m.
+        last_visible: The last token that the first query sees; each further query sees one more. None is n - m.
         begun: out and lse hold the attention to other tokens, and become that to all.
     """
     (heads, m, d), (kv_heads, n) = q.shape, k.shape[:2]
-    reach = n - m if reach is None else reach
-    first = max(0, reach - window + 1)
+    last_visible = n - m if last_visible is None else last_visible
+    first = max(0, last_visible - window + 1)
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     tiles = -(-heads // kv_heads * m // library.tile_rows())
     blocks = -(-(n - first) // KEYS)
@@ -107,7 +110,7 @@ def _attend(
     (v_head, v_token, _), (out_head, out_token, _) = v.stride(), out.stride()
     call = _Call(
         *places, q_head, q_token, k_head, k_token, v_head, v_token, out_head, out_token,
-        kv_heads, heads // kv_heads, m, n, first, window, reach, begun, scale, softcap or 0.0,
+        kv_heads, heads // kv_heads, m, n, first, window, last_visible, begun, scale, softcap or 0.0,
     )  # fmt: skip
     threads = team.threads() if 2 * heads * m * (n - first) * d > WORTH_THREADS else 1
     if packed is not None:

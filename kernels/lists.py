@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core import CHUNK
+from ..core import BLOCK_SIZE
 from .pointer_table import PointerTable
 from .selection import floor_share, group_scores, pack, quantise, skew, top_tokens_reference, unpack
 from .selection import quantised_scores as packed_scores
@@ -69,12 +69,12 @@ def gather_tokens(
     """Copy K and V of tokens `[P, n]` (int64) from `rows` `[R, w]` to out `[2, P, n, w]`.
 
     Only the first `counts[p]` tokens of each list are copied (all if None). The other entries stay unchanged. The row
-    of token t of sequence b is `bases[b, t // CHUNK]` (int64 `[B, C]`) plus `t % CHUNK`, plus `planes[0, h]` for K and
-    `planes[1, h]` for V of KV head h (int64 `[2, Hkv]`).
+    of token t of sequence b is `bases[b, t // BLOCK_SIZE]` (int64 `[B, C]`) plus `t % BLOCK_SIZE`, plus
+    `planes[0, h]` for K and `planes[1, h]` for V of KV head h (int64 `[2, Hkv]`).
     """
     batch, heads, listed = len(bases), planes.shape[1], tokens.shape[1]
     at = tokens.reshape(batch, heads * listed)
-    ids = (bases.gather(1, at // CHUNK) + at % CHUNK).view(batch, heads, listed)
+    ids = (bases.gather(1, at // BLOCK_SIZE) + at % BLOCK_SIZE).view(batch, heads, listed)
     ids = (ids + planes.unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
     counts = torch.full((len(tokens),), listed) if counts is None else counts
     for into, of in zip(out, ids, strict=True):

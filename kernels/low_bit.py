@@ -166,7 +166,7 @@ def low_bit_scores(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: La
     return scores * scale + torch.bmm(q, mean.unsqueeze(2))
 
 
-def tail_attention(
+def approximate_attention(
     q: torch.Tensor,
     mean: torch.Tensor,
     pages: Pages,
@@ -225,10 +225,10 @@ class LowBitQuery:
         of `tokens`."""
         return selection.top_scored(self.scores, n)
 
-    def tail(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def approximate(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend to the tokens that are not in skip `[Hkv, n]`: out `[Hkv, G, d]` and lse `[Hkv, G]`
-        (`tail_attention`)."""
-        return tail_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
+        (`approximate_attention`)."""
+        return approximate_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
 
     def merge(
         self,
@@ -248,5 +248,5 @@ class LowBitQuery:
         Returns:
             Merged out and lse.
         """
-        out, lse = self.tail(skip, softcap)
+        out, lse = self.approximate(skip, softcap)
         return merge_lse((exact[0].to(out.dtype), out @ unmixing), (exact[1].to(lse.dtype), lse))

@@ -96,7 +96,7 @@ class ProductQuery(LowBitQuery):
         first = self._blocks.start * BLOCK
         return self._found[:, :, self.tokens.start - first : self.tokens.stop - first]
 
-    def tail(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def approximate(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend to the tokens that are not in skip: out `[Hkv, G, d]` and lse `[Hkv, G]`."""
         hidden = _hidden_tokens(self.tokens, self._blocks, skip)
         scores = capped(self._found, softcap).masked_fill(hidden.unsqueeze(1), -math.inf)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core import CHUNK
+from ..core import BLOCK_SIZE
 
 PROGRAMS = 32
 """Programs per gather. With 8 KiB blocks they request 256 KiB at once. A 50 GB/s bus with a latency of 2 us needs 100
@@ -25,7 +25,7 @@ _BLOCK_BYTES = 1 << 12
 """Bytes of K, and of V, that a program requests before the first use."""
 
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
-_CHUNK = tl.constexpr(CHUNK)
+_BLOCK_SIZE = tl.constexpr(BLOCK_SIZE)
 
 
 @triton.jit(do_not_specialize=["lists", "listed"])
@@ -44,23 +44,26 @@ def _gather(
         tl.store(out + (p * listed + at)[:, None] * WORDS + columns[None, :], words, mask=mask)
 
 
-@triton.jit(do_not_specialize=["lists", "listed", "heads", "chunks"])
+@triton.jit(do_not_specialize=["lists", "listed", "heads", "blocks"])
 def _gather_tokens(
     rows: tl.tensor, tokens: tl.tensor, counts: tl.tensor, bases: tl.tensor, planes: tl.tensor, out: tl.tensor,
-    lists: tl.tensor, listed: tl.tensor, heads: tl.tensor, chunks: tl.tensor,
+    lists: tl.tensor, listed: tl.tensor, heads: tl.tensor, blocks: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Gather K and V of BLOCK tokens at a time, like `_gather`. Without COUNTED, all tokens are valid."""
-    columns, blocks = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
-    for item in range(tl.program_id(0), lists * blocks, tl.num_programs(0)):
-        p, first = (item // blocks).to(tl.int64), item % blocks * BLOCK
+    columns, tiles = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
+    for item in range(tl.program_id(0), lists * tiles, tl.num_programs(0)):
+        p, first = (item // tiles).to(tl.int64), item % tiles * BLOCK
         count = listed
         if COUNTED:
             count = tl.load(counts + p)
         if first < count:
             at = first + tl.arange(0, BLOCK)
             token = tl.load(tokens + p * listed + at, mask=at < count, other=0)
-            row = tl.load(bases + p // heads * chunks + token // _CHUNK, mask=at < count, other=0) + token % _CHUNK
+            row = (
+                tl.load(bases + p // heads * blocks + token // _BLOCK_SIZE, mask=at < count, other=0)
+                + token % _BLOCK_SIZE
+            )
             mask = (at < count)[:, None] & (columns < WORDS)[None, :]
             k = rows + (row + tl.load(planes + p % heads))[:, None] * WORDS + columns[None, :]
             v = rows + (row + tl.load(planes + heads + p % heads))[:, None] * WORDS + columns[None, :]
@@ -113,7 +116,7 @@ def gather_tokens(
     programs: int = PROGRAMS,
 ) -> None:
     """Run `lists.gather_tokens` in one launch of at most `programs` programs. `rows` is that of `gather_rows`."""
-    (lists, listed), (batch, chunks), heads = tokens.shape, bases.shape, planes.shape[1]
+    (lists, listed), (batch, blocks), heads = tokens.shape, bases.shape, planes.shape[1]
     assert rows.is_contiguous() and tokens.is_contiguous() and bases.is_contiguous() and planes.is_contiguous()
     assert out.shape == (2, lists, listed, rows.shape[1]) and out.is_contiguous() and out.dtype == rows.dtype
     assert lists == batch * heads and planes.shape == (2, heads) and (counts is None or counts.shape == (lists,))
@@ -122,7 +125,7 @@ def gather_tokens(
     kind, shape = _words(rows)
     _gather_tokens[(min(programs, lists * triton.cdiv(listed, shape["BLOCK"])),)](
         rows.view(kind), tokens, tokens if counts is None else counts, bases, planes, out.view(kind),
-        lists, listed, heads, chunks, **shape, COUNTED=counts is not None,
+        lists, listed, heads, blocks, **shape, COUNTED=counts is not None,
     )  # fmt: skip
 
 

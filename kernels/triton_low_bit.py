@@ -6,7 +6,7 @@ marks excluded tokens.
 
 Scores are integers before scaling. The softmax weights, multiplied with the steps, are rounded to bfloat16 before the
 second product (not under the interpreter). Approximate attention computes its own scores: it uses the true query, while
-selection may use a guess. References: `low_bit_lists`, and `low_bit.tail_attention` for one sequence.
+selection may use a guess. References: `low_bit_lists`, and `low_bit.approximate_attention` for one sequence.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def merge_approximate(
     return whole, total
 
 
-def tail_attention(
+def approximate_attention(
     q: torch.Tensor,
     mean: torch.Tensor,
     pages: Pages,
@@ -316,7 +316,7 @@ def tail_attention(
     skip: torch.Tensor,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `low_bit.tail_attention` for float32 queries, as a batch of one."""
+    """Run `low_bit.approximate_attention` for float32 queries, as a batch of one."""
     heads, group, d = q.shape
     counted = torch.tensor([each for each in (tokens.start, tokens.stop, skip.shape[1]) for _ in range(heads)])
     bounds = to_device(counted.to(torch.int32), q.device).view(3, heads)
@@ -330,9 +330,9 @@ def tail_attention(
 class FusedQuery(LowBitQuery):
     """Low-bit query on a GPU. Approximate attention computes its scores in the same pass."""
 
-    def tail(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the tokens that are not in skip (`tail_attention`)."""
-        return tail_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
+    def approximate(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to the tokens that are not in skip (`approximate_attention`)."""
+        return approximate_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
 
 
 def _parts(

@@ -177,7 +177,7 @@ class AsyncLLM:
             h2d_bytes=self._h2d_bytes,
             weight_bytes=runner.model.weight_bytes,
             device_kv_bytes=self._device_bytes,
-            kept_bytes=pool.idle_chunks * pool.chunk_bytes,
+            kept_bytes=pool.idle_blocks * pool.block_bytes,
         )
         if sessions is None:
             return load
@@ -263,7 +263,7 @@ class AsyncLLM:
             except Exception as error:  # not caused by a single request: no output can be trusted
                 logger.exception("the engine loop failed: all pending requests fail")
                 self._fail_all(error)
-            self._device_bytes = self._llm.runner.link.device_bytes
+            self._device_bytes = self._llm.runner.transfer.device_bytes
 
     def _step(self) -> None:
         if self._sessions is not None:

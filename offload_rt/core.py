@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-CHUNK = 64
+BLOCK_SIZE = 64
 """Tokens per block. Blocks are the unit of sharing, reference counting and storage on disk."""
 
 
@@ -182,7 +182,7 @@ class PagedRows:
         resident = torch.tensor([*self.resident[0], *self.resident[1]], dtype=torch.int64)
         tokens = torch.cat((resident.expand(len(self.tokens), -1), self.tokens), dim=1)
         heads = self.first + self.head_rows * torch.arange(len(tokens)).unsqueeze(1)
-        return self.block_rows[tokens // CHUNK] + tokens + heads
+        return self.block_rows[tokens // BLOCK_SIZE] + tokens + heads
 
 
 @dataclass(frozen=True)
@@ -222,14 +222,14 @@ class BlockTable:
     """Blocks of the host KV cache that a sequence holds. Only `HostPool` changes a block table.
 
     Attributes:
-        chunks: Block ids in token order. Block i holds tokens [64 i, 64 (i + 1)).
+        ids: Block ids in token order. Block i holds tokens [64 i, 64 (i + 1)).
         length: Number of tokens whose K and V are complete in every layer.
         windows: Blocks of sliding layers (`layer_groups`): `windows[i]` holds tokens [64 i, 64 (i + 1)), one block id
             per group of sliding layers, as long as a window can reach them.
         floor: First token that sliding layers can see. Earlier ones were dropped by truncation.
     """
 
-    chunks: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     length: int = 0
     windows: dict[int, tuple[int, ...]] = field(default_factory=dict)
     floor: int = 0
@@ -237,7 +237,7 @@ class BlockTable:
     @property
     def capacity(self) -> int:
         """Number of token slots."""
-        return len(self.chunks) * CHUNK
+        return len(self.ids) * BLOCK_SIZE
 
 
 @dataclass(frozen=True)
@@ -270,5 +270,5 @@ def padded_batch(sequences: int) -> int:
 
 def bucket(context: int) -> int:
     """Round a context length up to one of eight sizes between two powers of two, at least whole blocks."""
-    step = max(CHUNK, 1 << max(0, (context - 1).bit_length() - 4))
+    step = max(BLOCK_SIZE, 1 << max(0, (context - 1).bit_length() - 4))
     return -(-context // step) * step

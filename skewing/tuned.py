@@ -99,9 +99,8 @@ def default_options(
     policy = "infinigen" if policy == "auto" else policy
     if tuned is None or tuned.policy != policy:
         return given
-    without = (
-        {"tail": "off"} if policy == "infinigen" else {}
-    )  # a tuned policy without a tail option was tuned with it off
+    # A tuned policy without this option was tuned with approximate KV off.
+    without = {"approximate_kv": "off"} if policy == "infinigen" else {}
     return {**without, **tuned.options, **given}
 
 

@@ -236,15 +236,15 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
     def _say_shares(self) -> None:
         """Print the mean fractions of each task so far to stderr."""
         for name, shares in self.shares.items():
-            attended, link = _mean_shares(shares)
-            what = f"{name}: {len(shares)} requests, attended {attended:.2%}, over the link {link:.2%} (means)"
+            attended, fetched = _mean_shares(shares)
+            what = f"{name}: {len(shares)} requests, attended {attended:.2%}, over the fetched {fetched:.2%} (means)"
             print(what, file=sys.stderr, flush=True)
 
 
 def _mean_shares(shares: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return the means of (attended, fetched) fractions."""
-    attended, link = zip(*shares, strict=True)
-    return sum(attended) / len(shares), sum(link) / len(shares)
+    attended, fetched = zip(*shares, strict=True)
+    return sum(attended) / len(shares), sum(fetched) / len(shares)
 
 
 def _sampling(kwargs: dict[str, Any]) -> SamplingParams:

@@ -95,7 +95,9 @@ class Trial:
     def row(self, limit: float) -> Row:
         """Return the table row."""
         names = ("missed", "worst", "attended", "link_bytes", "scoring_bytes", "window_bytes", "bytes")
-        shown = " ".join(f"{key}={value}" for key, value in self.options.items() if key not in ("dense_layers", "tail"))
+        shown = " ".join(
+            f"{key}={value}" for key, value in self.options.items() if key not in ("dense_layers", "approximate_kv")
+        )
         return {"setting": shown, "keeps": self.keeps(limit), **{name: getattr(self, name) for name in names}}
 
 
@@ -159,7 +161,7 @@ class Search:
     def run(self) -> Trial:
         """Run all stages and return the chosen trial."""
         fixed: Options = {name: values[0] for name, values in STAGES}
-        fixed |= {"dense_layers": self.config.dense_layers, "tail": "off"}
+        fixed |= {"dense_layers": self.config.dense_layers, "approximate_kv": "off"}
         best = self.smallest(fixed | {"max_fraction": 1.0}, "alpha", ALPHAS)
         for name, values in STAGES:
             for value in values[1:]:

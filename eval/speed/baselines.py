@@ -28,7 +28,7 @@ from ...models.loading import LoadedModel
 from ...models.registry import adapter_for
 from ...policies.base import Policy
 from ...policies.full import Full
-from ...transfer.link import Link
+from ...transfer.base import Transfer
 from .synthetic_kv import RESIDENT, SyntheticAdapter, SyntheticKV
 
 TOKEN = 7
@@ -147,10 +147,10 @@ class Context:
     """
 
     def __init__(
-        self, pool: HostPool, link: Link, synthetic: SyntheticKV, room: int, batch: int, device: torch.device
+        self, pool: HostPool, transfer: Transfer, synthetic: SyntheticKV, room: int, batch: int, device: torch.device
     ) -> None:
         """Write the context to the pool. The KV is drawn on `device`."""
-        self.pool, self.link, self.room = pool, link, room
+        self.pool, self.transfer, self.room = pool, transfer, room
         self._block_tables = [pool.new_block_table(synthetic.length) for _ in range(batch)]
         for layer, kv in enumerate(synthetic.layers(device)):
             for blocks in self._block_tables:
@@ -176,12 +176,12 @@ class Ours:
         self.name = name
         self._policy = policy
         config = EngineConfig(missed_mass_every=0)
-        self.runner = Runner(model, policy, context.pool, context.link, config)
+        self.runner = Runner(model, policy, context.pool, context.transfer, config)
         self._batch = [self._sequence(model, context, blocks) for blocks in block_tables]
 
     def _sequence(self, model: LoadedModel, context: Context, blocks: BlockTable) -> Decoded:
-        context.link.storage.open(blocks, self._policy.sinks, self._policy.recent)
-        keys = key_reader(context.pool, context.link.storage, blocks)
+        context.transfer.storage.open(blocks, self._policy.sinks, self._policy.recent)
+        keys = key_reader(context.pool, context.transfer.storage, blocks)
         trace = Trace(model.adapter.geometry.layers, missed_every=0)
         state, slots = self._policy.new_state(keys), AppendOnly(context.pool)
         return Decoded(
@@ -211,7 +211,7 @@ class Ours:
             "dense_layers": sorted(dense),
             "exact_fraction": shares.attended,
             "sparse_exact_fraction": shares.sparse_attended,
-            "fetched_fraction": shares.link,
+            "fetched_fraction": shares.fetched,
             "link_bytes_per_token": trace.bytes_to_device / steps,
             "scoring_bytes_device": first.state.device_bytes,
         }
@@ -357,8 +357,8 @@ MAKERS: dict[str, Callable[[Field], Baseline]] = {
     "infinigen-int8": _infinigen("int8", scorer="int8"),
     "infinigen-int4": _infinigen("int4", scorer="int4"),
     "infinigen-int2": _infinigen("int2", scorer="int2"),
-    "infinigen-tail2": _infinigen("int2 tail", tail="int2"),
-    "infinigen-tail4": _infinigen("int4 tail", tail="int4"),
+    "infinigen-tail2": _infinigen("int2 tail", approximate_kv="int2"),
+    "infinigen-tail4": _infinigen("int4 tail", approximate_kv="int4"),
     "floor": _floor_peer,
     "floor-ours": _floor_ours,
 }

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ...config import KVFormatName
-from ...core import CHUNK
-from ...engine.build import build_link
+from ...core import BLOCK_SIZE
+from ...engine.build import build_transfer
 from ...errors import ConfigError
 from ...kv_cache.pool import HostPool
 from ...models.linear import use_backends
@@ -81,8 +81,8 @@ class BenchConfig:
         for name in self.baselines:
             check_choice("baseline", name, MAKERS)
         for context in self.contexts:
-            if context < 2 * CHUNK or context % CHUNK:
-                raise ConfigError(f"contexts={context} must be a multiple of {CHUNK}, at least {2 * CHUNK}")
+            if context < 2 * BLOCK_SIZE or context % BLOCK_SIZE:
+                raise ConfigError(f"contexts={context} must be a multiple of {BLOCK_SIZE}, at least {2 * BLOCK_SIZE}")
         for batch in self.batches:
             if batch < 1:
                 raise ConfigError(f"batches={batch} must be at least 1")
@@ -160,7 +160,7 @@ def measure(config: BenchConfig, model: Any, point: Point, say: Say, skipped: li
     Baselines that cannot run are added to `skipped` with the reason.
     """
     # On CUDA the baselines run one after another, because device memory does not hold all of them at once.
-    room = point.context + (WARM_UP + config.repeats) * BURST + CHUNK
+    room = point.context + (WARM_UP + config.repeats) * BURST + BLOCK_SIZE
     field = make_field(model, point.context, room, config.fraction, config.spread, point.batch)
     rows: list[Row] = []
     for names in [(name,) for name in config.baselines] if _is_cuda(model) else [config.baselines]:
@@ -223,10 +223,10 @@ def _context(
 ) -> Context:
     """Create a context in a new pool with room for `users` policies."""
     adapter = adapter_for(model)
-    slots = batch * (synthetic.length + users * (room - synthetic.length + CHUNK))
+    slots = batch * (synthetic.length + users * (room - synthetic.length + BLOCK_SIZE))
     limit = adapter.geometry.kv_bytes(2 * slots, adapter.dtype)
     pool = HostPool(adapter.geometry, adapter.dtype, limit, kv_cache_dtype=kv_cache_dtype, pin=_is_cuda(model))
-    return Context(pool, build_link(pool, adapter.geometry, model.device), synthetic, room, batch, model.device)
+    return Context(pool, build_transfer(pool, adapter.geometry, model.device), synthetic, room, batch, model.device)
 
 
 def _baselines(names: Sequence[str], field: Field, say: Say, skipped: list[str]) -> list[Baseline]:

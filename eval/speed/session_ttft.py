@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ...core import CHUNK
+from ...core import BLOCK_SIZE
 from ...llm import LLM
 from ...outputs import TokenOutput
 from ...sampling_params import SamplingParams
@@ -63,7 +63,7 @@ def fresh(make: Callable[[], LLM], history: int) -> LLM:
     # of a page can take longer than reading it from disk.
     llm = make()
     list(llm.stream(tokens(TURN, "warm up"), SHORT))
-    pool, count = llm.runner.pool, history + TURN + CHUNK
+    pool, count = llm.runner.pool, history + TURN + BLOCK_SIZE
     blocks = pool.new_block_table(count)
     for layer in range(llm.geometry.layers):
         for part in pool.stored(blocks, layer, range(count)):

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...core import CHUNK
+from ...core import BLOCK_SIZE
 from ...skewing.calibrate import cached_artifact
 from ...utils.texts import read_file
 from ..core.figures import lines, picture
@@ -175,7 +175,7 @@ class Paper:
 
     def _bounded(self, context: int) -> list[Variant]:
         """Return infinigen in a pool of 80 % of the KV cache of `context` tokens, under each eviction policy."""
-        slots = int(LIMIT * context) // CHUNK * CHUNK
+        slots = int(LIMIT * context) // BLOCK_SIZE * BLOCK_SIZE
         limit = self.tested.geometry.kv_bytes(slots, self.tested.loaded.adapter.dtype)
         return [Variant("infinigen", ROWS, {"host_memory": limit, "eviction": e}) for e in EVICTIONS]
 

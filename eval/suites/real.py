@@ -73,10 +73,10 @@ def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
     found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
     for budget in budgets:
         sized = WINDOW | {"budget": budget}
-        found += [Variant("infinigen", sized | {"tail": tail}) for tail in ("int4", "int2", "off")]
+        found += [Variant("infinigen", sized | {"approximate_kv": tail}) for tail in ("int4", "int2", "off")]
         found += [Variant("oracle", sized)]
     found += [Variant(policy, WINDOW | {"budget": budgets[0]}) for policy in ("quest", "h2o", "streaming")]
-    found += [Variant("infinigen", WINDOW | {"budget": ALONE, "tail": tail}) for tail in ("int4", "int2")]
+    found += [Variant("infinigen", WINDOW | {"budget": ALONE, "approximate_kv": tail}) for tail in ("int4", "int2")]
     return found + [Variant("infinigen", {"preset": name}) for name in ("rows", "paper")]
 
 
@@ -87,7 +87,7 @@ def looked_up(budget: float = BUDGETS[0]) -> list[Variant]:
     streaming.
     """
     sized = WINDOW | {"budget": budget}
-    ours = [Variant("infinigen", sized | {"tail": tail}) for tail in ("int4", "off")]
+    ours = [Variant("infinigen", sized | {"approximate_kv": tail}) for tail in ("int4", "off")]
     rivals = [Variant(policy, sized) for policy in ("quest", "streaming")]
     return [Variant("full"), Variant("infinigen", {"preset": "default"}), *ours, *rivals]
 

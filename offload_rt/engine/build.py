@@ -30,10 +30,10 @@ from ..policies.registry import ArtifactLoader, make_policy, options_class
 from ..skewing.artifact import SkewArtifact
 from ..skewing.calibrate import cached_artifact
 from ..skewing.tuned import default_options, load_artifact
-from ..transfer.cpu import CpuLink
-from ..transfer.cuda import CudaLink
-from ..transfer.disk import DiskLink
-from ..transfer.link import Link
+from ..transfer.base import Transfer
+from ..transfer.cpu import CpuTransfer
+from ..transfer.cuda import CudaTransfer
+from ..transfer.disk import DiskTransfer
 from ..transfer.streams import DeviceStream, InlineStream, on_device
 from ..transfer.weights.experts import keep_experts
 from ..transfer.weights.host_weights import HostWeights
@@ -74,8 +74,8 @@ def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBas
     policy = build_policy(streamed, config.policy, options, artifact, keys_on_host=keys_on_host)
     draft, share = (None, 0.0) if config.exact is None else _build_draft(loaded, config)
     pool = _build_pool(loaded, config, 1 - share)
-    link = build_link(pool, loaded.adapter.geometry, loaded.adapter.device, config.working_set)
-    return Runner(streamed, policy, pool, link, config, plan, weights, draft)
+    transfer = build_transfer(pool, loaded.adapter.geometry, loaded.adapter.device, config.working_set)
+    return Runner(streamed, policy, pool, transfer, config, plan, weights, draft)
 
 
 def _load(
@@ -120,7 +120,7 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
     share = 1 / (1 + loaded.adapter.geometry.kv_bytes(1, dtype) / small.adapter.geometry.kv_bytes(1, dtype))
     pool = _build_pool(small, own, share)
     policy = build_policy(small, own.policy, {}, artifact_loader(small, own))
-    return Runner(small, policy, pool, build_link(pool, small.adapter.geometry, device), own), share
+    return Runner(small, policy, pool, build_transfer(pool, small.adapter.geometry, device), own), share
 
 
 def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: object = None) -> Runner:
@@ -141,9 +141,9 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: o
     config = replace(config, policy_options=options)
     with on_device(model.adapter.device):
         policy = build_policy(model, name, options, artifact_loader(model, config))
-    link = build_link(runner.pool, model.adapter.geometry, model.adapter.device, config.working_set)
+    transfer = build_transfer(runner.pool, model.adapter.geometry, model.adapter.device, config.working_set)
     draft = None if model_then is None else runner.draft
-    return Runner(model, policy, runner.pool, link, config, weights=runner.weights, draft=draft, order=runner.order)
+    return Runner(model, policy, runner.pool, transfer, config, weights=runner.weights, draft=draft, order=runner.order)
 
 
 def _plan(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placement]:
@@ -207,18 +207,18 @@ def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
     return found
 
 
-def build_link(pool: HostPool, geometry: ModelGeometry, device: torch.device, working_set: int = 0) -> Link:
+def build_transfer(pool: HostPool, geometry: ModelGeometry, device: torch.device, working_set: int = 0) -> Transfer:
     """Return the transfer for a KV cache and a device.
 
     A CPU reads unquantised KV in place. Other devices, quantised KV and working sets use staging buffers.
     """
     if pool.file is not None:
-        return DiskLink(pool, geometry, device)
+        return DiskTransfer(pool, geometry, device)
     if device.type != "cpu":
-        return CudaLink(pool, geometry, device, working_set=working_set, in_place=_reads_in_place(pool))
+        return CudaTransfer(pool, geometry, device, working_set=working_set, in_place=_reads_in_place(pool))
     if pool.format.exact and not working_set:
-        return CpuLink(pool, geometry)
-    return CudaLink(pool, geometry, device, streams=(InlineStream(), InlineStream()), working_set=working_set)
+        return CpuTransfer(pool, geometry)
+    return CudaTransfer(pool, geometry, device, streams=(InlineStream(), InlineStream()), working_set=working_set)
 
 
 def _reads_in_place(pool: HostPool) -> bool:

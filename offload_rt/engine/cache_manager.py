@@ -17,7 +17,7 @@ from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.sequence import Sequence
 from ..model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
 from ..policies.base import Policy
-from ..transfer.link import KVStorage
+from ..transfer.base import KVStorage
 from ..utils.units import format_size
 
 T = TypeVar("T")

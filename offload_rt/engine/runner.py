@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from ..config import EngineConfig
-from ..core import CHUNK, BlockTable
+from ..core import BLOCK_SIZE, BlockTable
 from ..kernels.team import engine_threads
 from ..kv_cache.disk.file_arena import DiskUse
 from ..kv_cache.pool import HostPool
@@ -29,7 +29,7 @@ from ..model_runner.trace import Trace
 from ..models.loading import LoadedModel
 from ..planning.device_plan import DevicePlan, prefill_slices
 from ..policies.base import Policy
-from ..transfer.link import Link
+from ..transfer.base import Transfer
 from ..transfer.streams import device_guard
 from ..transfer.weights.host_weights import NOTHING_USED, HostWeights, WeightUse
 from ..utils.allocator import give_back
@@ -55,7 +55,7 @@ class Runner:
         model: LoadedModel,
         policy: Policy,
         pool: HostPool,
-        link: Link,
+        transfer: Transfer,
         config: EngineConfig,
         plan: DevicePlan | None = None,
         weights: HostWeights | None = None,
@@ -70,7 +70,7 @@ class Runner:
             draft: Runner of the draft model.
             order: Coordination of engines, shared with other runners of the pool.
         """
-        self.model, self.policy, self.pool, self.link, self.config = model, policy, pool, link, config
+        self.model, self.policy, self.pool, self.transfer, self.config = model, policy, pool, transfer, config
         self.plan, self.weights, self.draft = plan, weights, draft
         self.order = order or PoolOrder()
         self.adapter = model.adapter
@@ -144,7 +144,7 @@ class Runner:
         """
         if not self.cache_manager.evicts:
             self.pool.reserve(sequence.blocks, sequence.position + tokens)
-        self.cache_manager.slide(sequence, self.link.storage, sequence.position + tokens)
+        self.cache_manager.slide(sequence, self.transfer.storage, sequence.position + tokens)
         self._check_device()
 
     def _check_device(self) -> None:
@@ -162,7 +162,7 @@ class Runner:
         self._prepare()
 
     def _prepare(self) -> None:
-        self.pool.prepare(CHUNK * sum(sequence.chunks_ahead for sequence in self._open.values()))
+        self.pool.prepare(BLOCK_SIZE * sum(sequence.blocks_ahead for sequence in self._open.values()))
 
     @device_guard
     @torch.inference_mode()
@@ -172,12 +172,12 @@ class Runner:
         Full blocks are shared. A partly filled last block is copied. Statistics count the tokens as reused, or continue
         those of `sequence` with `same_trace`. Raises PoolFullError.
         """
-        self.link.storage.settle(sequence.blocks)
+        self.transfer.storage.settle(sequence.blocks)
         shared, position = self.pool.fork(sequence.blocks), sequence.position
         blocks = self.cache_manager.reserved(shared, capacity, position, min(capacity, position + 1))
         sequence.forks = max(0, sequence.forks - 1)
         with self.cache_manager.released_on_error(blocks):
-            keys = key_reader(self.pool, self.link.storage, blocks)
+            keys = key_reader(self.pool, self.transfer.storage, blocks)
             fork = replace(
                 sequence, id=next(self._ids), tokens=list(sequence.tokens), blocks=blocks, slots=sequence.slots.fork(),
                 keys=keys, state=sequence.state.fork(keys),
@@ -220,8 +220,8 @@ class Runner:
     @device_guard
     def reload(self, sequence: Sequence) -> None:
         """Copy resident KV to the device again, after KV was written to the pool from elsewhere."""
-        self.link.storage.close(sequence.blocks)
-        self.link.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
+        self.transfer.storage.close(sequence.blocks)
+        self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
 
     def relearn(self, sequence: Sequence) -> None:
         """Rebuild resident KV now, and policy state with the next prefill, from the KV in the pool."""
@@ -237,7 +237,7 @@ class Runner:
     ) -> Sequence:
         """Return a sequence that owns `blocks`, with `known` computed tokens. Release the blocks on an error."""
         with self.cache_manager.released_on_error(blocks):
-            keys = key_reader(self.pool, self.link.storage, blocks)
+            keys = key_reader(self.pool, self.transfer.storage, blocks)
             used = None if self.pool.file is None else self.pool.file.use.since(DiskUse())
             layers, every = self.adapter.geometry.layers, self._missed_mass_every
             sequence = Sequence(
@@ -254,10 +254,10 @@ class Runner:
         try:
             self._check_device()
             self._prepare()
-            self.link.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent, origin)
+            self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent, origin)
         except BaseException:
             del self._open[sequence.id]
-            self.link.storage.close(sequence.blocks)
+            self.transfer.storage.close(sequence.blocks)
             raise
 
     @device_guard
@@ -268,7 +268,7 @@ class Runner:
             self.draft.free(sequence.drafter)
             sequence.drafter = None
         self.modes.release()
-        self.link.storage.close(sequence.blocks)
+        self.transfer.storage.close(sequence.blocks)
         try:
             self._publish(sequence)
         finally:
@@ -308,12 +308,12 @@ class Runner:
         if sequence.unlearned and self.cache_manager.shares and not self.cache_manager.evicts:
             learn_from_others(sequence, self._open.values())
         behind = SHARED_BEHIND if self.cache_manager.shares else 0
-        self.cache_manager.slide(sequence, self.link.storage, stop, behind=behind)
+        self.cache_manager.slide(sequence, self.transfer.storage, stop, behind=behind)
         return Prefill(
             sequence,
             stop,
             self.adapter,
-            self.link.storage,
+            self.transfer.storage,
             slice_tokens=self._slice_tokens,
             logits_of=int(want_logits),
             segment_tokens=segment_tokens(self.pool, self.policy, self.adapter, self._slice_tokens),
@@ -335,9 +335,9 @@ class Runner:
             self.pool.commit(sequence.blocks, prefill.stop)
             sequence.exact = prefill.stop if sequence.exact == sequence.position else sequence.exact
             sequence.position, sequence.unlearned, sequence.learned = prefill.stop, 0, 0
-            self.link.storage.settle(sequence.blocks)
+            self.transfer.storage.settle(sequence.blocks)
             self._publish(sequence)
-            self.cache_manager.slide(sequence, self.link.storage, prefill.stop)
+            self.cache_manager.slide(sequence, self.transfer.storage, prefill.stop)
             if self.pool.file is not None:  # host memory is scarce with `disk`
                 give_back()
         sequence.trace.prefill_seconds += time.perf_counter() - began
@@ -356,14 +356,14 @@ class Runner:
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
         """Decode one step: compute and commit `tokens[position]` of each sequence. Return float32 logits `[B, V]`."""
         began, used = time.perf_counter(), self.weight_use
-        rebalance(batch, self.pool, self.link.storage, self.policy)
+        rebalance(batch, self.pool, self.transfer.storage, self.policy)
         for sequence in batch:
-            self.cache_manager.slide(sequence, self.link.storage, sequence.position + 1)
+            self.cache_manager.slide(sequence, self.transfer.storage, sequence.position + 1)
             sequence.slots.begin_step(sequence.blocks, sequence.position)
             sequence.interrupted = True
         sharing = self.prefixes.of([sequence.blocks for sequence in batch])
         ordered = [batch[i] for i in sharing.order]
-        decoding = DecodeBatch(ordered, self.adapter, self.policy, self.link, sharing)
+        decoding = DecodeBatch(ordered, self.adapter, self.policy, self.transfer, sharing)
         with self._threads.step(self.adapter.device, len(batch)):
             logits = sharing.restore(self.steps.run(decoding))
         seconds = time.perf_counter() - began
@@ -388,7 +388,7 @@ class Runner:
     def check_integrity(self) -> None:
         """Assert that pool, sequences and policy states agree."""
         self.pool.check_integrity()
-        self.link.check_integrity()
+        self.transfer.check_integrity()
         if self.weights is not None:
             self.weights.check_integrity()
         for sequence in self._open.values():

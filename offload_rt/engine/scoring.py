@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
-from ..core import CHUNK
+from ..core import BLOCK_SIZE
 from ..errors import PoolFullError
-from ..kv_cache.stored_rows import chunks_for
+from ..kv_cache.stored_rows import blocks_for
 from ..model_runner.sequence import Sequence
 from ..outputs import Stats
 from .logits_processors import check_logits
@@ -106,21 +106,21 @@ class _Batches:
     def start(self, prefix: tuple[int, ...], members: Seq[_Task]) -> None:
         """Prefill `prefix` for the last of `members`, and fork it for the others."""
         groups, last = self._groups, members[-1]
-        origin = self._retry_after_decoding(partial(self._prefilled, prefix, last), groups.chunks(last.computed))
+        origin = self._retry_after_decoding(partial(self._prefilled, prefix, last), groups.blocks(last.computed))
         self._origin = origin, last
         for task in members[:-1]:
-            chunks = groups.chunks(task.computed) - groups.full * (len(prefix) // CHUNK)
-            fork = self._retry_after_decoding(partial(self._fork, origin, task), chunks)
+            blocks = groups.blocks(task.computed) - groups.full * (len(prefix) // BLOCK_SIZE)
+            fork = self._retry_after_decoding(partial(self._fork, origin, task), blocks)
             self._pending.append((fork, task))
-        chunks = groups.full * (chunks_for(last.computed) - len(origin.blocks.chunks))
-        self._retry_after_decoding(partial(self._grown, origin, last), chunks)
+        blocks = groups.full * (blocks_for(last.computed) - len(origin.blocks.ids))
+        self._retry_after_decoding(partial(self._grown, origin, last), blocks)
         self._pending.append((origin, last))
         self._origin = None
 
-    def _retry_after_decoding(self, make: Callable[[], Sequence], chunks: int) -> Sequence:
-        """Call `make`, which needs up to `chunks` blocks. If the pool is full, decode and free pending sequences."""
+    def _retry_after_decoding(self, make: Callable[[], Sequence], blocks: int) -> Sequence:
+        """Call `make`, which needs up to `blocks` blocks. If the pool is full, decode and free pending sequences."""
         pool = self._runner.pool
-        crowded = self._sliding + chunks > pool.free_chunks + pool.idle_chunks if self._groups.sliding else False
+        crowded = self._sliding + blocks > pool.free_blocks + pool.idle_blocks if self._groups.sliding else False
         if self._pending and (crowded or len(self._pending) >= self._size):
             self.decode()
         try:
@@ -137,7 +137,7 @@ class _Batches:
         waiting = self._pending if self._origin is None else [*self._pending, self._origin]
         held = {window for sequence, _ in waiting for window in sequence.blocks.windows.values()}
         most = sum(
-            self._groups.chunks(task.computed) - self._groups.full * chunks_for(task.computed) for _, task in waiting
+            self._groups.blocks(task.computed) - self._groups.full * blocks_for(task.computed) for _, task in waiting
         )
         return most - self._groups.sliding * len(held)
 

@@ -31,25 +31,28 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 
 @dataclass(frozen=True)
 class Fractions:
-    """Fractions of visible tokens that are fetched (`link`) and attended exactly, as means over layers and tokens.
+    """Fractions of visible tokens that are fetched (`fetched`) and attended exactly, as means over layers and tokens.
 
     `sparse_*` are means over the layers that select.
     """
 
-    link: float
+    fetched: float
     attended: float
-    sparse_link: float
+    sparse_fetched: float
     sparse_attended: float
 
     @classmethod
     def of(cls, trace: Trace, dense_layers: frozenset[int]) -> Fractions:
         trace.settle()
         selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
-        fetched, attended = ([[row[i] for i in selecting] for row in rows] for rows in (trace.fetched, trace.attended))
+        sparse = [[[row[i] for i in selecting] for row in rows] for rows in (trace.fetched, trace.attended)]
         hits, tokens = sum(trace.hit_shares()), trace.decoded_tokens
-        link = _mean(trace.fetched, tokens) - hits / trace.layers
-        sparse = _mean(fetched, tokens) - hits / max(1, len(selecting))
-        return cls(link, _mean(trace.attended, tokens), sparse, _mean(attended, tokens))
+        return cls(
+            fetched=_mean(trace.fetched, tokens) - hits / trace.layers,
+            attended=_mean(trace.attended, tokens),
+            sparse_fetched=_mean(sparse[0], tokens) - hits / max(1, len(selecting)),
+            sparse_attended=_mean(sparse[1], tokens),
+        )
 
 
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
@@ -61,7 +64,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
     missed, worst = layer_means(trace, dense)
     weight_bytes = runner.model.weight_bytes + (0 if draft is None else draft.model.weight_bytes)
     on_device = weight_bytes if weights is None else weight_bytes - weights.host_bytes + weights.device_bytes
-    peak = on_device + runner.link.device_bytes + runner.scoring_bytes
+    peak = on_device + runner.transfer.device_bytes + runner.scoring_bytes
     if adapter.device.type != "cpu":
         peak = torch.accelerator.max_memory_allocated(adapter.device)
     held = pool.bytes_of(sequence.blocks)
@@ -69,7 +72,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         held += draft.pool.bytes_of(sequence.drafter.blocks)
     file, steps = pool.file, trace.step_weights
     used = DiskUse() if file is None or trace.disk_before is None else file.use.since(trace.disk_before)
-    estimates = sequence.state.tail_bytes and trace.attended and config.exact is None
+    estimates = sequence.state.approximate_bytes and trace.attended and config.exact is None
     return Stats(
         model=runner.model.name,
         policy=runner.policy.name,
@@ -87,16 +90,16 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         h2d_weight_bytes=trace.prefill_weights.bytes + steps.bytes,
         h2d_weight_bytes_steps=steps.bytes,
         kv_bytes_host=held if file is None else file.host_bytes,
-        kv_bytes_device=runner.link.device_bytes,
+        kv_bytes_device=runner.transfer.device_bytes,
         scoring_bytes_device=sequence.state.device_bytes,
         scoring_bytes_host=sequence.state.host_bytes,
-        approximate_bytes_device=sequence.state.tail_bytes,
+        approximate_bytes_device=sequence.state.approximate_bytes,
         weight_bytes=weight_bytes,
         weight_bytes_device=on_device,
         peak_device_bytes=peak,
-        fetched_fraction=shares.link,
+        fetched_fraction=shares.fetched,
         exact_fraction=shares.attended,
-        sparse_fetched_fraction=shares.sparse_link,
+        sparse_fetched_fraction=shares.sparse_fetched,
         sparse_exact_fraction=shares.sparse_attended,
         approximate_fraction=1 - shares.sparse_attended if estimates else 0.0,
         dense_layers=tuple(sorted(dense)),
@@ -104,7 +107,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         missed_mass=missed,
         missed_mass_worst_layer=worst,
         working_set_rows=config.working_set,
-        working_set_bytes=runner.link.working_set_bytes(sequence.blocks),
+        working_set_bytes=runner.transfer.working_set_bytes(sequence.blocks),
         working_set_hit_rate=trace.hit_rate if config.working_set else None,
         drafted_tokens=trace.drafted,
         accepted_tokens=trace.accepted,

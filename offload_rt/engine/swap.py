@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 
 from ..config import StoreOptions
-from ..core import CHUNK, BlockTable
+from ..core import BLOCK_SIZE, BlockTable
 from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.sequence import Sequence
-from ..storage.chunk_store import NamedChunk, PlacedChunk
+from ..storage.block_store import NamedBlock, PlacedBlock
 from ..storage.folder import spaces
-from ..storage.loader import ChunkLoader, DamagedChunkError
+from ..storage.loader import BlockLoader, DamagedBlockError
 from ..storage.nameless_store import NamelessStore
-from ..storage.naming import SessionProvenance, name_chunks, window_chunks
+from ..storage.naming import SessionProvenance, name_blocks, window_blocks
 from ..storage.saver import Saver, layer_bytes
 from .runner import Runner
 
@@ -36,7 +36,7 @@ FOLDER = "preempted"  # subfolder of the user's folder, so that nothing else the
 class SwappedSequence:
     """A sequence on disk: its blocks, also those of sliding layers, and arguments of `Runner.adopt`."""
 
-    names: Seq[NamedChunk]
+    names: Seq[NamedBlock]
     position: int
     exact: int
     shift: int
@@ -66,11 +66,11 @@ class Swap:
         model, place = runner.model, folder / FOLDER
         namespace = f"{model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} {FOLDER}"
         layers, pool = runner.pool.groups.layers, runner.pool
-        slot = layers * layer_bytes(pool, CHUNK)
+        slot = layers * layer_bytes(pool, BLOCK_SIZE)
         self._disk = NamelessStore(place, namespace, layers, slot, None if options is None else options.limit)
         for space in spaces(place):  # files of version 0.1 had names and remained if the process was killed
             shutil.rmtree(space, ignore_errors=True)
-        self._saver = Saver(self._disk, runner.pool, runner.link.storage)
+        self._saver = Saver(self._disk, runner.pool, runner.transfer.storage)
         self._users: Counter[bytes] = Counter()
         self._ids = itertools.count()
         self._write_rate = self._read_rate = 1 / BYTES_PER_SECOND
@@ -91,7 +91,7 @@ class Swap:
             return None
         swapped = self._swapped(sequence)
         fresh = [name for name in swapped.names if name.key not in self._disk]
-        token_bytes = self._runner.pool.chunk_bytes // CHUNK
+        token_bytes = self._runner.pool.block_bytes // BLOCK_SIZE
         written = sum(name.count for name in fresh) * token_bytes
         read = sequence.position * token_bytes
         if written * self._write_rate + read * self._read_rate >= self._recompute_seconds(sequence, batch):
@@ -173,9 +173,9 @@ class Swap:
         """
         groups, position = self._runner.pool.groups, sequence.position
         provenance_key = SessionProvenance(self._disk.root, f"{FOLDER}-{next(self._ids)}", sequence.provenance)
-        names = name_chunks(provenance_key, sequence.tokens, position, [(sequence.exact, position)])
+        names = name_blocks(provenance_key, sequence.tokens, position, [(sequence.exact, position)])
         # The table may still hold a block that has just left the window. A table that is restored has no slots for it.
-        windows = window_chunks(groups, names, position, sequence.blocks.floor)
+        windows = window_blocks(groups, names, position, sequence.blocks.floor)
         return SwappedSequence(
             [*names, *windows] if groups.full else windows, position, sequence.exact, sequence.shift,
             sequence.provenance, sequence.blocks.floor,
@@ -188,27 +188,27 @@ class Swap:
         provenance_key = EXACT + swapped.provenance
         return self._runner.pool.match(tokens[: swapped.exact + 1], provenance_key, floor=swapped.floor)
 
-    def _find(self, swapped: SwappedSequence, blocks: BlockTable) -> list[PlacedChunk] | None:
-        known = range(blocks.length // CHUNK), blocks.windows
+    def _find(self, swapped: SwappedSequence, blocks: BlockTable) -> list[PlacedBlock] | None:
+        known = range(blocks.length // BLOCK_SIZE), blocks.windows
         names = [name for name in swapped.names if name.index not in known[name.group > 0]]
-        chunks = [self._disk.find(name.parent, name.provenance_key, name.tokens) for name in names]
-        each = zip(names, chunks, strict=True)
-        found = [PlacedChunk(name.index, chunk, name.group) for name, chunk in each if chunk is not None]
+        stored = [self._disk.find(name.parent, name.provenance_key, name.tokens) for name in names]
+        each = zip(names, stored, strict=True)
+        found = [PlacedBlock(name.index, block, name.group) for name, block in each if block is not None]
         return found if len(found) == len(names) else None
 
-    def _load(self, blocks: BlockTable, found: list[PlacedChunk]) -> bool:
+    def _load(self, blocks: BlockTable, found: list[PlacedBlock]) -> bool:
         if not found:
             return True
         layers = self._runner.adapter.geometry.layers
-        loader = ChunkLoader(self._runner.pool, blocks, found, ahead=layers)
+        loader = BlockLoader(self._runner.pool, blocks, found, ahead=layers)
         try:
             for layer in range(layers):
                 loader.wait(layer)
-        except DamagedChunkError:
+        except DamagedBlockError:
             return False
         finally:
             loader.close()
-        read = self._disk.layers * sum(placed.chunk.layer_bytes for placed in found)
+        read = self._disk.layers * sum(placed.block.layer_bytes for placed in found)
         self._read_rate = loader.load_seconds / read
         return True
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..core import CHUNK, KVPart
+from ..core import BLOCK_SIZE, KVPart
 from ..errors import MemoryLimitError
 from ..utils.units import format_size
 from .layout import PAGE, ArenaLayout
@@ -43,7 +43,7 @@ class Arena:
         shape = (layout.slabs, layout.layers, layout.kv_heads, 2, layout.plane_rows, layout.head_dim)
         steps = (layout.slab_rows, layout.layer_rows, layout.head_rows, layout.plane_rows, 1)
         self.planes = self.rows.as_strided(shape, (*(layout.head_dim * step for step in steps), 1))
-        """`[slab, L, Hkv, 2, slab_chunks * 64, d]`: the same memory by slab, layer, head, K or V, and slot."""
+        """`[slab, L, Hkv, 2, slab_blocks * 64, d]`: the same memory by slab, layer, head, K or V, and slot."""
         assert PAGE % mmap.PAGESIZE == 0 == self.rows.data_ptr() % mmap.PAGESIZE
 
     def activate(self) -> None:
@@ -67,9 +67,9 @@ class Arena:
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` slots of block `source` to block `target` in all layers."""
-        (a, i), (b, j) = (divmod(chunk, self.layout.slab_chunks) for chunk in (source, target))
-        old = self.planes[a, :, :, :, i * CHUNK : i * CHUNK + tokens]
-        self.planes[b, :, :, :, j * CHUNK : j * CHUNK + tokens].copy_(old)
+        (a, i), (b, j) = (divmod(block, self.layout.slab_blocks) for block in (source, target))
+        old = self.planes[a, :, :, :, i * BLOCK_SIZE : i * BLOCK_SIZE + tokens]
+        self.planes[b, :, :, :, j * BLOCK_SIZE : j * BLOCK_SIZE + tokens].copy_(old)
 
 
 def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core import CHUNK, ModelGeometry
+from ..core import BLOCK_SIZE, ModelGeometry
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ class LayerGroups:
         return max(floor, 0, position + 1 - self.window)
 
     @property
-    def window_chunks(self) -> int:
+    def window_blocks(self) -> int:
         """Maximum number of consecutive blocks that a window overlaps."""
-        return (self.window + CHUNK - 2) // CHUNK + 1 if self.sliding else 0
+        return (self.window + BLOCK_SIZE - 2) // BLOCK_SIZE + 1 if self.sliding else 0
 
-    def chunks(self, tokens: int) -> int:
+    def blocks(self, tokens: int) -> int:
         """Return the maximum number of blocks of all groups for one sequence of `tokens` tokens."""
-        places = -(-tokens // CHUNK)
-        return self.full * places + self.sliding * min(places, self.window_chunks)
+        places = -(-tokens // BLOCK_SIZE)
+        return self.full * places + self.sliding * min(places, self.window_blocks)
 
     @property
-    def chunks_at_once(self) -> int:
+    def blocks_at_once(self) -> int:
         """Blocks of all groups that 64 more tokens need."""
         return self.full + self.sliding

@@ -2,7 +2,7 @@
 
 The pool is one tensor of equal slabs, each
 
-    [layer, kv_head, 2 (K, V), slab_chunks * 64, d]
+    [layer, kv_head, 2 (K, V), slab_blocks * 64, d]
 
 For consecutive blocks of one slab, K of a (layer, head) is one contiguous matrix `[tokens, d]`, and so is V. CPU
 attention reads them in place. If K and V of a token were adjacent, its matrix products would read strided rows, which
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core import CHUNK, ModelGeometry
+from ..core import BLOCK_SIZE, ModelGeometry
 from ..errors import MemoryLimitError
 from ..utils.units import format_size
 from .layer_groups import LayerGroups
@@ -32,14 +32,14 @@ PAGE = 1 << 16
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Shape of the arena. Block `c` is slot `c % slab_chunks` of slab `c // slab_chunks`.
+    """Shape of the arena. Block `c` is slot `c % slab_blocks` of slab `c // slab_blocks`.
 
     Attributes:
         layers: Layers per block (`layer_groups`); all layers of a model without sliding windows.
         kv_heads: KV heads of the model (Hkv).
         head_dim: Stored elements per vector (d).
         itemsize: Bytes per element.
-        slab_chunks: Blocks per slab.
+        slab_blocks: Blocks per slab.
         slabs: Number of slabs.
     """
 
@@ -47,11 +47,11 @@ class ArenaLayout:
     kv_heads: int
     head_dim: int
     itemsize: int
-    slab_chunks: int
+    slab_blocks: int
     slabs: int
 
     def __post_init__(self) -> None:
-        assert min(self.layers, self.kv_heads, self.head_dim, self.itemsize, self.slab_chunks, self.slabs) >= 1
+        assert min(self.layers, self.kv_heads, self.head_dim, self.itemsize, self.slab_blocks, self.slabs) >= 1
 
     @classmethod
     def fit(
@@ -62,23 +62,23 @@ class ArenaLayout:
         Equal slabs may leave room for fewer blocks unused than there are slabs. Raises MemoryLimitError if not even
         one block fits.
         """
-        assert slab_tokens >= CHUNK
+        assert slab_tokens >= BLOCK_SIZE
         layers = LayerGroups.of(geometry).layers
-        chunk_bytes = geometry.kv_bytes(CHUNK, dtype) // geometry.layers * layers
-        chunks = limit_bytes // chunk_bytes
-        if chunks < 1:
+        block_bytes = geometry.kv_bytes(BLOCK_SIZE, dtype) // geometry.layers * layers
+        blocks = limit_bytes // block_bytes
+        if blocks < 1:
             raise MemoryLimitError(
-                f"a host pool of {format_size(limit_bytes)} ({limit_bytes} bytes) cannot hold one block: {CHUNK} "
-                f"tokens of this model's KV cache take {format_size(chunk_bytes)} ({chunk_bytes} bytes); set "
+                f"a host pool of {format_size(limit_bytes)} ({limit_bytes} bytes) cannot hold one block: {BLOCK_SIZE} "
+                f"tokens of this model's KV cache take {format_size(block_bytes)} ({block_bytes} bytes); set "
                 f"host_memory to that or more"
             )
-        slabs = math.ceil(chunks / (slab_tokens // CHUNK))
-        return cls(layers, geometry.kv_heads, geometry.head_dim, dtype.itemsize, chunks // slabs, slabs)
+        slabs = math.ceil(blocks / (slab_tokens // BLOCK_SIZE))
+        return cls(layers, geometry.kv_heads, geometry.head_dim, dtype.itemsize, blocks // slabs, slabs)
 
     @property
-    def chunks(self) -> int:
+    def blocks(self) -> int:
         """Blocks of the whole arena."""
-        return self.slabs * self.slab_chunks
+        return self.slabs * self.slab_blocks
 
     @property
     def row_bytes(self) -> int:
@@ -86,14 +86,14 @@ class ArenaLayout:
         return self.head_dim * self.itemsize
 
     @property
-    def chunk_bytes(self) -> int:
+    def block_bytes(self) -> int:
         """Bytes of K and V of a block in all its layers."""
-        return 2 * self.layers * self.kv_heads * CHUNK * self.row_bytes
+        return 2 * self.layers * self.kv_heads * BLOCK_SIZE * self.row_bytes
 
     @property
     def plane_rows(self) -> int:
         """Rows of a plane (K or V of one layer and head in a slab). Also the distance from a K row to its V row."""
-        return self.slab_chunks * CHUNK
+        return self.slab_blocks * BLOCK_SIZE
 
     @property
     def head_rows(self) -> int:

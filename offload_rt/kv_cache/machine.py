@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from ..core import CHUNK
+from ..core import BLOCK_SIZE
 from ..errors import MemoryLimitError, PoolFullError
 from ..utils.control_groups import MEMBERSHIP, ROOT, groups
 from ..utils.units import format_size
@@ -53,14 +53,14 @@ def pool_full(count: int, missing: int, usable: int, room: tuple[int, int], limi
         limit: Limit of the pool in bytes.
         disk: Whether the pool is on a disk.
     """
-    chunks, size = room
+    blocks, size = room
     lack = missing * size
     needed, lacking, now, enough = map(format_size, (count * size, lack, limit, limit + lack))
     pool, raised = ("pool on disk", "disk_limit") if disk else ("host pool", "host_memory")
     return PoolFullError(
-        f"the {pool} is full: {count} blocks of {CHUNK} tokens ({needed}) are needed, and of {chunks} only {usable} "
-        f"are free or can be evicted from the prefix tree: {missing} too few ({lacking}); raise {raised} from {now} to "
-        f"{enough} or more, shorten the prompts, or run fewer sequences at once"
+        f"the {pool} is full: {count} blocks of {BLOCK_SIZE} tokens ({needed}) are needed, and of {blocks} only "
+        f"{usable} are free or can be evicted from the prefix tree: {missing} too few ({lacking}); raise {raised} from "
+        f"{now} to {enough} or more, shorten the prompts, or run fewer sequences at once"
     )
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from ..config import KVFormatName
-from ..core import CHUNK, BlockTable, ModelGeometry
+from ..core import BLOCK_SIZE, BlockTable, ModelGeometry
 from ..errors import PoolFullError
 from .arena import Arena
-from .chunks import ChunkTable
+from .block_allocator import BlockAllocator
 from .disk.disk_tier import DiskTier, open_file_arena
 from .disk.file_arena import FileArena
 from .kv_format import make_kv_format
@@ -20,8 +20,8 @@ from .layout import SLAB_TOKENS, ArenaLayout
 from .machine import memory_limit, pool_full
 from .prefix_tree import PrefixTree
 from .process_lock import ProcessLock
-from .stored_rows import StoredRows, chunks_for
-from .window_chunks import WindowChunks
+from .stored_rows import StoredRows, blocks_for
+from .window_blocks import WindowBlocks
 
 MOST_TOKENS = 1 << 24  # size of a pool without `limit_bytes`: 16 Mi tokens exceed a batch of the longest contexts
 
@@ -43,7 +43,7 @@ class HostPool(StoredRows):
 
     Layers with sliding windows store their KV in separate blocks (`layer_groups.py`). `slide` allocates the blocks
     inside a sequence's windows and frees the others. Window blocks of published blocks are cached while there is room
-    (`window_chunks.py`).
+    (`window_blocks.py`).
 
     Concurrency: the pool uses no streams and never waits. Only one thread at a time may call it; several threads must
     hold `lock`. `release`, `truncate`, `reserve`, `slide`, `publish` and `claim` may free, copy or exchange blocks.
@@ -83,57 +83,57 @@ class HostPool(StoredRows):
             arena: Arena | FileArena = Arena(layout, format.storage, pin=pin)
         else:
             arena = open_file_arena(disk, stored, format, limit, slab_tokens)
-        self.limit_bytes = limit if disk is None else arena.layout.chunks * arena.layout.chunk_bytes
+        self.limit_bytes = limit if disk is None else arena.layout.blocks * arena.layout.block_bytes
         super().__init__(arena, LayerGroups.of(geometry), format)
         self.bytes_peak = 0
         self.pins = pin and disk is None
         """Whether the slabs are page-locked."""
-        self._held = ChunkTable(self.layout.slab_chunks, *(() if self.file is None else (self.file.discard,)))
+        self._held = BlockAllocator(self.layout.slab_blocks, *(() if self.file is None else (self.file.discard,)))
         # Blocks of group 0. They have memory in the arena unless all layers use sliding windows.
-        self._chunks = self._held if self.groups.full else ChunkTable(NAMES)
+        self._blocks = self._held if self.groups.full else BlockAllocator(NAMES)
         self._tree = PrefixTree()
         self.lock = ProcessLock()
-        self._windows = WindowChunks(self._held, self.groups)
+        self._windows = WindowBlocks(self._held, self.groups)
         self._claimed: set[int] = set()
 
     @property
-    def chunk_bytes(self) -> int:
-        return self.layout.chunk_bytes
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
 
     @property
-    def chunk_count(self) -> int:
-        return self.layout.chunks
+    def block_count(self) -> int:
+        return self.layout.blocks
 
     @property
-    def free_chunks(self) -> int:
-        return self.chunk_count - self._held.used
+    def free_blocks(self) -> int:
+        return self.block_count - self._held.used
 
     @property
-    def idle_chunks(self) -> int:
+    def idle_blocks(self) -> int:
         """Number of blocks that only the prefix tree holds. They count as used but can be evicted."""
         return self._tree.idle * self.groups.full + self._windows.idle
 
     @property
     def grows(self) -> bool:
         """Whether there is room for 64 more tokens of one sequence."""
-        return self.free_chunks + self.idle_chunks >= self.groups.chunks_at_once
+        return self.free_blocks + self.idle_blocks >= self.groups.blocks_at_once
 
     @property
     def bytes_used(self) -> int:
         """Bytes of all referenced blocks, at most `limit_bytes`. Shared blocks count once."""
-        return self._held.used * self.chunk_bytes
+        return self._held.used * self.block_bytes
 
     @property
     def bytes_held(self) -> int:
         """Bytes of all blocks in block tables. Shared blocks count once."""
-        return (self._held.used - self.idle_chunks) * self.chunk_bytes
+        return (self._held.used - self.idle_blocks) * self.block_bytes
 
     def bytes_of(self, blocks: BlockTable) -> int:
-        return (self.groups.full * len(blocks.chunks) + self.groups.sliding * len(blocks.windows)) * self.chunk_bytes
+        return (self.groups.full * len(blocks.ids) + self.groups.sliding * len(blocks.windows)) * self.block_bytes
 
     def bytes_for(self, tokens: int) -> int:
         """Return the maximum bytes that a sequence of `tokens` tokens needs."""
-        return self.groups.chunks(tokens) * self.chunk_bytes
+        return self.groups.blocks(tokens) * self.block_bytes
 
     def prepare(self, tokens: int) -> None:
         """Activate slabs for `tokens` more tokens, as far as the pool has any. Reserves no blocks.
@@ -142,24 +142,24 @@ class HostPool(StoredRows):
         to pin memory. Does nothing for a pool on disk, which allocates space on demand.
         """
         if self.file is None:
-            self._activate(self.groups.chunks(tokens), run=0)
+            self._activate(self.groups.blocks(tokens), run=0)
 
     def check_fits(self, tokens: int) -> None:
         """Raise PoolFullError if a sequence of `tokens` tokens exceeds the capacity of the pool."""
-        if (count := self.groups.chunks(tokens)) > self.chunk_count:
-            raise self._full(count, count - self.chunk_count)
+        if (count := self.groups.blocks(tokens)) > self.block_count:
+            raise self._full(count, count - self.block_count)
 
-    def check_spare(self, chunks: int) -> None:
-        """Raise PoolFullError if there is no room for `chunks` times 64 more tokens."""
-        self._check_free(chunks * self.groups.chunks_at_once)
+    def check_spare(self, blocks: int) -> None:
+        """Raise PoolFullError if there is no room for `blocks` times 64 more tokens."""
+        self._check_free(blocks * self.groups.blocks_at_once)
 
     def check_grows(self, blocks: BlockTable, tokens: int, spare: int) -> None:
         """Raise PoolFullError if `blocks` cannot grow to `tokens` tokens and leave room for `spare` times 64 more."""
-        more = self.groups.chunks(tokens) - self.bytes_of(blocks) // self.chunk_bytes
-        self._check_free(max(0, more) + spare * self.groups.chunks_at_once)
+        more = self.groups.blocks(tokens) - self.bytes_of(blocks) // self.block_bytes
+        self._check_free(max(0, more) + spare * self.groups.blocks_at_once)
 
     def _check_free(self, count: int) -> None:
-        if (missing := count - self.free_chunks - self.idle_chunks) > 0:
+        if (missing := count - self.free_blocks - self.idle_blocks) > 0:
             raise self._full(count, missing)
 
     def new_block_table(self, tokens: int, floor: int = 0) -> BlockTable:
@@ -168,9 +168,9 @@ class HostPool(StoredRows):
         The blocks are contiguous if a free run is long enough. Sliding-window layers will not see tokens before
         `floor`. Raises PoolFullError.
         """
-        count = chunks_for(tokens)
+        count = blocks_for(tokens)
         self._provide(count)
-        blocks = BlockTable(self._chunks.best_fit(count), floor=floor)
+        blocks = BlockTable(self._blocks.best_fit(count), floor=floor)
         self._record_peak()
         return blocks
 
@@ -180,20 +180,20 @@ class HostPool(StoredRows):
         A shared, partly filled last block is copied (its filled slots only). Raises PoolFullError and leaves the block
         table unchanged if the pool is full.
         """
-        chunks = range(blocks.length // CHUNK, len(blocks.chunks))
-        shared = [i for i in chunks if self._chunks.refs(blocks.chunks[i]) > 1]
-        count = len(shared) + max(0, chunks_for(tokens) - len(blocks.chunks))
+        rewritten = range(blocks.length // BLOCK_SIZE, len(blocks.ids))
+        shared = [i for i in rewritten if self._blocks.refs(blocks.ids[i]) > 1]
+        count = len(shared) + max(0, blocks_for(tokens) - len(blocks.ids))
         if count == 0:
             return
         self._provide(count)
-        fresh = self._chunks.extend(blocks.chunks[-1], count) if blocks.chunks and not shared else []
-        fresh += self._chunks.roomy(count - len(fresh))
-        for i, chunk in zip(shared, fresh, strict=False):
+        fresh = self._blocks.extend(blocks.ids[-1], count) if blocks.ids and not shared else []
+        fresh += self._blocks.roomy(count - len(fresh))
+        for i, block in zip(shared, fresh, strict=False):
             if self.groups.full:
-                self._arena.copy(blocks.chunks[i], chunk, max(0, blocks.length - i * CHUNK))
-            self._drop([blocks.chunks[i]])
-            blocks.chunks[i] = chunk
-        blocks.chunks += fresh[len(shared) :]
+                self._arena.copy(blocks.ids[i], block, max(0, blocks.length - i * BLOCK_SIZE))
+            self._drop([blocks.ids[i]])
+            blocks.ids[i] = block
+        blocks.ids += fresh[len(shared) :]
         self._record_peak()
 
     def slides(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False) -> bool:
@@ -219,10 +219,10 @@ class HostPool(StoredRows):
         """
         if not self.groups.sliding:
             return
-        shown, at, filled = self._shown(blocks, start, stop, whole), *divmod(start, CHUNK)
+        shown, at, filled = self._shown(blocks, start, stop, whole), *divmod(start, BLOCK_SIZE)
         first = max(start, self.groups.first_seen(stop, blocks.floor))
-        earlier = range(max(start, first - behind) // CHUNK, first // CHUNK)
-        if (len(shown - blocks.windows.keys()) + len(earlier)) * self.groups.sliding <= self.free_chunks:
+        earlier = range(max(start, first - behind) // BLOCK_SIZE, first // BLOCK_SIZE)
+        if (len(shown - blocks.windows.keys()) + len(earlier)) * self.groups.sliding <= self.free_blocks:
             shown.update(earlier)
         shared = at in shown and at in blocks.windows and self._held.refs(blocks.windows[at][0]) > 1
         fresh = sorted(place for place in shown if place not in blocks.windows or (place == at and shared))
@@ -238,10 +238,10 @@ class HostPool(StoredRows):
 
     def _shown(self, blocks: BlockTable, start: int, stop: int, whole: bool) -> set[int]:
         """Return the indices of the window blocks that a table has after `slide`."""
-        before = range(self.groups.first_seen(start, blocks.floor) // CHUNK, chunks_for(start))
+        before = range(self.groups.first_seen(start, blocks.floor) // BLOCK_SIZE, blocks_for(start))
         first = self.groups.first_seen(stop, blocks.floor)
-        ahead = self.groups.first_seen(stop - 1, blocks.floor) // CHUNK + self.groups.window_chunks if whole else 0
-        return {*before, *range(max(start, first) // CHUNK, max(chunks_for(stop), ahead))}
+        ahead = self.groups.first_seen(stop - 1, blocks.floor) // BLOCK_SIZE + self.groups.window_blocks if whole else 0
+        return {*before, *range(max(start, first) // BLOCK_SIZE, max(blocks_for(stop), ahead))}
 
     def _give_windows(self, blocks: BlockTable, places: Sequence[int], filled: int) -> None:
         """Allocate window blocks for `places`, contiguous within each group.
@@ -259,14 +259,14 @@ class HostPool(StoredRows):
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write KV (`StoredRows.write`) into blocks that no other table holds."""
-        places = range(start // CHUNK, chunks_for(start + k.shape[1]))
-        held = self.chunks_of(blocks, self.groups.group[layer], places)
-        assert all(self._held.refs(chunk) == 1 for chunk in held), "write to a shared block: reserve first"
+        places = range(start // BLOCK_SIZE, blocks_for(start + k.shape[1]))
+        held = self.blocks_of(blocks, self.groups.group[layer], places)
+        assert all(self._held.refs(block) == 1 for block in held), "write to a shared block: reserve first"
         super().write(blocks, layer, start, k, v)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """Move KV (`StoredRows.move`) into a block that no other table holds."""
-        assert self._held.refs(blocks.chunks[target // CHUNK]) == 1, "write to a shared block: claim first"
+        assert self._held.refs(blocks.ids[target // BLOCK_SIZE]) == 1, "write to a shared block: claim first"
         super().move(blocks, layer, source, target)
 
     def commit(self, blocks: BlockTable, length: int) -> None:
@@ -284,8 +284,8 @@ class HostPool(StoredRows):
 
     def fork(self, blocks: BlockTable) -> BlockTable:
         """Return a second block table with the same complete tokens. Blocks are copied on the next write."""
-        shared = blocks.chunks[: chunks_for(blocks.length)]
-        self._chunks.incref(shared)
+        shared = blocks.ids[: blocks_for(blocks.length)]
+        self._blocks.incref(shared)
         for window in blocks.windows.values():
             self._held.incref(window)
         return BlockTable(list(shared), blocks.length, dict(blocks.windows), blocks.floor)
@@ -302,9 +302,9 @@ class HostPool(StoredRows):
                 are complete from here on.
         """
         self._unkey_lost()
-        chunks = self._tree.match(tokens, *provenance_keys, usable=lambda path: self._windows.usable(path, floor))
-        self._chunks.incref(chunks)
-        return BlockTable(chunks, len(chunks) * CHUNK, self._windows.take(chunks, floor), floor)
+        blocks = self._tree.match(tokens, *provenance_keys, usable=lambda path: self._windows.usable(path, floor))
+        self._blocks.incref(blocks)
+        return BlockTable(blocks, len(blocks) * BLOCK_SIZE, self._windows.take(blocks, floor), floor)
 
     def known_tokens(self, tokens: Sequence[int], *provenance_keys: str) -> int:
         return self._tree.known_tokens(tokens, *provenance_keys)
@@ -323,20 +323,20 @@ class HostPool(StoredRows):
         Returns:
             Indices of the exchanged blocks. Their KV has moved to other slots.
         """
-        lost, full = self._unkey_lost(), blocks.length // CHUNK
+        lost, full = self._unkey_lost(), blocks.length // BLOCK_SIZE
         if barred := self._claimed | lost if self.groups.full else self._claimed:
-            full = next((i for i in range(full) if blocks.chunks[i] in barred), full)
-        assert len(tokens) >= full * CHUNK, "publish needs the tokens of every full chunk"
-        fresh, instead = self._tree.insert(tokens, blocks.chunks[:full], provenance_key, self._alone)
-        self._chunks.incref(fresh)
-        self._chunks.incref(instead.values())
-        for i, chunk in instead.items():
-            self._drop([blocks.chunks[i]])
-            blocks.chunks[i] = chunk
+            full = next((i for i in range(full) if blocks.ids[i] in barred), full)
+        assert len(tokens) >= full * BLOCK_SIZE, "publish needs the tokens of every full block"
+        fresh, instead = self._tree.insert(tokens, blocks.ids[:full], provenance_key, self._alone)
+        self._blocks.incref(fresh)
+        self._blocks.incref(instead.values())
+        for i, block in instead.items():
+            self._drop([blocks.ids[i]])
+            blocks.ids[i] = block
         if self.groups.sliding:  # only blocks without a gap up to the newest token: before a gap, one may be partial
-            for i in range(self.window_start(blocks, blocks.length) // CHUNK, full):
-                if blocks.chunks[i] in self._tree and lost.isdisjoint(blocks.windows[i]):
-                    self._windows.keep(blocks.chunks[i], blocks.windows[i])
+            for i in range(self.window_start(blocks, blocks.length) // BLOCK_SIZE, full):
+                if blocks.ids[i] in self._tree and lost.isdisjoint(blocks.windows[i]):
+                    self._windows.keep(blocks.ids[i], blocks.windows[i])
         return list(instead)
 
     def drop_prefixes(self) -> bool:
@@ -352,27 +352,27 @@ class HostPool(StoredRows):
         Returns:
             False if another sequence holds the block.
         """
-        chunk = blocks.chunks[index]
-        if chunk in self._tree and self._chunks.refs(chunk) == 2:
-            self._forget(self._tree.unkey(chunk))
-        if self._chunks.refs(chunk) > 1:
+        block = blocks.ids[index]
+        if block in self._tree and self._blocks.refs(block) == 2:
+            self._forget(self._tree.unkey(block))
+        if self._blocks.refs(block) > 1:
             return False
-        self._claimed.add(chunk)
+        self._claimed.add(block)
         return True
 
     def truncate(self, blocks: BlockTable, length: int) -> None:
         """Drop the tokens from `length` on and free the blocks that held only them."""
         assert 0 <= length <= blocks.length
         self.shrink(blocks, length)
-        for place in [place for place in blocks.windows if place >= chunks_for(length)]:
+        for place in [place for place in blocks.windows if place >= blocks_for(length)]:
             self._windows.release(blocks.windows.pop(place))
 
     def shrink(self, blocks: BlockTable, length: int) -> None:
         """Free the full-attention slots from `length` on after their tokens have been moved elsewhere."""
         blocks.length = length
-        held = chunks_for(length)
-        self._drop(blocks.chunks[held:])
-        del blocks.chunks[held:]
+        held = blocks_for(length)
+        self._drop(blocks.ids[held:])
+        del blocks.ids[held:]
 
     def release(self, blocks: BlockTable) -> None:
         """Free all blocks and empty the block table. Idempotent."""
@@ -381,46 +381,46 @@ class HostPool(StoredRows):
     def check_integrity(self) -> None:
         if self.file is not None:
             self.file.check_integrity()
-        self._chunks.check_integrity()
+        self._blocks.check_integrity()
         self._held.check_integrity()
-        self._tree.check_integrity(self._chunks.refs)
+        self._tree.check_integrity(self._blocks.refs)
         self._windows.check_integrity(self._tree.__contains__)
-        assert all(self._chunks.refs(chunk) > 0 and chunk not in self._tree for chunk in self._claimed)
+        assert all(self._blocks.refs(block) > 0 and block not in self._tree for block in self._claimed)
         assert self._arena.active == self._held.slabs
-        assert self.bytes_used <= self.bytes_peak <= self.chunk_count * self.chunk_bytes <= self.limit_bytes
+        assert self.bytes_used <= self.bytes_peak <= self.block_count * self.block_bytes <= self.limit_bytes
 
     def _provide(self, count: int) -> None:
         """Free and activate `count` blocks of group 0, contiguous if possible. Raise PoolFullError."""
         if self.groups.full:
             self._provide_held(count)
-            self._activate(count, run=min(count, self.layout.slab_chunks))
-        elif (missing := count - self._chunks.free) > 0:
-            if self._chunks.slabs * NAMES >= MOST_NAMES:
+            self._activate(count, run=min(count, self.layout.slab_blocks))
+        elif (missing := count - self._blocks.free) > 0:
+            if self._blocks.slabs * NAMES >= MOST_NAMES:
                 self._forget(self._tree.evict(missing))
-            while self._chunks.free < count:
-                self._chunks.add_slab()
+            while self._blocks.free < count:
+                self._blocks.add_slab()
 
     def _provide_held(self, count: int) -> None:
         """Evict idle blocks until `count` blocks are free. Raise PoolFullError, before any change, if impossible."""
         self._check_free(count)
-        while (missing := count - self.free_chunks) > 0:
+        while (missing := count - self.free_blocks) > 0:
             gone = self._tree.evict(missing) if self.groups.full else []
             self._forget(gone)
             if not gone:
                 self._windows.evict(missing)
 
-    def _forget(self, chunks: Sequence[int]) -> None:
+    def _forget(self, blocks: Sequence[int]) -> None:
         """Drop the references of the tree on blocks that left it, and on their cached window blocks."""
-        self._windows.forget(chunks)
-        self._chunks.decref(chunks)
+        self._windows.forget(blocks)
+        self._blocks.decref(blocks)
 
     def _unkey_lost(self) -> set[int]:
         """Remove blocks that could not be written to disk, and their descendants, from the tree. Return them."""
         if lost := self.lost:
             self._windows.forget_lost(lost)
-        for chunk in lost if self.groups.full else ():
-            if chunk in self._tree:
-                self._forget(self._tree.unkey(chunk))
+        for block in lost if self.groups.full else ():
+            if block in self._tree:
+                self._forget(self._tree.unkey(block))
         return lost
 
     def _activate(self, count: int, run: int) -> None:
@@ -434,16 +434,16 @@ class HostPool(StoredRows):
                 return
             self._held.add_slab()
 
-    def _alone(self, chunk: int) -> bool:
-        return self._chunks.refs(chunk) == 1
+    def _alone(self, block: int) -> bool:
+        return self._blocks.refs(block) == 1
 
-    def _drop(self, chunks: Sequence[int]) -> None:
-        self._claimed.difference_update(self._chunks.decref(chunks))
-        self._tree.release(filter(self._alone, chunks))
+    def _drop(self, blocks: Sequence[int]) -> None:
+        self._claimed.difference_update(self._blocks.decref(blocks))
+        self._tree.release(filter(self._alone, blocks))
 
     def _record_peak(self) -> None:
         self.bytes_peak = max(self.bytes_peak, self.bytes_used)
 
     def _full(self, count: int, missing: int) -> PoolFullError:
-        room, free = (self.chunk_count, self.chunk_bytes), self.free_chunks + self.idle_chunks
+        room, free = (self.block_count, self.block_bytes), self.free_blocks + self.idle_blocks
         return pool_full(count, missing, free, room, self.limit_bytes, disk=self.file is not None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..core import CHUNK
+from ..core import BLOCK_SIZE
 
 TOKEN_BYTES = 8
 
@@ -22,7 +22,7 @@ def root_key(namespace: str) -> bytes:
     return hashlib.blake2b(namespace.encode(), digest_size=16, person=b"offload-rt root").digest()
 
 
-def chunk_key(parent: bytes, provenance_key: str, tokens: bytes) -> bytes:
+def block_key(parent: bytes, provenance_key: str, tokens: bytes) -> bytes:
     """Return the key of a block: a digest of 32 bytes, the same in every process.
 
     Args:
@@ -39,13 +39,13 @@ def chunk_key(parent: bytes, provenance_key: str, tokens: bytes) -> bytes:
 def pack_tokens(tokens: Sequence[int], stop: int) -> list[bytes]:
     """Return tokens [0, stop) as one bytes object per block (little-endian int64). The last block may be partial."""
     data = np.asarray(tokens[:stop], dtype="<i8").tobytes()
-    size = CHUNK * TOKEN_BYTES
+    size = BLOCK_SIZE * TOKEN_BYTES
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
-def _same_tokens(chunk: bytes, other: bytes) -> int:
-    """Return the number of leading tokens that both share. `other` must not be longer than `chunk`."""
-    return next((i for i in range(0, len(other), 8) if chunk[i : i + 8] != other[i : i + 8]), len(other)) // 8
+def _same_tokens(block: bytes, other: bytes) -> int:
+    """Return the number of leading tokens that both share. `other` must not be longer than `block`."""
+    return next((i for i in range(0, len(other), 8) if block[i : i + 8] != other[i : i + 8]), len(other)) // 8
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class _Node:
     parent: _Node | None
     provenance_key: str
     tokens: bytes
-    chunk: int
+    block: int
     used: int  # clock of the last match, publication or release
     idle: bool = False  # only the tree holds the block
     queued: bool = False  # the eviction queue has an entry for it
@@ -93,8 +93,8 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def __contains__(self, chunk: int) -> bool:
-        return chunk in self._of
+    def __contains__(self, block: int) -> bool:
+        return block in self._of
 
     def match(
         self, tokens: Sequence[int], *provenance_keys: str, usable: Callable[[Sequence[int]], int] = len
@@ -110,19 +110,19 @@ class PrefixTree:
         """
         self._clock += 1
         path: list[_Node] = []
-        for data in pack_tokens(tokens, max(0, len(tokens) - 1) // CHUNK * CHUNK):
+        for data in pack_tokens(tokens, max(0, len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE):
             parent = path[-1] if path else None
             found = (self._find(parent, key, data) for key in provenance_keys)
             node = next((node for node in found if node is not None), None)
             if node is None:
                 break
             path.append(node)
-        del path[usable([node.chunk for node in path]) :]
+        del path[usable([node.block for node in path]) :]
         for node in path:
             node.used = self._clock
             self.idle -= node.idle
             node.idle = False
-        return [node.chunk for node in path]
+        return [node.block for node in path]
 
     def known_tokens(self, tokens: Sequence[int], *provenance_keys: str) -> int:
         """Return the length of the longest known prefix in tokens, including a part of the last block.
@@ -137,17 +137,17 @@ class PrefixTree:
                 # Blocks of other keys may be another client's (cache salts): their tokens must not be visible.
                 mine = (child for child in children.values() if child.provenance_key in provenance_keys)
                 return known + max((_same_tokens(child.tokens, data) for child in mine), default=0)
-            parent, known = node, known + CHUNK
+            parent, known = node, known + BLOCK_SIZE
         return known
 
     def insert(
-        self, tokens: Sequence[int], chunks: Sequence[int], provenance_key: str, alone: Callable[[int], bool]
+        self, tokens: Sequence[int], blocks: Sequence[int], provenance_key: str, alone: Callable[[int], bool]
     ) -> tuple[list[int], dict[int, int]]:
         """Insert the full blocks of a sequence, which hold `tokens`.
 
         Args:
             tokens: Tokens of the sequence, from its start.
-            chunks: The block ids. Blocks that are already in the tree are not changed.
+            blocks: The block ids. Blocks that are already in the tree are not changed.
             provenance_key: KV provenance key of the new blocks.
             alone: Returns whether only this sequence holds a block.
 
@@ -156,34 +156,34 @@ class PrefixTree:
             tree already had for the same tokens and provenance. The caller must use these instead of its own.
         """
         self._clock += 1
-        known = next((i for i in range(len(chunks), 0, -1) if chunks[i - 1] in self._of), 0)
-        parent = self._of[chunks[known - 1]] if known else None
+        known = next((i for i in range(len(blocks), 0, -1) if blocks[i - 1] in self._of), 0)
+        parent = self._of[blocks[known - 1]] if known else None
         fresh: list[int] = []
         instead: dict[int, int] = {}
-        pieces = pack_tokens(tokens[known * CHUNK :], (len(chunks) - known) * CHUNK)
+        pieces = pack_tokens(tokens[known * BLOCK_SIZE :], (len(blocks) - known) * BLOCK_SIZE)
         for i, data in enumerate(pieces, start=known):
-            key = chunk_key(parent.key if parent else self._root, provenance_key, data)
+            key = block_key(parent.key if parent else self._root, provenance_key, data)
             node = self._find(parent, provenance_key, data)
             if node is None:
                 if key in self._nodes:
                     break  # digest collision: no further block can be shared
-                node = self._add(_Node(key, parent, provenance_key, data, chunks[i], self._clock))
-                fresh.append(chunks[i])
-            elif not alone(chunks[i]):
+                node = self._add(_Node(key, parent, provenance_key, data, blocks[i], self._clock))
+                fresh.append(blocks[i])
+            elif not alone(blocks[i]):
                 break  # a fork that keeps the old block would later hold a block of the tree without its ancestors
             else:
-                instead[i] = node.chunk
+                instead[i] = node.block
                 self.idle -= node.idle
                 node.idle = False
             node.used = self._clock
             parent = node
         return fresh, instead
 
-    def release(self, chunks: Iterable[int]) -> None:
-        """Mark `chunks` as idle (held only by the tree). Blocks that are not in the tree are ignored."""
+    def release(self, blocks: Iterable[int]) -> None:
+        """Mark `blocks` as idle (held only by the tree). Blocks that are not in the tree are ignored."""
         self._clock += 1
-        for chunk in chunks:
-            node = self._of.get(chunk)
+        for block in blocks:
+            node = self._of.get(block)
             if node is not None and not node.idle:
                 node.idle = True
                 node.used = self._clock
@@ -204,13 +204,13 @@ class PrefixTree:
             gone += self._remove(node)
         return gone
 
-    def unkey(self, chunk: int) -> list[int]:
-        """Remove `chunk` and its descendants, because its content is about to change. Return their ids."""
-        return self._remove(self._of[chunk])
+    def unkey(self, block: int) -> list[int]:
+        """Remove `block` and its descendants, because its content is about to change. Return their ids."""
+        return self._remove(self._of[block])
 
     def check_integrity(self, refs: Callable[[int], int]) -> None:
         assert len(self._of) == len(self._nodes)
-        assert all(node.key == key and self._of[node.chunk] is node for key, node in self._nodes.items())
+        assert all(node.key == key and self._of[node.block] is node for key, node in self._nodes.items())
         assert sum(node.idle for node in self._nodes.values()) == self.idle
         seen = 0
         stack: list[tuple[_Node | None, _Node]] = [(None, node) for node in self._tops.values()]
@@ -218,8 +218,8 @@ class PrefixTree:
             parent, node = stack.pop()
             seen += 1
             assert node.parent is parent
-            assert node.key == chunk_key(parent.key if parent else self._root, node.provenance_key, node.tokens)
-            assert node.idle == (refs(node.chunk) == 1) and refs(node.chunk) >= 1
+            assert node.key == block_key(parent.key if parent else self._root, node.provenance_key, node.tokens)
+            assert node.idle == (refs(node.block) == 1) and refs(node.block) >= 1
             assert not (node.idle and any(not child.idle for child in node.children.values())), (
                 "block in use below an idle block"
             )
@@ -228,13 +228,13 @@ class PrefixTree:
         assert seen == len(self._nodes)
 
     def _find(self, parent: _Node | None, provenance_key: str, data: bytes) -> _Node | None:
-        node = self._nodes.get(chunk_key(parent.key if parent else self._root, provenance_key, data))
+        node = self._nodes.get(block_key(parent.key if parent else self._root, provenance_key, data))
         if node is None or node.parent is not parent or node.provenance_key != provenance_key or node.tokens != data:
             return None
         return node
 
     def _add(self, node: _Node) -> _Node:
-        self._nodes[node.key] = self._of[node.chunk] = node
+        self._nodes[node.key] = self._of[node.block] = node
         self._children(node.parent)[node.key] = node
         return node
 
@@ -255,5 +255,5 @@ class PrefixTree:
         for other in gone:  # breadth-first: the list grows while it is iterated
             gone += other.children.values()
             self.idle -= other.idle
-            del self._nodes[other.key], self._of[other.chunk]
-        return [other.chunk for other in gone]
+            del self._nodes[other.key], self._of[other.block]
+        return [other.block for other in gone]

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from ..core import CHUNK, BlockTable, KVPart
+from ..core import BLOCK_SIZE, BlockTable, KVPart
 from .arena import Arena
 from .disk.file_arena import FileArena
 from .kv_format import KVFormat
 from .layer_groups import LayerGroups
 
 
-class Span(NamedTuple):
+class SlotSpan(NamedTuple):
     """Contiguous token slots of one slab: `size` slots from `offset` on."""
 
     slab: int
@@ -47,7 +47,7 @@ class StoredRows:
 
     def readable(self, blocks: BlockTable) -> bool:
         lost = self.lost
-        return not lost or lost.isdisjoint([*blocks.chunks, *(one for own in blocks.windows.values() for one in own)])
+        return not lost or lost.isdisjoint([*blocks.ids, *(one for own in blocks.windows.values() for one in own)])
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k, v `[Hkv, n, d]` of tokens [start, start + n) of one layer, on any device. Waits for the copy."""
@@ -61,7 +61,7 @@ class StoredRows:
             self.fill_span(layer, span, k[:, own], v[:, own])
             done += span.size
 
-    def fill_span(self, layer: int, span: Span, k: torch.Tensor, v: torch.Tensor) -> None:
+    def fill_span(self, layer: int, span: SlotSpan, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write encoded k, v `[Hkv, size, width]` to the slots of a span in one layer."""
         self._arena.fill(span.slab, self.groups.place[layer], span.offset, k, v)
 
@@ -69,18 +69,18 @@ class StoredRows:
         [row] = self.stored(blocks, layer, range(source, source + 1))
         self.fill(blocks, layer, target, row.k, row.v)
 
-    def chunks_of(self, blocks: BlockTable, group: int, places: range) -> list[int]:
+    def blocks_of(self, blocks: BlockTable, group: int, places: range) -> list[int]:
         """Return the ids of the blocks of a layer group at the indices `places`. Omits missing window blocks."""
         if group == 0:
-            return blocks.chunks[places.start : places.stop]
+            return blocks.ids[places.start : places.stop]
         return [blocks.windows[place][group - 1] for place in places if place in blocks.windows]
 
     def window_start(self, blocks: BlockTable, stop: int) -> int:
         """Return the start of the gapless range up to `stop` for which sliding-window layers have slots."""
-        place = -(-stop // CHUNK)
+        place = -(-stop // BLOCK_SIZE)
         while place - 1 in blocks.windows:
             place -= 1
-        return min(place * CHUNK, stop)
+        return min(place * BLOCK_SIZE, stop)
 
     def kept(self, blocks: BlockTable, layer: int, tokens: range) -> range:
         """Return the end of `tokens` for which a layer has slots.
@@ -91,7 +91,7 @@ class StoredRows:
             return tokens
         return range(max(tokens.start, self.window_start(blocks, tokens.stop)), tokens.stop)
 
-    def spans(self, blocks: BlockTable, group: int, tokens: range) -> list[Span]:
+    def spans(self, blocks: BlockTable, group: int, tokens: range) -> list[SlotSpan]:
         """Return the slots of `tokens` in a layer group, in token order, in as few spans as possible.
 
         An empty range has no span, because a sliding-window layer may have no slots there.
@@ -99,21 +99,21 @@ class StoredRows:
         assert tokens.step == 1 and tokens.start >= 0
         if not tokens:
             return []
-        first = tokens.start // CHUNK
-        held = self.chunks_of(blocks, group, range(first, chunks_for(tokens.stop)))
-        assert len(held) == chunks_for(tokens.stop) - first
+        first = tokens.start // BLOCK_SIZE
+        held = self.blocks_of(blocks, group, range(first, blocks_for(tokens.stop)))
+        assert len(held) == blocks_for(tokens.stop) - first
         spans = []
         start = tokens.start
         while start < tokens.stop:
-            index = start // CHUNK - first
-            slab, slot = divmod(held[index], self.layout.slab_chunks)
-            run = _run_length(held[index : index + self.layout.slab_chunks - slot])
-            stop = min(tokens.stop, (first + index + run) * CHUNK)
-            spans.append(Span(slab, slot * CHUNK + start % CHUNK, stop - start))
+            index = start // BLOCK_SIZE - first
+            slab, slot = divmod(held[index], self.layout.slab_blocks)
+            run = _run_length(held[index : index + self.layout.slab_blocks - slot])
+            stop = min(tokens.stop, (first + index + run) * BLOCK_SIZE)
+            spans.append(SlotSpan(slab, slot * BLOCK_SIZE + start % BLOCK_SIZE, stop - start))
             start = stop
         return spans
 
-    def view(self, layer: int, span: Span) -> KVPart:
+    def view(self, layer: int, span: SlotSpan) -> KVPart:
         """Return stored K and V `[Hkv, size, width]` of one layer and span: views if in memory, else copies."""
         return self._arena.view(span.slab, self.groups.place[layer], span.offset, span.size)
 
@@ -133,24 +133,24 @@ class StoredRows:
         return [KVPart(self.format.decode(part.k), self.format.decode(part.v)) for part in parts]
 
     def row_base(self, blocks: BlockTable) -> torch.Tensor:
-        """Return the row id of the first token of each block of group 0 (layer index 0, head 0, K), int64 `[chunks]`.
+        """Return the row id of the first token of each block of group 0 (layer index 0, head 0, K), int64 `[blocks]`.
 
         In full-attention layer l, token t of head h is row
         `row_base[t // 64] + t % 64 + layout.row(groups.place[l], h, kv)`.
         """
-        chunks = torch.tensor(blocks.chunks, dtype=torch.int64)
-        slabs = chunks // self.layout.slab_chunks
-        return slabs * self.layout.slab_rows + (chunks - slabs * self.layout.slab_chunks) * CHUNK
+        ids = torch.tensor(blocks.ids, dtype=torch.int64)
+        slabs = ids // self.layout.slab_blocks
+        return slabs * self.layout.slab_rows + (ids - slabs * self.layout.slab_blocks) * BLOCK_SIZE
 
 
-def chunks_for(tokens: int) -> int:
-    return -(-tokens // CHUNK)
+def blocks_for(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE)
 
 
-def _run_length(chunks: list[int]) -> int:
+def _run_length(blocks: list[int]) -> int:
     """Return the number of leading blocks with consecutive ids."""
-    first = chunks[0]
+    first = blocks[0]
     # Usually all ids are consecutive, and a list comparison runs in C.
-    if chunks == list(range(first, first + len(chunks))):
-        return len(chunks)
-    return next(i for i, chunk in enumerate(chunks) if chunk != first + i)
+    if blocks == list(range(first, first + len(blocks))):
+        return len(blocks)
+    return next(i for i, block in enumerate(blocks) if block != first + i)

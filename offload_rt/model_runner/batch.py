@@ -10,7 +10,7 @@ import torch
 from ..core import VisibleTokens
 from ..models.adapter import ModelAdapter
 from ..policies.base import Policy
-from ..transfer.link import Link
+from ..transfer.base import Transfer
 from .sequence import Sequence
 from .shared_prefix import Sharing
 
@@ -23,10 +23,10 @@ class DecodeBatch:
         sequences: Seq[Sequence],
         adapter: ModelAdapter,
         policy: Policy,
-        link: Link,
+        transfer: Transfer,
         sharing: Sharing,
     ) -> None:
-        self.sequences, self.adapter, self.policy, self.link = sequences, adapter, policy, link
+        self.sequences, self.adapter, self.policy, self.transfer = sequences, adapter, policy, transfer
         self.sharing, self.geometry = sharing, adapter.geometry
         self._visible: dict[int | None, list[VisibleTokens]] = {}
         self._whole = all(self.sees_all(sequence) for sequence in sequences)

@@ -26,7 +26,7 @@ from ..transfer.row_lists import PendingBatchFetch, RowLists
 from .attention import give_to_sinks, scores_lse
 from .batch import DecodeBatch, StepMode
 from .per_sequence import PerSequenceMode, append_each
-from .trace import LinkUse
+from .trace import TransferUse
 
 
 def selects_together(batch: DecodeBatch) -> bool:
@@ -171,7 +171,7 @@ class BatchedMode:
         counts = selection.counts[: len(batch.sequences)].unbind()
         each = zip(batch.sequences, batch.visible(layer), counts, strict=True)
         for b, (sequence, visible, count) in enumerate(each):
-            use = LinkUse(rows.heads, rows.pair_bytes, None if tallies is None else tallies[b])
+            use = TransferUse(rows.heads, rows.pair_bytes, None if tallies is None else tallies[b])
             sequence.trace.enter_selection(layer, visible, count, use)
             recorder = sequence.trace.recorder
             if sequence.slots.listens or recorder is not None:
@@ -247,13 +247,13 @@ class StepModes:
 
         Return None if the policy or the transfer cannot select for a batch at once.
         """
-        rule, link = batch.policy.rule, batch.link.batched
-        if rule is None or link is None or not selects_together(batch):
+        rule, transfer = batch.policy.rule, batch.transfer.batched
+        if rule is None or transfer is None or not selects_together(batch):
             return None
         size = len(batch.sequences) if size is None else size
         key = size, capacity = size, bucket(max(s.slots.context for s in batch.sequences))
         if key not in self.inputs:
-            rows = link.row_lists(size, capacity)
+            rows = transfer.row_lists(size, capacity)
             self.inputs[key] = StepInputs(batch.policy, rows, rule, batch.geometry, size, capacity)
         self.inputs[key] = self.inputs.pop(key)
         while len(self.inputs) > MAX_CACHED:

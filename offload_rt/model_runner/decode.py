@@ -13,7 +13,7 @@ import torch
 
 from ..kernels.dispatch import attend_runs
 from ..kernels.segments import Run
-from ..transfer.link import PendingFetch
+from ..transfer.base import PendingFetch
 from .attention import give_to_sinks
 from .batch import DecodeBatch, LayerFetch, StepMode
 from .per_sequence import PerSequenceFetch, SequenceFetch, enter_fetches
@@ -30,7 +30,7 @@ class DecodeStep:
 
     def __init__(self, batch: DecodeBatch, mode: StepMode) -> None:
         self.batch, self.mode = batch, mode
-        self.adapter, self.link = batch.adapter, batch.link
+        self.adapter, self.transfer = batch.adapter, batch.transfer
         self.tokens, self.positions = mode.inputs()
 
     def run(self) -> torch.Tensor:
@@ -75,7 +75,7 @@ class DecodeStep:
         """In a full pool, move the token that leaves the window to its victim's slot, before any layer selects."""
         for layer in range(self.batch.geometry.layers):
             if (moved := sequence.slots.displaced(layer)) is not None:
-                self.link.storage.displace(sequence.blocks, layer, *moved)
+                self.transfer.storage.displace(sequence.blocks, layer, *moved)
                 if self.batch.learns(layer):
                     sequence.state.on_moved(layer, *moved)
 
@@ -99,14 +99,14 @@ class DecodeStep:
         if batch.geometry.windows[layer] is not None or batch.geometry.softcap is not None:
             segments = ()  # sliding windows differ per sequence, and segments do not support capped scores
         shared = [
-            (segment, self.link.rows.fetch_range(block_tables[segment.first], layer, segment.tokens))
+            (segment, self.transfer.rows.fetch_range(block_tables[segment.first], layer, segment.tokens))
             for segment in segments
         ]
         for segment, pending in shared:
             batch.sequences[segment.first].trace.bytes_requested += pending.bytes
         own = [batch.sharing.own(b, seen) for b, seen in enumerate(visible)] if shared else visible
         each = zip(block_tables, own, strict=True)
-        pending_fetches = [self.link.rows.fetch(blocks, layer, seen, None) for blocks, seen in each]
+        pending_fetches = [self.transfer.rows.fetch(blocks, layer, seen, None) for blocks, seen in each]
         fetches = enter_fetches(batch, layer, pending_fetches, [None] * len(pending_fetches))
         if shared:
             return SharedPrefixFetch(batch.geometry.scales[layer], self.adapter.sinks(layer), shared, fetches)

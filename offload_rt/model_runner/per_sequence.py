@@ -9,7 +9,7 @@ import torch
 
 from ..core import KVPart, Selection, VisibleTokens
 from ..kernels.h2d_copy import to_device
-from ..transfer.link import PendingFetch
+from ..transfer.base import PendingFetch
 from ..transfer.plan import attended_tokens
 from .attention import attend, give_to_sinks, group_weights, scores_lse
 from .batch import DecodeBatch
@@ -45,7 +45,7 @@ def append_each(batch: DecodeBatch, layer: int, k: torch.Tensor, v: torch.Tensor
     """Store the newest k and v `[Hkv, B, d]` of a layer, sequence by sequence."""
     for b, (sequence, slot) in enumerate(zip(batch.sequences, batch.slots(layer), strict=True)):
         key, value = k[:, b : b + 1], v[:, b : b + 1]
-        sequence.trace.bytes_to_host += batch.link.storage.append(sequence.blocks, layer, slot, key, value)
+        sequence.trace.bytes_to_host += batch.transfer.storage.append(sequence.blocks, layer, slot, key, value)
         if batch.learns(layer):
             sequence.state.on_keys(layer, key, slot)
             sequence.state.on_values(layer, value, slot)
@@ -70,7 +70,7 @@ class PerSequenceMode:
 
     def fetch(self, layer: int, q: torch.Tensor) -> PerSequenceFetch:
         """Select with q `[H, B, d]` and start a fetch per sequence. Tokens in shared blocks are fetched once."""
-        batch, rows = self._batch, self._batch.link.rows
+        batch, rows = self._batch, self._batch.transfer.rows
         visible, block_tables = batch.visible(layer), [s.blocks for s in batch.sequences]
         selections = [self._select(layer, s, q[:, b], visible[b]) for b, s in enumerate(batch.sequences)]
         chosen = [selection for selection in selections if selection is not None]
@@ -138,7 +138,7 @@ class PerSequenceFetch:
         return give_to_sinks(out, lse, sinks)
 
     def _fetch_repair(self, sequence: Sequence, visible: VisibleTokens, extra: Selection) -> list[KVPart]:
-        pending = self.batch.link.rows.fetch_more(sequence.blocks, self.layer, extra)
+        pending = self.batch.transfer.rows.fetch_more(sequence.blocks, self.layer, extra)
         sequence.trace.bytes_requested += pending.bytes
         sequence.trace.enter_rows(self.layer, visible, extra.count)
         rows = pending.wait()

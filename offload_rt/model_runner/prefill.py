@@ -16,7 +16,7 @@ from ..kv_cache.pool import HostPool
 from ..models.adapter import ModelAdapter
 from ..models.full_attention import keys_and_values, residual_after_attention, slices_of
 from ..policies.base import Policy, PolicyState
-from ..transfer.link import KVStorage, PrefilledLayer
+from ..transfer.base import KVStorage, PrefilledLayer
 from .sequence import Sequence
 
 LOGITS_AT_ONCE = 64  # maximum number of tokens with logits in memory

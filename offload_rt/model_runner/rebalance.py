@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from ..core import CHUNK
+from ..core import BLOCK_SIZE
 from ..kv_cache.pool import HostPool
 from ..policies.base import Policy
-from ..transfer.link import KVStorage
+from ..transfer.base import KVStorage
 from .sequence import Sequence
 
 
@@ -20,8 +20,8 @@ def rebalance(batch: Seq[Sequence], pool: HostPool, storage: KVStorage, policy: 
         if not sequence.slots.grows or sequence.position < sequence.blocks.capacity:
             continue
         if not pool.grows:
-            longest = max(batch, key=lambda other: len(other.blocks.chunks))
-            if len(longest.blocks.chunks) > len(sequence.blocks.chunks) + 1:
+            longest = max(batch, key=lambda other: len(other.blocks.ids))
+            if len(longest.blocks.ids) > len(sequence.blocks.ids) + 1:
                 _shrink(longest, pool, storage, policy)
         if pool.grows:
             pool.reserve(sequence.blocks, sequence.position + 1)
@@ -39,5 +39,5 @@ def _shrink(sequence: Sequence, pool: HostPool, storage: KVStorage, policy: Poli
             if layer not in policy.dense_layers:
                 sequence.state.on_moved(layer, slot, target)
     storage.close(blocks)  # resident KV has moved to other slots
-    pool.shrink(blocks, blocks.capacity - CHUNK)
+    pool.shrink(blocks, blocks.capacity - BLOCK_SIZE)
     storage.open(blocks, policy.sinks, policy.recent)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core import CHUNK, BlockTable
+from ..core import BLOCK_SIZE, BlockTable
 from ..kv_cache.pool import HostPool
 from ..policies.base import KeyReader, PolicyState
-from ..transfer.link import KVStorage
+from ..transfer.base import KVStorage
 from .slot_table import SlotTable
 from .trace import Trace
 
@@ -56,10 +56,10 @@ class Sequence:
     drafter: Sequence | None = None
 
     @property
-    def chunks_ahead(self) -> int:
+    def blocks_ahead(self) -> int:
         """Number of blocks that this sequence and its forks may still take until they have `expected` tokens each."""
-        chunks, shared = -(-self.expected // CHUNK), (len(self.tokens) - 1) // CHUNK
-        return max(0, chunks - len(self.blocks.chunks)) + self.forks * max(0, chunks - shared)
+        blocks, shared = -(-self.expected // BLOCK_SIZE), (len(self.tokens) - 1) // BLOCK_SIZE
+        return max(0, blocks - len(self.blocks.ids)) + self.forks * max(0, blocks - shared)
 
     def check_integrity(self) -> None:
         """Assert that tokens, block table and policy state agree."""

@@ -12,7 +12,7 @@ from itertools import groupby
 
 import torch
 
-from ..core import CHUNK, BlockTable, VisibleTokens
+from ..core import BLOCK_SIZE, BlockTable, VisibleTokens
 from ..kernels.h2d_copy import to_device
 
 PAYS_FROM_BYTES = 2 << 20
@@ -62,12 +62,12 @@ class Sharing:
         `token_bytes` is the size of K and V of one token in one layer. Segments that save fewer than `pays_from` bytes
         become part of their children, or of the private parts.
         """
-        order = sorted(range(len(block_tables)), key=lambda i: block_tables[i].chunks)
-        chunks = [block_tables[i].chunks for i in order]
+        order = sorted(range(len(block_tables)), key=lambda i: block_tables[i].ids)
+        tables = [block_tables[i].ids for i in order]
         segments: list[Segment] = []
-        tops = _branches(chunks, 0, len(chunks), 0)
+        tops = _branches(tables, 0, len(tables), 0)
         for first, stop in tops:
-            _descend(chunks, first, stop, 0, 0, -(-pays_from // token_bytes), segments)
+            _descend(tables, first, stop, 0, 0, -(-pays_from // token_bytes), segments)
         private = [0] * len(order)
         for segment in segments:
             private[segment.first : segment.stop] = [segment.tokens.stop] * (segment.stop - segment.first)
@@ -80,27 +80,27 @@ class Sharing:
         return VisibleTokens(range(start, start), range(start, recent.start), recent)
 
 
-def _branches(chunks: Seq[list[int]], first: int, stop: int, depth: int) -> list[tuple[int, int]]:
+def _branches(blocks: Seq[list[int]], first: int, stop: int, depth: int) -> list[tuple[int, int]]:
     """Return slices [first, stop) of at least two sequences with the same block at `depth`."""
-    groups = groupby(range(first, stop), key=lambda i: chunks[i][depth] if depth < len(chunks[i]) else ~i)
+    groups = groupby(range(first, stop), key=lambda i: blocks[i][depth] if depth < len(blocks[i]) else ~i)
     slices = [(members[0], members[-1] + 1) for members in (list(group) for _, group in groups)]
     return [(a, b) for a, b in slices if b - a > 1]
 
 
 def _descend(
-    chunks: Seq[list[int]], first: int, stop: int, start: int, depth: int, pays_from: int, segments: list[Segment]
+    blocks: Seq[list[int]], first: int, stop: int, start: int, depth: int, pays_from: int, segments: list[Segment]
 ) -> None:
     """Add segments of sequences [first, stop), which share a block at `depth`. Blocks before `start` are done."""
-    low, high = chunks[first], chunks[stop - 1]
+    low, high = blocks[first], blocks[stop - 1]
     # Sequences are in lexicographic order, so a prefix shared by the first and the last is shared by all between.
     end = depth + 1
     while end < min(len(low), len(high)) and low[end] == high[end]:
         end += 1
-    if _saved(stop - first, (end - start) * CHUNK) >= pays_from:
-        segments.append(Segment(first, stop, range(start * CHUNK, end * CHUNK)))
+    if _saved(stop - first, (end - start) * BLOCK_SIZE) >= pays_from:
+        segments.append(Segment(first, stop, range(start * BLOCK_SIZE, end * BLOCK_SIZE)))
         start = end
-    for a, b in _branches(chunks, first, stop, end):
-        _descend(chunks, a, b, start, end, pays_from, segments)
+    for a, b in _branches(blocks, first, stop, end):
+        _descend(blocks, a, b, start, end, pays_from, segments)
 
 
 def _saved(sequences: int, tokens: int) -> int:
@@ -113,13 +113,13 @@ class SharedPrefixes:
 
     def __init__(self, token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> None:
         self._token_bytes, self._pays_from = token_bytes, pays_from
-        self._chunks: list[list[int]] = []
+        self._tables: list[list[int]] = []
         self._sharing = Sharing.of([], token_bytes)
 
     def of(self, block_tables: Seq[BlockTable]) -> Sharing:
         """Return the sharing of a batch with these block tables."""
-        chunks = [blocks.chunks for blocks in block_tables]
-        if chunks != self._chunks:
+        blocks = [blocks.ids for blocks in block_tables]
+        if blocks != self._tables:
             self._sharing = Sharing.of(block_tables, self._token_bytes, self._pays_from)
-            self._chunks = [list(ids) for ids in chunks]
+            self._tables = [list(ids) for ids in blocks]
         return self._sharing

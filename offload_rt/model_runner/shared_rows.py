@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import takewhile
 
-from ..core import CHUNK
+from ..core import BLOCK_SIZE
 from .sequence import Sequence
 
 
@@ -30,6 +30,6 @@ def _known(other: Sequence, sequence: Sequence) -> int:
     """Return the number of `sequence.unlearned` tokens that the state of `other` covers."""
     if other.unlearned or other.interrupted:
         return 0
-    pairs = zip(other.blocks.chunks, sequence.blocks.chunks, strict=False)
+    pairs = zip(other.blocks.ids, sequence.blocks.ids, strict=False)
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return min(common * CHUNK, other.exact, sequence.unlearned)
+    return min(common * BLOCK_SIZE, other.exact, sequence.unlearned)

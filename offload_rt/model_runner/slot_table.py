@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from ..config import EvictionOptions
-from ..core import CHUNK, BlockTable
+from ..core import BLOCK_SIZE, BlockTable
 from ..errors import PoolFullError
 from ..kv_cache.eviction import SlotState, victims
 from ..kv_cache.pool import HostPool
@@ -168,7 +168,7 @@ class InPlaceEviction:
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
         """Evict victims in every layer. Survivors of the last block fill their slots, and the ring moves down."""
-        remaining, used = blocks.capacity - CHUNK, self.context
+        remaining, used = blocks.capacity - BLOCK_SIZE, self.context
         first, dropped = remaining - self._recent, used - remaining
         if first <= self._sinks or dropped <= 0 or not self._owns(blocks, first):
             return None
@@ -189,7 +189,7 @@ class InPlaceEviction:
 
     def _owns(self, blocks: BlockTable, first: int) -> bool:
         """Return whether the blocks from slot `first` on belong to this sequence alone. Claims them if possible."""
-        return all(self._pool.claim(blocks, index) for index in range(first // CHUNK, len(blocks.chunks)))
+        return all(self._pool.claim(blocks, index) for index in range(first // BLOCK_SIZE, len(blocks.ids)))
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
         """Record the use of `slots` int64 `[Hkv, n]` for the ranking of victims."""
@@ -239,15 +239,15 @@ class InPlaceEviction:
         protected = torch.zeros(blocks.capacity, dtype=torch.bool)
         protected[: self._sinks] = True
         protected[first:] = True
-        for index in range(self._sinks // CHUNK, len(blocks.chunks)):
+        for index in range(self._sinks // BLOCK_SIZE, len(blocks.ids)):
             if not self._pool.claim(blocks, index):
-                self._need((index + 1) * CHUNK <= first, blocks)
-                protected[index * CHUNK : (index + 1) * CHUNK] = True
+                self._need((index + 1) * BLOCK_SIZE <= first, blocks)
+                protected[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE] = True
         return protected
 
     def _need(self, possible: bool, blocks: BlockTable) -> None:
         if not possible:
-            held = blocks.capacity * self._pool.chunk_bytes // CHUNK
+            held = blocks.capacity * self._pool.block_bytes // BLOCK_SIZE
             raise PoolFullError(
                 f"the KV cache is full and none of this sequence's {blocks.capacity} tokens ({format_size(held)}) can "
                 f"be evicted: {self._sinks} sinks, {self._recent} recent tokens and shared blocks are protected; raise "

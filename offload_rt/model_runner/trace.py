@@ -11,7 +11,7 @@ import torch
 
 from ..core import VisibleTokens
 from ..kv_cache.disk.file_arena import DiskUse
-from ..transfer.link import PendingFetch
+from ..transfer.base import PendingFetch
 from ..transfer.weights.host_weights import NOTHING_USED, WeightUse
 
 MAX_PENDING = 4096  # counts left on the device before they are read: about a hundred steps of a large model
@@ -26,7 +26,7 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True)
-class LinkUse:
+class TransferUse:
     """Transfer of a selection to the device: `pair_bytes` per token and each of `heads` KV heads.
 
     If some of it need not be transferred, `tally` int64 `[2]` on the device holds the number of transferred entries and
@@ -47,7 +47,7 @@ class _PendingCount:
     resident: int
     context: int
     count: torch.Tensor
-    link_use: LinkUse | None = None
+    transfer_use: TransferUse | None = None
 
 
 @dataclass
@@ -146,13 +146,13 @@ class Trace:
         counts = torch.stack([one.count for one in self.pending]).tolist()
         for one, count in zip(self.pending, counts, strict=True):
             self._enter(one.step, one.layer, one.resident, one.context, count)
-            if one.link_use is not None and one.link_use.tally is None:
-                self.bytes_requested += count * one.link_use.heads * one.link_use.pair_bytes
+            if one.transfer_use is not None and one.transfer_use.tally is None:
+                self.bytes_requested += count * one.transfer_use.heads * one.transfer_use.pair_bytes
         self._settle_savings(counts)
         self.pending.clear()
 
     def _settle_savings(self, counts: list[int]) -> None:
-        uses = [(one, use, n) for one, n in zip(self.pending, counts, strict=True) if (use := one.link_use)]
+        uses = [(one, use, n) for one, n in zip(self.pending, counts, strict=True) if (use := one.transfer_use)]
         partial = [(one, use, n) for one, use, n in uses if use.tally is not None]
         if not partial:
             return
@@ -165,7 +165,7 @@ class Trace:
         sums = sums.to(tallies.device)
         self.savings = sums if self.savings is None else self.savings + sums
 
-    def take_link_bytes(self, other: Trace) -> None:
+    def take_transferred_bytes(self, other: Trace) -> None:
         """Move the transferred bytes of `other`, which computed tokens for this sequence, to this trace."""
         self.bytes_requested, other.bytes_requested = self.bytes_requested + other.bytes_requested, 0
         self.bytes_to_host, other.bytes_to_host = self.bytes_to_host + other.bytes_to_host, 0
@@ -209,10 +209,12 @@ class Trace:
         else:
             self._enter(step, layer, resident, context, fetched)
 
-    def enter_selection(self, layer: int, visible: VisibleTokens, count: torch.Tensor, link_use: LinkUse) -> None:
+    def enter_selection(
+        self, layer: int, visible: VisibleTokens, count: torch.Tensor, transfer_use: TransferUse
+    ) -> None:
         """Record a selection of `count` tokens per KV head and its transfer. `count` is read later."""
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
-        self.pending.append(_PendingCount(step, layer, resident, context, count, link_use))
+        self.pending.append(_PendingCount(step, layer, resident, context, count, transfer_use))
 
     def _enter(self, step: int, layer: int, resident: int, context: int, fetched: int) -> None:
         self.fetched[step][layer] += fetched / context

@@ -11,7 +11,7 @@ from ..kernels.causal_blocks import BlockedAttention
 from ..models.adapter import ModelAdapter
 from ..models.full_attention import attend_layer
 from ..policies.base import Policy
-from ..transfer.link import KVStorage, PrefilledLayer
+from ..transfer.base import KVStorage, PrefilledLayer
 from .prefill import go_through, learn
 from .sequence import Sequence
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import EngineConfig
-from ..core import CHUNK
+from ..core import BLOCK_SIZE
 from ..errors import ConfigError, DeviceFullError, MemoryLimitError
 from ..kv_cache.disk.disk_tier import disk_limit
 from ..kv_cache.machine import available_memory
@@ -203,7 +203,7 @@ def _spread(count: int, layers: int) -> tuple[int, ...]:
 
 def _slots(context: int) -> int:
     """Round tokens up to whole blocks."""
-    return -(-context // CHUNK) * CHUNK
+    return -(-context // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def _weights(costs: DeviceCosts, streamed: Sequence[int]) -> int:

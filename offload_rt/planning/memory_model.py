@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import EngineConfig
-from ..core import CHUNK, bucket, padded_batch
+from ..core import BLOCK_SIZE, bucket, padded_batch
 from ..kernels.causal import KEYS_AT_ONCE
 from ..kv_cache.disk.disk_tier import disk_limit
-from ..kv_cache.disk.file_layout import FileLayout, HostShares
+from ..kv_cache.disk.file_layout import FileLayout, MemoryBudget
 from ..kv_cache.kv_format import make_kv_format
 from ..kv_cache.layer_groups import LayerGroups
 from ..kv_cache.machine import available_memory
@@ -249,7 +249,7 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
     return Requirements(
         context=context,
         kv_per_token=(geometry.layers - len(geometry.sliding)) * geometry.kv_bytes(1, dtype) // geometry.layers,
-        kv_host=groups.chunks(context) * groups.layers * geometry.kv_bytes(CHUNK, dtype) // geometry.layers,
+        kv_host=groups.blocks(context) * groups.layers * geometry.kv_bytes(BLOCK_SIZE, dtype) // geometry.layers,
         weights=weights,
         scoring=costs.fixed() + costs.scoring(context),
         resident=costs.resident - costs.working_set_bytes,
@@ -266,7 +266,7 @@ class DiskPlan:
     """`limit`: maximum bytes of KV on the disk. `shares`: division of the host memory."""
 
     limit: int
-    shares: HostShares
+    shares: MemoryBudget
 
 
 def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
@@ -280,7 +280,7 @@ def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
     format = make_kv_format(config.kv_cache_dtype, shape.dtype, shape.geometry.head_dim)
     limit = disk_limit(config.disk, config.disk_limit, host)
     layout = FileLayout.fit(limit, replace(shape.geometry, head_dim=format.width), format)
-    return DiskPlan(limit, HostShares.of(host, layout))
+    return DiskPlan(limit, MemoryBudget.of(host, layout))
 
 
 @dataclass(frozen=True)

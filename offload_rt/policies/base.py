@@ -47,7 +47,7 @@ class PolicyState(Protocol):
         ...
 
     @property
-    def tail_bytes(self) -> int:
+    def approximate_bytes(self) -> int:
         """The part of `device_bytes` that is approximate KV, which `merge_approximate` reads."""
         ...
 

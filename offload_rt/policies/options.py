@@ -17,7 +17,7 @@ from .registry import PolicyOptions, register_policy
 
 Scorer = Literal["auto", "partial", "int8", "int4", "int2"]
 Columns = Literal["calibration", "prompt"]
-TailBits = Literal["off", "int4", "int2"]
+ApproximateKVBits = Literal["off", "int4", "int2"]
 Asked = Literal["auto", Source, "query"]
 
 
@@ -76,9 +76,9 @@ class InfiniGenOptions(PolicyOptions):
             measured (not in the paper).
         scorer: Storage of the scoring keys: some columns in the model's dtype ("partial") or as int8 ("int8"), or all
             columns as "int4" or "int2". "auto" is the 4-bit keys of the approximate KV if there is one, else "int8".
-            The other values need `tail="off"`.
-        tail: "int4" or "int2" keeps approximate KV of all tokens on the device, with 4-bit keys and values of this
-            width. Attention to tokens that are not selected is estimated from it, in one softmax with the exact
+            The other values need `approximate_kv="off"`.
+        approximate_kv: "int4" or "int2" keeps approximate KV of all tokens on the device, with 4-bit keys and values of
+            this width. Attention to tokens that are not selected is estimated from it, in one softmax with the exact
             tokens. "off" ignores these tokens.
         columns: Whether the columns of scoring keys are fixed at calibration or chosen from each prompt (paper).
         skew: Whether the rotation is fitted to queries alone (paper) or to queries and keys.
@@ -94,9 +94,9 @@ class InfiniGenOptions(PolicyOptions):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
-        "rows": {"tail": "off", "max_fraction": 0.1, "dense_layers": (0,)},
+        "rows": {"approximate_kv": "off", "max_fraction": 0.1, "dense_layers": (0,)},
         "paper": {
-            "tail": "off",
+            "approximate_kv": "off",
             "partial_ratio": 0.3,
             "max_fraction": 0.2,
             "source": "attention_input",
@@ -125,8 +125,11 @@ class InfiniGenOptions(PolicyOptions):
         None, help="fetch more tokens until the estimated missed attention mass is at most M", metavar="M"
     )
     budget: float | None = option(None, help="fraction of the context attended, (0, 1]", metavar="F")
-    tail: TailBits = option(
-        "int4", help="bits of the values in the approximate KV of tokens not selected", neutral="off"
+    approximate_kv: ApproximateKVBits = option(
+        "int4",
+        help="bits of the values in the approximate KV of tokens not selected",
+        neutral="off",
+        stored_name="tail",
     )
 
     def __post_init__(self) -> None:
@@ -138,11 +141,12 @@ class InfiniGenOptions(PolicyOptions):
         check_choice("source", self.source, ("auto", *get_args(Source), "query"))
         check_choice("scorer", self.scorer, get_args(Scorer))
         check_choice("columns", self.columns, get_args(Columns))
-        check_choice("tail", self.tail, get_args(TailBits))
+        check_choice("approximate_kv", self.approximate_kv, get_args(ApproximateKVBits))
         for name, value, own in (("scorer", self.scorer, "auto"), ("columns", self.columns, "calibration")):
             check(
-                self.tail == "off" or value == own,
-                f"{name}={value!r} needs tail='off' (or preset='rows'): tail={self.tail!r} scores with its own keys",
+                self.approximate_kv == "off" or value == own,
+                f"{name}={value!r} needs approximate_kv='off' (or preset='rows'): "
+                f"approximate_kv={self.approximate_kv!r} scores with its own keys",
             )
         check(
             self.keys != "int8" or self.columns == "calibration",
@@ -159,7 +163,7 @@ class InfiniGenOptions(PolicyOptions):
     def check_context(self, context: int) -> None:
         """Raise ConfigError if the budget selects nothing of `context` tokens."""
         # With approximate KV, a budget below the window is allowed: it measures the estimate alone.
-        if self.budget is not None and self.tail == "off":
+        if self.budget is not None and self.approximate_kv == "off":
             _check_selects(self.budget, self.sinks, self.recent, context)
 
     @property

@@ -17,7 +17,7 @@ class PassiveState:
         return 0
 
     @property
-    def tail_bytes(self) -> int:
+    def approximate_bytes(self) -> int:
         return 0
 
     @property

@@ -80,8 +80,8 @@ class PolicyOptions:
         Session files contain the digest, so the text of existing options must never change. Options that are added
         later have a `neutral` value, for which they are omitted.
         """
-        named = [(each.name, self.provenance_value(each.name), option_of(each).neutral) for each in fields(self)]
-        shown = [f"{name}={value!r}" for name, value, neutral in named if value != neutral]
+        named = [(option_of(each), each.name, self.provenance_value(each.name)) for each in fields(self)]
+        shown = [f"{own.stored_name or name}={value!r}" for own, name, value in named if value != own.neutral]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def provenance_value(self, name: str) -> Any:

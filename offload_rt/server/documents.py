@@ -41,7 +41,7 @@ def digest(*parts: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-class Documents:
+class DocumentCache:
     """LRU store of JSON documents, keyed by a `digest`. A document consists of a small head and a body.
 
     In a folder, each document is a file with one line for the head and one line for the body. Files are replaced
@@ -178,7 +178,7 @@ def session_of(owner: str, name: str) -> str:
 class Conversations:
     """Conversations by session name, separate for each API key (`owner`)."""
 
-    def __init__(self, documents: Documents) -> None:
+    def __init__(self, documents: DocumentCache) -> None:
         self._documents = documents
 
     def keep(self, owner: str, name: str, messages: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -250,7 +250,7 @@ class StoredResponse:
 class ResponseStore:
     """Responses by id, each visible only to the API key that created it."""
 
-    def __init__(self, documents: Documents) -> None:
+    def __init__(self, documents: DocumentCache) -> None:
         self._documents = documents
 
     def add(self, name: str, stored: StoredResponse) -> list[str]:

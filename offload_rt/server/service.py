@@ -20,7 +20,7 @@ from ..errors import ConfigError, OffloadError, PoolFullError, SessionBusyError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from .chat_stream import Usage
-from .documents import Conversations, Documents, ResponseStore, response_of, session_of
+from .documents import Conversations, DocumentCache, ResponseStore, response_of, session_of
 from .engines import Engines
 from .errors import RefusedError, ending, refused
 from .log import logger
@@ -101,11 +101,11 @@ class Service:
         """Return the model's default sampling parameters with `fields` replaced. Raises ConfigError (400)."""
         return self.engine.llm.get_default_sampling_params(**fields)
 
-    def _documents(self, kind: str) -> Documents:
+    def _documents(self, kind: str) -> DocumentCache:
         """Open a document store. Raises ConfigError if its folder cannot be used."""
         folder = self.options.documents
         try:
-            return Documents(None if folder is None else folder / kind)
+            return DocumentCache(None if folder is None else folder / kind)
         except OSError as error:
             raise ConfigError(f"cannot store conversations in {str(folder)!r}: {error.strerror or error}") from error
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import InputError, StoreError
 from ..storage.disk_store import DiskStore
-from ..storage.folder import chunk_paths, spaces
+from ..storage.folder import block_paths, spaces
 from ..storage.index import DOCUMENTS
 from .deletion import Removed, remove_session
 from .history import SINKS, History, document_name
@@ -36,7 +36,7 @@ class StoredSession:
     Attributes:
         document: Document name in the store, as "namespace digest/name".
         history: History of the session.
-        chunks: Files of the blocks that exist on disk.
+        blocks: Files of the blocks that exist on disk.
         own_bytes: Bytes of the blocks that no other session uses.
         used: Time of the last use in seconds since 1970.
         damage: Why the newest history cannot be read; `history` is then the one before it. Empty if it is intact.
@@ -44,18 +44,18 @@ class StoredSession:
 
     document: str
     history: History
-    chunks: tuple[StoredFile, ...]
+    blocks: tuple[StoredFile, ...]
     own_bytes: int
     used: float
     damage: str
 
     @property
     def bytes(self) -> int:
-        return sum(chunk.bytes for chunk in self.chunks)
+        return sum(block.bytes for block in self.blocks)
 
     def bytes_unused_since(self, time: float) -> int:
         """Return the bytes of blocks last used before `time`, which a time to live would remove. The text is kept."""
-        return sum(chunk.bytes for chunk in self.chunks if chunk.used < time)
+        return sum(block.bytes for block in self.blocks if block.used < time)
 
     def is_called(self, name: str, model: str | None) -> bool:
         """Return whether this is the session `name` of `model`. If `model` is None, any model matches."""
@@ -110,7 +110,7 @@ def read_catalog(folder: Path) -> Catalog:
     if not folder.is_dir():
         raise InputError(f"there is no store at {str(folder)!r}: give the folder that `chat --store` was given")
     documents = DiskStore(folder, "", 0, read_only=True).documents()
-    files = {(space.name, key): file for space in spaces(folder) for key, file in _files(chunk_paths(space))}
+    files = {(space.name, key): file for space in spaces(folder) for key, file in _files(block_paths(space))}
     told = {name: file.used for name in documents for _, file in _files([folder / f"{name}{DOCUMENTS}"])}
     histories, damaged = dict[str, History](), []
     for name, document in documents.items():
@@ -124,11 +124,11 @@ def read_catalog(folder: Path) -> Catalog:
     sessions = []
     for name, history in histories.items():
         space, document = name.partition("/")[0], documents[name]
-        chunks = {key: files[space, key] for key in history.keys if (space, key) in files}
-        own = sum(chunk.bytes for key, chunk in chunks.items() if users[space, key] == 1)
-        used = max([told.get(name, 0.0), *(chunk.used for chunk in chunks.values())])
+        blocks = {key: files[space, key] for key in history.keys if (space, key) in files}
+        own = sum(block.bytes for key, block in blocks.items() if users[space, key] == 1)
+        used = max([told.get(name, 0.0), *(block.used for block in blocks.values())])
         damage = "" if document is None else document.damage
-        sessions.append(StoredSession(name, history, tuple(chunks.values()), own, used, damage))
+        sessions.append(StoredSession(name, history, tuple(blocks.values()), own, used, damage))
     sessions.sort(key=lambda one: (one.history.name, one.document))
     return Catalog(tuple(sessions), tuple(sorted(damaged, key=lambda one: one.document)))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..config import StoreOptions
 from ..engine.runner import Runner
-from ..storage.chunk_store import StorageTier
+from ..storage.block_store import StorageTier
 from ..storage.loader import read_buffer_layers
 from ..storage.saver import Saver
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..storage.chunk_store import StorageTier
+from ..storage.block_store import StorageTier
 from .history import SINKS, History, document_name
 
 
@@ -29,7 +29,7 @@ class Removed:
             return ""
         return (
             f"{len(self.unreadable):,} other documents of this model cannot be read ({', '.join(self.unreadable)}): "
-            "which chunks were theirs is not known, so these were deleted too and will be computed again if you put a "
+            "which blocks were theirs is not known, so these were deleted too and will be computed again if you put a "
             "copy of the file back; a file that was renamed before it was damaged may hold text of the deleted session"
         )
 
@@ -65,7 +65,7 @@ def remove_session(store: StorageTier, space: str, document: str, held: Iterable
         if history is None and other != document and not other.startswith(SINKS):
             unreadable.append(other)
         elif history is not None and document_name(history.name) != document:
-            keys.update(history.chunk_keys)
+            keys.update(history.block_keys)
             sinks.add(history.sinks_document)
     # The history is deleted last. If the process ends before that, the session can be deleted again.
     freed = store.retain(keys, space)

@@ -10,7 +10,7 @@ import uuid
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..core import CHUNK, ranges_of
+from ..core import BLOCK_SIZE, ranges_of
 from ..errors import InputError
 
 FORMAT = 2
@@ -100,7 +100,7 @@ class History:
             and all(type(count) is int and 0 <= count < _MOST for count in counts)
             and self.sink_shift <= self.shift
             and max(self.computed, self.floor) <= len(self.tokens)
-            and self.sinks < CHUNK
+            and self.sinks < BLOCK_SIZE
             and ends == sorted(ends)
             and all(len(bytes.fromhex(key)) > 0 for key in (*self.keys, *self.tail_windows))
             and isinstance(bytes.fromhex(self.tail), bytes)
@@ -116,7 +116,7 @@ class History:
         return document_name(self.name)
 
     @property
-    def chunk_keys(self) -> list[bytes]:
+    def block_keys(self) -> list[bytes]:
         return [bytes.fromhex(key) for key in self.keys]
 
     def fork(self, name: str) -> History:

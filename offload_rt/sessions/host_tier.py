@@ -90,7 +90,7 @@ class HostTier:
     @property
     def free_bytes(self) -> int:
         """Bytes of host memory that are free or held only by the prefix tree."""
-        return (self._pool.free_chunks + self._pool.idle_chunks) * self._pool.chunk_bytes
+        return (self._pool.free_blocks + self._pool.idle_blocks) * self._pool.block_bytes
 
     def windows(self, waiting: Sequence[SessionKV]) -> tuple[int, int]:
         """Return (prefetch window, eviction window) in sessions, by the paper's formulas.
@@ -104,7 +104,7 @@ class HostTier:
         fetching = max(1, prefetch_window(self.free_bytes, mean))
         if self._options.limit is None:
             return fetching, len(waiting)
-        host = self._pool.chunk_count * self._pool.chunk_bytes
+        host = self._pool.block_count * self._pool.block_bytes
         return fetching, eviction_window(host, self._options.limit, mean)
 
     # ----------------------------------------------------------------------------------------- eviction and prefetching
@@ -167,7 +167,7 @@ class HostTier:
         if spared != self._waiting:
             self._waiting = spared
             self._order.window(spared)
-            self._storage.expect([key for kv in spared for key in kv.history.chunk_keys])
+            self._storage.expect([key for kv in spared for key in kv.history.block_keys])
         self._keep_free(waiting[:fetching])
         self._fetch(waiting[:fetching])
 
@@ -185,7 +185,7 @@ class HostTier:
 
     def _keep_free(self, soon: Sequence[SessionKV]) -> None:
         """Evict sessions other than `soon` until the buffer for prefetching is free."""
-        buffer = self._options.free_host * self._pool.chunk_count * self._pool.chunk_bytes
+        buffer = self._options.free_host * self._pool.block_count * self._pool.block_bytes
         while self.free_bytes < buffer and self._since:
             if (gone := self._order.victim()) in soon:
                 return

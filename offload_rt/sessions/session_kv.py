@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from ..core import CHUNK, BlockTable
+from ..core import BLOCK_SIZE, BlockTable
 from ..errors import DiskError, StoreError
 from ..model_runner.sequence import Sequence
 from ..outputs import Stats
-from ..storage.chunk_store import NamedChunk, PlacedChunk, StoredChunk, read_through
-from ..storage.loader import ChunkLoader, DamagedChunkError
-from ..storage.naming import SessionProvenance, name_chunks, window_chunks
+from ..storage.block_store import NamedBlock, PlacedBlock, StoredBlock, read_through
+from ..storage.loader import BlockLoader, DamagedBlockError
+from ..storage.naming import SessionProvenance, name_blocks, window_blocks
 from ..storage.saver import layer_bytes
 from .context import SessionContext
 from .history import History
@@ -33,7 +33,7 @@ class SessionKV:
     def __init__(self, context: SessionContext, history: History) -> None:
         self.context, self.runner, self.history = context, context.runner, history
         self.sequence: Sequence | None = None
-        self.loader: ChunkLoader | None = None
+        self.loader: BlockLoader | None = None
         self.loaded_tokens = 0
         self.last_stats: Stats | None = None
         self._host_tokens = 0
@@ -81,18 +81,18 @@ class SessionKV:
         """Wait until the KV of `layer` is in host memory.
 
         Raises:
-            DamagedChunkError: A block on disk is damaged. The next load skips it, and its tokens are recomputed.
+            DamagedBlockError: A block on disk is damaged. The next load skips it, and its tokens are recomputed.
         """
         if self.loader is None:
             return
         try:
             self.loader.wait(layer)
-        except DamagedChunkError as damage:
+        except DamagedBlockError as damage:
             self._broken.add(damage.key)
             raise
 
     def load_all(self) -> None:
-        """Wait until all layers are loaded. Raise DamagedChunkError if a block is damaged."""
+        """Wait until all layers are loaded. Raise DamagedBlockError if a block is damaged."""
         if self.loader is not None and self.sequence is not None:
             for layer in range(self.runner.adapter.geometry.layers):
                 self.wait(layer)
@@ -106,7 +106,7 @@ class SessionKV:
                 self.sequence = self._restore(len(self.history.tokens) + 1, whole=True)
             try:
                 self.load_all()
-            except DamagedChunkError:
+            except DamagedBlockError:
                 self.drop()
                 continue
             self.context.saver.flush()
@@ -156,11 +156,11 @@ class SessionKV:
         sequence = self.adopt(blocks, capacity, known)
         self.loaded_tokens = known - self._host_tokens
         if found:
-            size = sum(placed.chunk.layer_bytes for placed in found) * storage.layers
+            size = sum(placed.block.layer_bytes for placed in found) * storage.layers
             layers = runner.adapter.geometry.layers
             ahead = layers if whole else self.context.read_buffer(size, len(history.tokens) - known)
             try:
-                self.loader = ChunkLoader(runner.pool, blocks, found, ahead)
+                self.loader = BlockLoader(runner.pool, blocks, found, ahead)
             except BaseException:
                 # These blocks have no KV yet, so `free` must not add them to the prefix tree.
                 runner.pool.truncate(blocks, self._host_tokens)
@@ -178,34 +178,34 @@ class SessionKV:
 
     def _lose_from(self, known: int) -> None:
         """Mark KV from token `known` on as lost, so that it is recomputed."""
-        history, stop = self.history, len(self.history.tokens) // CHUNK * CHUNK
+        history, stop = self.history, len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE
         history.forget_from(known)
         if history.truncation_id and not known:
             history.restart(history.tokens)
         # After one damaged block, later ones may be damaged too. Read them to find out, so that they are stored again.
-        for name in self.stored(stop)[known // CHUNK :]:
+        for name in self.stored(stop)[known // BLOCK_SIZE :]:
             read_through(self.context.storage, name)
 
-    def _find(self, blocks: BlockTable) -> tuple[list[PlacedChunk], int]:
+    def _find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
         """Find stored blocks that continue `blocks`. Return them and the number of tokens they extend to.
 
         Return no blocks if those in the sliding windows of the next token are incomplete.
         """
         found, known = self._find_full(blocks.length)
         shown = [name for name in self._shown(known) if name.index not in blocks.windows]
-        chunks = [self._find_one(name) for name in shown] if known > blocks.length else []
-        windows = [PlacedChunk(n.index, c, n.group) for n, c in zip(shown, chunks, strict=False) if c is not None]
-        if len(windows) < len(chunks) or known == blocks.length:
+        stored = [self._find_one(name) for name in shown] if known > blocks.length else []
+        windows = [PlacedBlock(n.index, c, n.group) for n, c in zip(shown, stored, strict=False) if c is not None]
+        if len(windows) < len(stored) or known == blocks.length:
             return [], blocks.length
-        self._pin(placed.chunk.key for placed in (*found, *windows))
+        self._pin(placed.block.key for placed in (*found, *windows))
         return [*found, *windows], known
 
-    def _find_one(self, name: NamedChunk) -> StoredChunk | None:
-        chunk = self.context.storage.find(name.parent, name.provenance_key, name.tokens)
-        right = chunk is not None and chunk.layer_bytes == layer_bytes(self.runner.pool, name.count)
-        return chunk if right and name.key not in self._broken else None
+    def _find_one(self, name: NamedBlock) -> StoredBlock | None:
+        block = self.context.storage.find(name.parent, name.provenance_key, name.tokens)
+        right = block is not None and block.layer_bytes == layer_bytes(self.runner.pool, name.count)
+        return block if right and name.key not in self._broken else None
 
-    def _find_full(self, known: int) -> tuple[list[PlacedChunk], int]:
+    def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
         """Find consecutive stored blocks of full-attention layers from token `known` on.
 
         Return the full blocks and the last, partly filled one, with the number of tokens they extend to. Leave at least
@@ -218,35 +218,35 @@ class SessionKV:
         if not self.runner.pool.groups.full:
             # No layer has full blocks on disk, but the prefix tree may know more tokens than this session has computed.
             return [], max(known, min(stop, history.computed))
-        names = self.names(stop // CHUNK * CHUNK)
-        tail = self.names(history.computed)[history.computed // CHUNK :]
-        found: list[PlacedChunk] = []
-        for name in [*names[known // CHUNK :], *tail]:
-            if name.index != known // CHUNK or name.index * CHUNK + name.count == known:
+        names = self.names(stop // BLOCK_SIZE * BLOCK_SIZE)
+        tail = self.names(history.computed)[history.computed // BLOCK_SIZE :]
+        found: list[PlacedBlock] = []
+        for name in [*names[known // BLOCK_SIZE :], *tail]:
+            if name.index != known // BLOCK_SIZE or name.index * BLOCK_SIZE + name.count == known:
                 continue
-            chunk = self._find_one(name)
-            if chunk is None:
+            block = self._find_one(name)
+            if block is None:
                 continue
-            found.append(PlacedChunk(name.index, chunk))
-            known = name.index * CHUNK + name.count
-            if name.count < CHUNK:
+            found.append(PlacedBlock(name.index, block))
+            known = name.index * BLOCK_SIZE + name.count
+            if name.count < BLOCK_SIZE:
                 break
         return found, known
 
     # --------------------------------------------------------------------------------------------------------- saving
 
-    def names(self, stop: int) -> list[NamedChunk]:
+    def names(self, stop: int) -> list[NamedBlock]:
         """Return the names of the blocks of tokens [0, stop)."""
-        return name_chunks(self._provenance, self.history.tokens, stop, self.history.decoded)
+        return name_blocks(self._provenance, self.history.tokens, stop, self.history.decoded)
 
-    def _shown(self, stop: int) -> list[NamedChunk]:
+    def _shown(self, stop: int) -> list[NamedBlock]:
         """Return the sliding-layer blocks within the windows of token `stop`."""
-        return window_chunks(self.runner.pool.groups, self.names(stop), stop, self.history.floor)
+        return window_blocks(self.runner.pool.groups, self.names(stop), stop, self.history.floor)
 
-    def stored(self, stop: int) -> list[NamedChunk]:
+    def stored(self, stop: int) -> list[NamedBlock]:
         return self.names(stop) if self.runner.pool.groups.full else []
 
-    def all_names(self) -> list[NamedChunk]:
+    def all_names(self) -> list[NamedBlock]:
         """Return the names of all blocks that hold KV of computed tokens."""
         computed = self.history.computed
         return [*self.stored(computed), *self._shown(computed)]
@@ -257,15 +257,15 @@ class SessionKV:
         owner = history.id if context.private else ""
         return SessionProvenance(context.storage.root, self.runner.provenance_key, history.provenance, owner)
 
-    def fresh(self, names: Iterable[NamedChunk]) -> list[NamedChunk]:
+    def fresh(self, names: Iterable[NamedBlock]) -> list[NamedBlock]:
         """Return the blocks that are neither on disk nor enqueued for writing."""
         return [name for name in names if name.key not in self.context.storage and name.key not in self._enqueued]
 
-    def mark_enqueued(self, names: Iterable[NamedChunk]) -> None:
+    def mark_enqueued(self, names: Iterable[NamedBlock]) -> None:
         """Record that these blocks are enqueued for writing."""
         self._enqueued.update(name.key for name in names)
 
-    def enqueue(self, names: Iterable[NamedChunk]) -> bool:
+    def enqueue(self, names: Iterable[NamedBlock]) -> bool:
         """Enqueue blocks that are not on disk. Return True if the write buffer was full and some were left out."""
         fresh = self.fresh(names)
         if not fresh or self.sequence is None or self.loader is not None:
@@ -277,13 +277,13 @@ class SessionKV:
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
         """Enqueue the blocks of `tokens[:stop]`. Tokens from `start` on were decoded; the history may lack them."""
         if self.runner.pool.groups.full:
-            self.enqueue(name_chunks(self._provenance, tokens, stop, self.history.decoded_with(start, stop)))
+            self.enqueue(name_blocks(self._provenance, tokens, stop, self.history.decoded_with(start, stop)))
 
     def recheck(self) -> None:
         """Cancel writes of replaced blocks. Call after any operation that may replace a block of the sequence."""
         self._enqueued -= self.context.saver.recheck()
 
-    def write_out(self) -> list[NamedChunk]:
+    def write_out(self) -> list[NamedBlock]:
         """Write all blocks in host memory to disk and wait. Return the names of blocks that could not be written."""
         names = self.all_names()
         self._arrived()  # another session may have removed a shared block after it was enqueued
@@ -304,7 +304,7 @@ class SessionKV:
     def enter_names(self) -> None:
         """Record the block names in the history, and remove the previous partly filled block from disk."""
         history, names = self.history, self.all_names()
-        tail = [name.key.hex() for name in names if name.count < CHUNK]
+        tail = [name.key.hex() for name in names if name.count < BLOCK_SIZE]
         before = [key for key in (history.tail, *history.tail_windows) if key]
         if before and before != tail and not history.tail_shared:
             self._remove([bytes.fromhex(key) for key in before])
@@ -349,7 +349,7 @@ class SessionKV:
             self._unwritten = None
             raise
         self._unwritten = None
-        self.context.storage.touch(self.history.chunk_keys)
+        self.context.storage.touch(self.history.block_keys)
 
     def replace(self, sequence: Sequence | None) -> None:
         """Replace the sequence with another one, none of whose blocks are enqueued yet."""
@@ -371,9 +371,9 @@ class SessionKV:
         If `answering`, include blocks of the current turn, which are not in the history yet.
         """
         if answering:
-            return {*self.history.chunk_keys, *self._pinned, *self._enqueued}
+            return {*self.history.block_keys, *self._pinned, *self._enqueued}
         self._arrived()
-        return set(self.history.chunk_keys)
+        return set(self.history.block_keys)
 
     def give_up(self) -> None:
         """Drop the sequence without saving it, and wait for pending writes. Call before the session is deleted."""

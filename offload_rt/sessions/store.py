@@ -17,8 +17,8 @@ from ..engine.cache_manager import Holding
 from ..engine.runner import Runner
 from ..errors import ConfigError, InputError, StoreError
 from ..kv_cache.prefix_tree import root_key
-from ..storage.chunk_file import LAYOUT_VERSION
-from ..storage.chunk_store import StorageTier
+from ..storage.block_file import LAYOUT_VERSION
+from ..storage.block_store import StorageTier
 from ..storage.disk_store import DiskStore
 from ..storage.index import DOCUMENTS
 from ..storage.saver import Saver
@@ -71,7 +71,7 @@ class Namespace:
                 yield sibling
 
 
-class Holder(Protocol):
+class StoreUser(Protocol):
     """Object that keeps a store open while no session is open, such as a `TurnQueue`."""
 
     def close(self) -> None:
@@ -103,14 +103,14 @@ class SessionStore:
         runner.model.check_weights_unchanged()
         space = Namespace(runner.model.fingerprint, runner.adapter.dtype, runner.pool.format.name)
         storage = open_tier(str(space), runner.pool.groups.layers)
-        saver = Saver(storage, runner.pool, runner.link.storage)
+        saver = Saver(storage, runner.pool, runner.transfer.storage)
         self.context = SessionContext(runner, storage, saver, options or StoreOptions())
         self.host = HostTier(self.context)
         self.closed = False
         self._namespace = space
         self._folder: Path | None = None
         self._open: dict[str, Session] = {}
-        self._holders: set[Holder] = set()
+        self._holders: set[StoreUser] = set()
         runner.reclaimables.append(self)
 
     @classmethod
@@ -230,11 +230,11 @@ class SessionStore:
         self._open.pop(session.name, None)
         self.close_if_idle()
 
-    def hold(self, holder: Holder) -> None:
+    def hold(self, holder: StoreUser) -> None:
         """Keep the store open until `release`, even if no session is open."""
         self._holders.add(holder)
 
-    def release(self, holder: Holder) -> None:
+    def release(self, holder: StoreUser) -> None:
         self._holders.discard(holder)
         self.close_if_idle()
 
@@ -290,6 +290,6 @@ def _check_restorable(runner: Runner) -> None:
         )
     if runner.config.eviction is not None:
         raise ConfigError(
-            "eviction overwrites tokens in place, so that chunks are no longer what their names say: open sessions "
+            "eviction overwrites tokens in place, so that blocks are no longer what their names say: open sessions "
             "without eviction, and truncate them where they grow too long"
         )

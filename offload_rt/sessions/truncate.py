@@ -15,7 +15,7 @@ from copy import copy
 
 import torch
 
-from ..core import CHUNK, BlockTable, ModelGeometry, ranges_of
+from ..core import BLOCK_SIZE, BlockTable, ModelGeometry, ranges_of
 from ..engine.checks import whole, whole_or_none
 from ..engine.prompts import token_ids
 from ..errors import InputError, ModelError, StoreError
@@ -101,8 +101,8 @@ def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int
     check_truncatable(kv.runner.adapter.geometry, kv.runner.model.name)
     sinks, keep_last = whole("sinks", sinks, 0), whole_or_none("keep_last", keep_last, 1)
     drop = None if drop is None else token_ids(drop)
-    if not 0 <= sinks < CHUNK:
-        raise InputError(f"sinks={sinks} must be from 0 to {CHUNK - 1}")
+    if not 0 <= sinks < BLOCK_SIZE:
+        raise InputError(f"sinks={sinks} must be from 0 to {BLOCK_SIZE - 1}")
     history = kv.history
     kept = kept_tokens(history.computed, sinks, keep_last, drop)
     if len(kept) == history.computed:
@@ -231,7 +231,7 @@ def _room(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
 def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTable) -> Sequence:
     """Copy the KV of the tokens `kept` to `blocks`, and replace the session's sequence with a new one. Return it."""
     runner = kv.runner
-    runner.link.storage.settle(sequence.blocks)
+    runner.transfer.storage.settle(sequence.blocks)
     copy_rows(runner.pool, sequence.blocks, blocks, kept)
     kv.replace(None)
     runner.free(sequence)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from ..core import CHUNK, Prompt
+from ..core import BLOCK_SIZE, Prompt
 from ..engine.logits_processors import check_answerable
 from ..engine.request import SampledRequest, StartAgainError
 from ..engine.runner import Runner
@@ -18,7 +18,7 @@ from ..model_runner.trace import Recorder, Trace
 from ..models.loading import LoadedModel
 from ..outputs import FinishReason, TokenOutput
 from ..sampling_params import SamplingParams
-from ..storage.loader import DamagedChunkError
+from ..storage.loader import DamagedBlockError
 from ..storage.saver import Saving
 from .chat_template import TurnTokens
 from .host_tier import HostTier
@@ -117,7 +117,9 @@ class Turn(SampledRequest):
         self._count_on(sequence)
         sequence.trace.diverged_at = sequence.position
         self._seconds = sequence.trace.prefill_seconds
-        self._saving = kv.context.saver.begin(sequence.blocks, kv.fresh(kv.stored(len(taken) // CHUNK * CHUNK)))
+        self._saving = kv.context.saver.begin(
+            sequence.blocks, kv.fresh(kv.stored(len(taken) // BLOCK_SIZE * BLOCK_SIZE))
+        )
         # The prefill allocates slots in sliding layers, which may require evicting idle sessions.
         self._prefill = self._host.retry_after_reclaim(
             lambda: runner.begin_prefill(
@@ -165,7 +167,7 @@ class Turn(SampledRequest):
                     kv.load_all()
                     # Always relearn from the rounded KV of the pool, so that a restart gives the same state.
                     runner.relearn(sequence)
-            except DamagedChunkError:
+            except DamagedBlockError:
                 kv.drop()
             else:
                 sequence.trace.prompt_tokens = len(self.prompt.token_ids)
@@ -174,7 +176,7 @@ class Turn(SampledRequest):
     def _wait(self, layer: int) -> None:
         try:
             self.kv.wait(layer)
-        except DamagedChunkError as damage:
+        except DamagedBlockError as damage:
             raise StartAgainError from damage
 
     def _layer_done(self, layer: int) -> None:
@@ -185,7 +187,7 @@ class Turn(SampledRequest):
         if layer < kv.runner.adapter.geometry.layers - 1:
             return
         assert self.sequence is not None and self._prefill is not None
-        kv.mark_enqueued(entry.chunk for entry in (self._saving.entries if self._saving is not None else ()))
+        kv.mark_enqueued(entry.block for entry in (self._saving.entries if self._saving is not None else ()))
         kv.recheck()
         host.stats.count(self._computed, *self._known)
         seconds = self.sequence.trace.prefill_seconds - self._seconds
@@ -212,7 +214,7 @@ class Turn(SampledRequest):
         """Sample the next token, and enqueue a block that decoding has filled for writing."""
         assert self.sequence is not None
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
-        if position % CHUNK == 0 and position > prompt:
+        if position % BLOCK_SIZE == 0 and position > prompt:
             self.kv.enqueue_decoded(self.sequence.tokens, prompt, position)
         return super().accept(runner, logits)
 

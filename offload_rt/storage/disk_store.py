@@ -9,18 +9,18 @@ from functools import partial
 from pathlib import Path
 
 from ..config import StoreOptions
-from ..core import CHUNK
+from ..core import BLOCK_SIZE
 from ..kv_cache.disk.direct_file import BlockFile, write_all
 from ..kv_cache.disk.extents import StoredExtent
-from ..kv_cache.prefix_tree import TOKEN_BYTES, chunk_key, root_key
+from ..kv_cache.prefix_tree import TOKEN_BYTES, block_key, root_key
 from ..utils.private_files import open_private
-from .chunk_file import ChunkHeader, FileChunk, FileChunkWriter, data_offset
-from .documents import Documents
+from .block_file import BlockHeader, FileBlock, FileBlockWriter, data_offset
+from .documents import NamespaceDocuments
 from .files import open_regular, read_header
-from .folder import CHUNKS, StoreFolder, chunk_paths
+from .folder import BLOCKS, StoreFolder, block_paths
 
 
-class DiskChunk(FileChunk):
+class DiskBlock(FileBlock):
     """A KV block in a file of its own."""
 
     def extent(self) -> StoredExtent | None:
@@ -29,7 +29,7 @@ class DiskChunk(FileChunk):
         Return None for a partial block or if the file cannot be opened.
         """
         # Only the layers of full blocks are padded to the disk alignment, which direct reads need.
-        if self.count < CHUNK:
+        if self.count < BLOCK_SIZE:
             return None
         try:
             return StoredExtent(BlockFile(self.open()), self.offset, self.layer_bytes)
@@ -37,7 +37,7 @@ class DiskChunk(FileChunk):
             return None
 
 
-class DiskChunkWriter(FileChunkWriter):
+class DiskBlockWriter(FileBlockWriter):
     """Write one KV block to a file of its own."""
 
     def extent(self) -> StoredExtent | None:
@@ -53,8 +53,8 @@ class DiskChunkWriter(FileChunkWriter):
         return StoredExtent(file, self.offset, self.layer_bytes, self.note)
 
 
-class DiskStore(Documents):
-    """Store KV blocks and small documents in a folder of at most `options.limit` bytes (`chunk_store.StorageTier`).
+class DiskStore(NamespaceDocuments):
+    """Store KV blocks and small documents in a folder of at most `options.limit` bytes (`block_store.StorageTier`).
 
     Each namespace (model, KV data type, layout) has a subfolder named by its digest. The file name of a block is its
     key, and the file header repeats the key. Damaged files, files with another key and files that vanish between two
@@ -105,9 +105,9 @@ class DiskStore(Documents):
 
     # ---------------------------------------------------------------------------------------------------------- blocks
 
-    def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> DiskChunk | None:
+    def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> DiskBlock | None:
         """Return the block with these tokens (little-endian int64) that follows `parent`, or None for a miss."""
-        key = chunk_key(parent, provenance_key, tokens)
+        key = block_key(parent, provenance_key, tokens)
         path = self._path(key)
         if not self._folder.read_only and path not in self._index:
             return None
@@ -118,16 +118,16 @@ class DiskStore(Documents):
             return None
         count, opened = len(tokens) // TOKEN_BYTES, partial(open_regular, path)
         damaged = partial(self._folder.discard, path)
-        return DiskChunk(key, count, header.layer_bytes, header.checksums, header.data_offset, opened, damaged)
+        return DiskBlock(key, count, header.layer_bytes, header.checksums, header.data_offset, opened, damaged)
 
-    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> DiskChunkWriter | None:
+    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> DiskBlockWriter | None:
         """Reserve space for a block and create its file.
 
         Returns None if the block is already stored, the limit leaves no space, or the file cannot be created
         (`last_error`).
         """
         assert not self._folder.read_only
-        key, offset = chunk_key(parent, provenance_key, tokens), data_offset(self.layers)
+        key, offset = block_key(parent, provenance_key, tokens), data_offset(self.layers)
         path, size = self._path(key), offset + self.layers * layer_bytes
         temporary = self._folder.reserve(path, size)
         if temporary is None:
@@ -136,7 +136,7 @@ class DiskStore(Documents):
         def finish(checksums: Sequence[int]) -> None:
             handle = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                write_all(handle, 0, memoryview(ChunkHeader(key, layer_bytes, tuple(checksums)).encode()))
+                write_all(handle, 0, memoryview(BlockHeader(key, layer_bytes, tuple(checksums)).encode()))
                 os.fsync(handle)
             finally:
                 os.close(handle)
@@ -150,7 +150,7 @@ class DiskStore(Documents):
             give_up(error)
             return None
         opened = partial(os.open, temporary, os.O_RDWR | os.O_CLOEXEC)
-        return DiskChunkWriter(self.layers, layer_bytes, offset, opened, finish, give_up)
+        return DiskBlockWriter(self.layers, layer_bytes, offset, opened, finish, give_up)
 
     def remove(self, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -158,7 +158,7 @@ class DiskStore(Documents):
 
     def retain(self, keys: Container[bytes], space: str | None = None) -> int:
         own = self._own if space is None else self._folder.path / space
-        return self._folder.remove(path for path in chunk_paths(own) if bytes.fromhex(path.stem) not in keys)
+        return self._folder.remove(path for path in block_paths(own) if bytes.fromhex(path.stem) not in keys)
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Mark `keys` as used now (`StorageTier.touch`). Has no effect with the fifo policy."""
@@ -177,7 +177,7 @@ class DiskStore(Documents):
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
-        return self._own / name[:2] / f"{name}{CHUNKS}"
+        return self._own / name[:2] / f"{name}{BLOCKS}"
 
     def close(self) -> None:
         self._folder.close()

@@ -15,14 +15,14 @@ from pathlib import Path
 from ..config import StoreOptions
 from ..errors import StoreError
 from ..utils.units import format_size
-from .chunk_store import Document
+from .block_store import Document
 from .files import LARGEST_DOCUMENT, read_document, seal, sync_folder, write_document
 from .folder import DAMAGED, DOCUMENT_FILE, NAME, StoreFolder, spaces
 from .index import BEFORE, DOCUMENTS
 
 
-class Documents:
-    """Documents of the namespace in the folder `own` (`chunk_store.StorageTier`).
+class NamespaceDocuments:
+    """Documents of the namespace in the folder `own` (`block_store.StorageTier`).
 
     They count towards the limit of the store's `folder`.
     """
@@ -118,7 +118,7 @@ class Documents:
         found: dict[str, Document | None] = {}
         for space, name in sorted(names):
             try:
-                found[f"{space.name}/{name}"] = Documents(self._folder, space, self._options).get(name)
+                found[f"{space.name}/{name}"] = NamespaceDocuments(self._folder, space, self._options).get(name)
             except StoreError:
                 found[f"{space.name}/{name}"] = None
         return found

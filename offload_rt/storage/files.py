@@ -15,7 +15,7 @@ from pathlib import Path
 import xxhash
 
 from ..utils.private_files import open_private
-from .chunk_file import ChunkHeader, header_bytes
+from .block_file import BlockHeader, header_bytes
 
 LARGEST_DOCUMENT = 1 << 28
 """Maximum size of a document file in bytes. A larger file was not written by the store."""
@@ -80,7 +80,7 @@ def read_document(path: Path) -> Reading:
     return Reading(None, "is damaged" if size else "is empty")
 
 
-def read_header(path: Path) -> ChunkHeader | None:
+def read_header(path: Path) -> BlockHeader | None:
     """Return the header of a block file, or None if it is damaged or does not match the file size."""
     try:
         with os.fdopen(open_regular(path), "rb", buffering=0) as file:
@@ -88,7 +88,7 @@ def read_header(path: Path) -> ChunkHeader | None:
             missing = header_bytes(data) - len(data)
             if missing > 0:
                 data += file.read(missing)
-            header = ChunkHeader.decode(data)
+            header = BlockHeader.decode(data)
             size = os.fstat(file.fileno()).st_size
     except OSError:
         return None

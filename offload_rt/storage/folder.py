@@ -18,7 +18,7 @@ from ..utils.private_files import make_private, make_private_folder, open_privat
 from .files import read_document
 from .index import BEFORE, DOCUMENTS, DiskIndex
 
-CHUNKS, DAMAGED = ".kv", ".damaged"
+BLOCKS, DAMAGED = ".kv", ".damaged"
 """Suffixes of KV block files and of damaged documents that were set aside."""
 
 SPACE = re.compile(r"[0-9a-f]{32}")
@@ -27,7 +27,7 @@ SPACE = re.compile(r"[0-9a-f]{32}")
 _TEMPORARY, _LOCK = ".tmp", "lock"
 _FAN = re.compile(r"[0-9a-f]{2}")
 _OLD_CHUNK, _OLD_HISTORY = re.compile(r"[0-9a-f]{32}\.kv"), re.compile(rb'\{"format": 1,')
-_CHUNK_FILE = re.compile(r"[0-9a-f]{64}(\.kv|\.\d+\.\d+\.tmp)")
+_BLOCK_FILE = re.compile(r"[0-9a-f]{64}(\.kv|\.\d+\.\d+\.tmp)")
 NAME = re.compile(r"[a-z]+-[0-9a-f]{32,64}(?:-[0-9a-f]{1,4})?")
 DOCUMENT_FILE = re.compile(rf"{NAME.pattern}(\.doc|\.before|\.damaged|\.\d+\.\d+\.tmp)")
 """Patterns of document names and of document files.
@@ -116,10 +116,10 @@ class StoreFolder:
         Returns False and removes nothing if all block files together are too small.
         """
         with self.mutex:
-            chunks = self.index.chunks()
-            if sum(have for _, have in chunks) < size:
+            blocks = self.index.blocks()
+            if sum(have for _, have in blocks) < size:
                 return False
-            for path, have in chunks:
+            for path, have in blocks:
                 self.discard(path)
                 if (size := size - have) <= 0:
                     break
@@ -272,14 +272,14 @@ class StoreFolder:
                 else:
                     each = [path]
                 for file in each:
-                    if file.suffix in (CHUNKS, DAMAGED, DOCUMENTS, BEFORE, _TEMPORARY) and not file.is_dir():
+                    if file.suffix in (BLOCKS, DAMAGED, DOCUMENTS, BEFORE, _TEMPORARY) and not file.is_dir():
                         make_private(file)
 
     def _ours(self) -> Iterator[Path]:
         """Yield all regular files whose names match the store's patterns."""
         for space in spaces(self.path):
             found = (path for path in space.iterdir() if DOCUMENT_FILE.fullmatch(path.name))
-            for path in itertools.chain(found, _chunk_files(space)):
+            for path in itertools.chain(found, _block_files(space)):
                 if path.is_file() and not path.is_symlink():
                     yield path
 
@@ -311,16 +311,16 @@ def _refuse_old(folder: Path) -> None:
                 )
 
 
-def chunk_paths(space: Path) -> Iterator[Path]:
+def block_paths(space: Path) -> Iterator[Path]:
     """Yield all entries in a namespace folder with the name of a block file. They need not be regular files."""
-    return (path for path in _chunk_files(space) if path.suffix == CHUNKS)
+    return (path for path in _block_files(space) if path.suffix == BLOCKS)
 
 
-def _chunk_files(space: Path) -> Iterator[Path]:
+def _block_files(space: Path) -> Iterator[Path]:
     if _is_folder(space):
         for fan in space.iterdir():
             if _FAN.fullmatch(fan.name) and _is_folder(fan):
-                yield from (path for path in fan.iterdir() if _CHUNK_FILE.fullmatch(path.name))
+                yield from (path for path in fan.iterdir() if _BLOCK_FILE.fullmatch(path.name))
 
 
 def _is_folder(path: Path) -> bool:

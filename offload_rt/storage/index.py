@@ -146,7 +146,7 @@ class DiskIndex:
                 used -= self.files[path].size
         return gone if limit is None or used <= limit else None
 
-    def chunks(self) -> list[tuple[Path, int]]:
+    def blocks(self) -> list[tuple[Path, int]]:
         """Return the block files and their sizes in bytes, in eviction order. Pinned files come last."""
         ranked = sorted(self._order.ranked(), key=lambda path: self._pins[path] > 0)
         return [(path, self.files[path].size) for path in ranked if path.suffix not in _STAYING]

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ..core import CHUNK, BlockTable
+from ..core import BLOCK_SIZE, BlockTable
 from ..kv_cache.disk.direct_file import aligned
 from ..kv_cache.disk.extents import StoredExtent
 from ..kv_cache.pool import HostPool
-from ..kv_cache.stored_rows import Span
-from .chunk_store import PlacedChunk, StoredChunk
-from .disk_store import DiskChunk
+from ..kv_cache.stored_rows import SlotSpan
+from .block_store import PlacedBlock, StoredBlock
+from .disk_store import DiskBlock
 
 READERS = min(4, os.cpu_count() or 1)
 """Threads that read, verify and copy the blocks of a layer.
@@ -28,7 +28,7 @@ take 0.6 of the time of one, on two busy cores.
 """
 
 
-class DamagedChunkError(Exception):
+class DamagedBlockError(Exception):
     """The stored block with key `key` could not be read."""
 
     def __init__(self, key: bytes) -> None:
@@ -53,7 +53,7 @@ def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int)
     return max(1, min(layers, math.ceil(layers * (1 - compute_seconds / load_seconds))))
 
 
-class ChunkLoader:
+class BlockLoader:
     """Load stored blocks into a block table, layer by layer, on a background thread.
 
     Loading stays at most `ahead` layers ahead of the computed layer, and the first `ahead` layers are loaded at once.
@@ -69,21 +69,25 @@ class ChunkLoader:
     Args:
         pool: KV pool to load into.
         blocks: Block table that holds the blocks.
-        chunks: Stored blocks with their indices in the block table. Each has data for every layer of its group.
+        placed_blocks: Stored blocks with their indices in the block table. Each has data for every layer of its group.
         ahead: Maximum number of layers to load ahead of the computation.
     """
 
-    def __init__(self, pool: HostPool, blocks: BlockTable, chunks: Seq[PlacedChunk], ahead: int):
-        self._pool, self._chunks, self._ahead = pool, chunks, ahead
+    def __init__(self, pool: HostPool, blocks: BlockTable, placed_blocks: Seq[PlacedBlock], ahead: int):
+        self._pool, self._placed, self._ahead = pool, placed_blocks, ahead
         self._layers = len(pool.groups.group)
-        tokens = [range(placed.place * CHUNK, placed.place * CHUNK + placed.chunk.count) for placed in chunks]
-        self._spans = [pool.spans(blocks, c.group, own)[0] for c, own in zip(chunks, tokens, strict=True)]
-        largest = max((placed.chunk.layer_bytes for placed in chunks), default=0)
+        tokens = [
+            range(placed.place * BLOCK_SIZE, placed.place * BLOCK_SIZE + placed.block.count) for placed in placed_blocks
+        ]
+        self._spans = [pool.spans(blocks, c.group, own)[0] for c, own in zip(placed_blocks, tokens, strict=True)]
+        largest = max((placed.block.layer_bytes for placed in placed_blocks), default=0)
         # One buffer per reader, reused: touching fresh memory takes longer than reading a cached file.
-        self._blocks: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(READERS):
-            self._blocks.put(aligned(max(1, largest)))
-        self._extents = [attach(pool, placed.chunk, span) for placed, span in zip(chunks, self._spans, strict=True)]
+            self._buffers.put(aligned(max(1, largest)))
+        self._extents = [
+            attach(pool, placed.block, span) for placed, span in zip(placed_blocks, self._spans, strict=True)
+        ]
         self._wanted, self._done = -1, 0
         self._damaged: bytes | None = None
         self._failure: BaseException | None = None
@@ -101,7 +105,7 @@ class ChunkLoader:
 
     @property
     def damaged(self) -> bool:
-        """Whether a block could not be read. `wait` then raises `DamagedChunkError`."""
+        """Whether a block could not be read. `wait` then raises `DamagedBlockError`."""
         with self._changed:
             return self._damaged is not None
 
@@ -114,7 +118,7 @@ class ChunkLoader:
         """Wait until `layer` is loaded, and allow loading up to layer + ahead.
 
         Raises:
-            DamagedChunkError: A stored block cannot be read.
+            DamagedBlockError: A stored block cannot be read.
             Exception: Any other error that ended the loader thread.
         """
         began = time.perf_counter()
@@ -126,7 +130,7 @@ class ChunkLoader:
             if self._failure is not None:
                 raise self._failure
             if self._damaged is not None:
-                raise DamagedChunkError(self._damaged)
+                raise DamagedBlockError(self._damaged)
 
     def close(self) -> None:
         """Stop the thread without loading the remaining layers."""
@@ -160,10 +164,10 @@ class ChunkLoader:
 
     def _load_layer(self, layer: int, readers: ThreadPoolExecutor) -> bytes | None:
         """Load all blocks of a layer. Return the key of the first damaged block, or None."""
-        group, parts = self._pool.groups.group[layer], zip(self._chunks, self._spans, self._extents, strict=True)
-        mine = [(placed.chunk, span, extent) for placed, span, extent in parts if placed.group == group]
+        group, parts = self._pool.groups.group[layer], zip(self._placed, self._spans, self._extents, strict=True)
+        mine = [(placed.block, span, extent) for placed, span, extent in parts if placed.group == group]
         whole = list(readers.map(lambda each: self._fill(each[0], layer, *each[1:]), mine))
-        return next((chunk.key for (chunk, *_), right in zip(mine, whole, strict=True) if not right), None)
+        return next((block.key for (block, *_), right in zip(mine, whole, strict=True) if not right), None)
 
     def _may_load(self, layer: int) -> bool:
         """Wait until `layer` is at most `ahead` layers ahead. Return False if the loader was closed."""
@@ -171,29 +175,29 @@ class ChunkLoader:
             self._changed.wait_for(lambda: self._closed or layer <= self._wanted + self._ahead)
             return not self._closed
 
-    def _fill(self, chunk: StoredChunk, layer: int, span: Span, extent: StoredExtent | None) -> bool:
+    def _fill(self, block: StoredBlock, layer: int, span: SlotSpan, extent: StoredExtent | None) -> bool:
         """Load and verify one layer of one block. Copy it to the pool unless it is read in place. Return success."""
         layout, format, place = self._pool.layout, self._pool.format, self._pool.groups.place[layer]
-        block = self._blocks.get()
+        buffer = self._buffers.get()
         try:
-            own = block.numpy().data[: chunk.layer_bytes]
+            own = buffer.numpy().data[: block.layer_bytes]
             if extent is not None:
-                assert isinstance(chunk, DiskChunk)
-                return chunk.read_from(extent.file.handle, place, own)
-            if not chunk.read_layer(place, own):
+                assert isinstance(block, DiskBlock)
+                return block.read_from(extent.file.handle, place, own)
+            if not block.read_layer(place, own):
                 return False
-            rows = block[: 2 * layout.kv_heads * span.size * layout.row_bytes].view(format.storage)
+            rows = buffer[: 2 * layout.kv_heads * span.size * layout.row_bytes].view(format.storage)
             k, v = rows.view(layout.kv_heads, span.size, 2, format.width).unbind(2)
             self._pool.fill_span(layer, span, k, v)
             return True
         finally:
-            self._blocks.put(block)
+            self._buffers.put(buffer)
 
 
-def attach(pool: HostPool, chunk: StoredChunk, span: Span) -> StoredExtent | None:
+def attach(pool: HostPool, block: StoredBlock, span: SlotSpan) -> StoredExtent | None:
     """Make the file of a stored block the extent of the pool block at `span`. Return None if that is not possible."""
-    file, number = pool.file, span.slab * pool.layout.slab_chunks + span.offset // CHUNK
-    if file is None or not isinstance(chunk, DiskChunk) or span.size < CHUNK or not file.blank(number):
+    file, number = pool.file, span.slab * pool.layout.slab_blocks + span.offset // BLOCK_SIZE
+    if file is None or not isinstance(block, DiskBlock) or span.size < BLOCK_SIZE or not file.blank(number):
         return None
-    extent = chunk.extent()
+    extent = block.extent()
     return extent if extent is not None and file.attach(number, extent, range(pool.layout.layers)) else None

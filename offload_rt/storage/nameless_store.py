@@ -12,12 +12,12 @@ from pathlib import Path
 
 from ..errors import StoreError
 from ..kv_cache.disk.direct_file import nameless_file
-from ..kv_cache.prefix_tree import TOKEN_BYTES, chunk_key, root_key
-from .chunk_file import FileChunk, FileChunkWriter
+from ..kv_cache.prefix_tree import TOKEN_BYTES, block_key, root_key
+from .block_file import FileBlock, FileBlockWriter
 
 
 class NamelessStore:
-    """Store KV blocks by key in an unnamed file (`chunk_store.ChunkSink`).
+    """Store KV blocks by key in an unnamed file (`block_store.BlockSink`).
 
     Blocks are never evicted. The file is truncated when it holds no block. Not thread-safe: the caller must flush the
     saver before it calls the store.
@@ -36,7 +36,7 @@ class NamelessStore:
     def __init__(self, folder: Path, namespace: str, layers: int, slot_bytes: int, limit: int | None = None) -> None:
         self.layers, self.root, self.last_error = layers, root_key(namespace), ""
         self._slot_bytes, self._limit = slot_bytes, limit
-        self._chunks: dict[bytes, FileChunk] = {}
+        self._blocks: dict[bytes, FileBlock] = {}
         self._pending = 0
         self._free: list[int] = []
         try:
@@ -49,19 +49,19 @@ class NamelessStore:
 
     @property
     def bytes_used(self) -> int:
-        return (len(self._chunks) + self._pending) * self._slot_bytes
+        return (len(self._blocks) + self._pending) * self._slot_bytes
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._chunks
+        return key in self._blocks
 
-    def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> FileChunk | None:
-        return self._chunks.get(chunk_key(parent, provenance_key, tokens))
+    def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> FileBlock | None:
+        return self._blocks.get(block_key(parent, provenance_key, tokens))
 
-    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> FileChunkWriter | None:
+    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> FileBlockWriter | None:
         """Reserve a slot for a block. Return None if the block is already stored or the limit is reached."""
         assert self.layers * layer_bytes <= self._slot_bytes
-        key = chunk_key(parent, provenance_key, tokens)
-        if key in self._chunks or (self._limit is not None and self.bytes_used + self._slot_bytes > self._limit):
+        key = block_key(parent, provenance_key, tokens)
+        if key in self._blocks or (self._limit is not None and self.bytes_used + self._slot_bytes > self._limit):
             return None
         slot = self._free.pop() if self._free else self.bytes_used // self._slot_bytes
         offset, file = slot * self._slot_bytes, partial(os.dup, self.handle)
@@ -70,7 +70,7 @@ class NamelessStore:
         def finish(checksums: Sequence[int]) -> None:
             self._pending -= 1
             count = len(tokens) // TOKEN_BYTES
-            self._chunks[key] = FileChunk(key, count, layer_bytes, checksums, offset, file, lambda: None)
+            self._blocks[key] = FileBlock(key, count, layer_bytes, checksums, offset, file, lambda: None)
 
         def give_up(error: OSError | None) -> None:
             if error is not None:
@@ -78,12 +78,12 @@ class NamelessStore:
             self._pending -= 1
             self._release(slot)
 
-        return FileChunkWriter(self.layers, layer_bytes, offset, file, finish, give_up)
+        return FileBlockWriter(self.layers, layer_bytes, offset, file, finish, give_up)
 
     def remove(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            if (chunk := self._chunks.pop(key, None)) is not None:
-                self._release(chunk.offset // self._slot_bytes)
+            if (block := self._blocks.pop(key, None)) is not None:
+                self._release(block.offset // self._slot_bytes)
 
     def _release(self, slot: int) -> None:
         self._free.append(slot)
@@ -99,6 +99,6 @@ class NamelessStore:
 
     def check_integrity(self) -> None:
         """Assert that every slot is free or belongs to one block, and that the limit holds. No write may be pending."""
-        slots = [chunk.offset // self._slot_bytes for chunk in self._chunks.values()] + self._free
+        slots = [block.offset // self._slot_bytes for block in self._blocks.values()] + self._free
         assert not self._pending and sorted(slots) == list(range(len(slots)))
         assert self._limit is None or self.bytes_used <= self._limit

@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from ..core import CHUNK
+from ..core import BLOCK_SIZE
 from ..kv_cache.layer_groups import LayerGroups
-from ..kv_cache.prefix_tree import EXACT, chunk_key, pack_tokens
-from .chunk_store import NamedChunk
+from ..kv_cache.prefix_tree import EXACT, block_key, pack_tokens
+from .block_store import NamedBlock
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class SessionProvenance:
     owner: str = ""
 
 
-def name_chunks(
+def name_blocks(
     provenance: SessionProvenance, tokens: Seq[int], stop: int, decoded: Seq[tuple[int, int]]
-) -> list[NamedChunk]:
+) -> list[NamedBlock]:
     """Return the blocks of `tokens` [0, stop) with their keys. The last block may be partly filled.
 
     The KV of a decoded token, and all KV after it, depends on where decoding began. Therefore the provenance of every
@@ -49,20 +49,20 @@ def name_chunks(
     exact = decoded[0][0] if decoded and provenance.policy != EXACT else stop
     found, parent = [], provenance.root
     for i, data in enumerate(pack_tokens(tokens, stop)):
-        start, end = i * CHUNK, min(stop, (i + 1) * CHUNK)
+        start, end = i * BLOCK_SIZE, min(stop, (i + 1) * BLOCK_SIZE)
         name = EXACT + provenance.suffix
         if end > exact:
             mask = hashlib.blake2b(bytes(marks[start:end]), digest_size=8).hexdigest()
             name = f"{provenance.policy}{provenance.suffix}-{mask}"
         if provenance.owner:
             name += f"-{provenance.owner}"
-        key = chunk_key(parent, name, data)
-        found.append(NamedChunk(i, parent, name, data, key))
+        key = block_key(parent, name, data)
+        found.append(NamedBlock(i, parent, name, data, key))
         parent = key
     return found
 
 
-def window_chunks(groups: LayerGroups, names: Seq[NamedChunk], stop: int, floor: int) -> list[NamedChunk]:
+def window_blocks(groups: LayerGroups, names: Seq[NamedBlock], stop: int, floor: int) -> list[NamedBlock]:
     """Return the blocks of sliding-window layers that token `stop` can see, given the blocks `names` of all tokens."""
-    seen = names[groups.first_seen(stop, floor) // CHUNK :] if groups.sliding else ()
+    seen = names[groups.first_seen(stop, floor) // BLOCK_SIZE :] if groups.sliding else ()
     return [name.window(group) for name in seen for group in groups.groups if group]

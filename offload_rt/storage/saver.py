@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..core import CHUNK, BlockTable
+from ..core import BLOCK_SIZE, BlockTable
 from ..errors import DiskError
 from ..kv_cache.disk.extents import StoredExtent
 from ..kv_cache.disk.file_arena import FileArena
-from ..kv_cache.disk.file_layout import chunk_layer_bytes
+from ..kv_cache.disk.file_layout import block_layer_bytes
 from ..kv_cache.pool import HostPool
-from ..kv_cache.stored_rows import Span
-from ..transfer.link import KVStorage
-from .chunk_store import ChunkSink, ChunkWriter, NamedChunk
-from .disk_store import DiskChunkWriter
+from ..kv_cache.stored_rows import SlotSpan
+from ..transfer.base import KVStorage
+from .block_store import BlockSink, BlockWriter, NamedBlock
+from .disk_store import DiskBlockWriter
 
 WRITE_BUFFER = 1 << 28
 """Maximum bytes waiting to be written."""
@@ -30,7 +30,7 @@ class Entry:
     """A block that is being saved.
 
     Attributes:
-        chunk: The block with its key.
+        block: The block with its key.
         identity: Pool id of the block.
         span: Position of the block in the pool.
         writer: Writer of the store, when it is open.
@@ -39,10 +39,10 @@ class Entry:
         moved: Whether the block table has replaced the block since. It is then not committed.
     """
 
-    chunk: NamedChunk
+    block: NamedBlock
     identity: int
-    span: Span
-    writer: ChunkWriter | None = None
+    span: SlotSpan
+    writer: BlockWriter | None = None
     extent: StoredExtent | None = None
     refused: bool = False
     moved: bool = False
@@ -99,7 +99,7 @@ class Saver:
     `KVStorage.settle`, and writes to the store.
     """
 
-    def __init__(self, store: ChunkSink, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER) -> None:
+    def __init__(self, store: BlockSink, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER) -> None:
         self._store, self._pool, self._rows, self._file = store, pool, rows, pool.file
         self._last = len(pool.groups.group) - 1
         self._buffer_bytes = buffer_bytes
@@ -111,15 +111,15 @@ class Saver:
         self._worker = threading.Thread(target=self._work, name="offload-rt saver", daemon=True)
         self._worker.start()
 
-    def begin(self, blocks: BlockTable, chunks: Seq[NamedChunk]) -> Saving | None:
-        """Start saving the first of `chunks`, as many as fit in the buffer. Return None if none fits."""
+    def begin(self, blocks: BlockTable, named: Seq[NamedBlock]) -> Saving | None:
+        """Start saving the first of `named`, as many as fit in the buffer. Return None if none fits."""
         with self._mutex:
-            room = max(0, (self._buffer_bytes - self._waiting) // self._pool.chunk_bytes)
+            room = max(0, (self._buffer_bytes - self._waiting) // self._pool.block_bytes)
         saving = Saving(blocks)
-        for chunk in chunks:
-            tokens = range(chunk.index * CHUNK, chunk.index * CHUNK + chunk.count)
-            [span] = self._pool.spans(blocks, chunk.group, tokens)
-            entry = Entry(chunk, self._identity(blocks, chunk), span)
+        for block in named:
+            tokens = range(block.index * BLOCK_SIZE, block.index * BLOCK_SIZE + block.count)
+            [span] = self._pool.spans(blocks, block.group, tokens)
+            entry = Entry(block, self._identity(blocks, block), span)
             if not self._attach(saving, entry):
                 if saving.buffered == room:
                     break
@@ -128,7 +128,7 @@ class Saver:
         if not saving.entries:
             return None
         with self._mutex:
-            self._waiting += saving.buffered * self._pool.chunk_bytes
+            self._waiting += saving.buffered * self._pool.block_bytes
         self._active.append(saving)
         return saving
 
@@ -143,8 +143,13 @@ class Saver:
 
     def _attach(self, saving: Saving, entry: Entry) -> bool:
         """Give a block a stored extent if it is full and has no KV yet. Return whether it has one now."""
-        file, chunk = self._file, entry.chunk
-        if file is None or chunk.count < CHUNK or entry.identity < 0 or chunk.index * CHUNK < saving.blocks.length:
+        file, block = self._file, entry.block
+        if (
+            file is None
+            or block.count < BLOCK_SIZE
+            or entry.identity < 0
+            or block.index * BLOCK_SIZE < saving.blocks.length
+        ):
             return False
         if file.blank(entry.identity) and (extent := self._begin_extent(entry)) is not None:
             if file.attach(entry.identity, extent):
@@ -154,33 +159,33 @@ class Saver:
 
     def _move(self, file: FileArena, entry: Entry) -> None:
         """Write a complete block to a stored extent if its KV is in memory."""
-        if entry.extent is not None or entry.chunk.count < CHUNK or not file.buffered(entry.identity):
+        if entry.extent is not None or entry.block.count < BLOCK_SIZE or not file.buffered(entry.identity):
             return
-        layers = len(self._pool.groups.layers_of(entry.chunk.group))
+        layers = len(self._pool.groups.layers_of(entry.block.group))
         if (extent := self._begin_extent(entry)) is not None and not file.move_to(entry.identity, extent, layers):
             entry.give_up()
 
     def _begin_extent(self, entry: Entry) -> StoredExtent | None:
         """Create a file of the store that can be the extent of a block. Return None if that is not possible."""
         writer = self._begin_writer(entry)
-        if isinstance(writer, DiskChunkWriter):
+        if isinstance(writer, DiskBlockWriter):
             entry.extent = writer.extent()
         if entry.extent is None:
             entry.give_up()
         return entry.extent
 
-    def save(self, blocks: BlockTable, chunks: Seq[NamedChunk]) -> int:
+    def save(self, blocks: BlockTable, named: Seq[NamedBlock]) -> int:
         """Save all layers of complete blocks. Return the number of accepted blocks."""
-        saving = self.begin(blocks, chunks)
+        saving = self.begin(blocks, named)
         if saving is None:
             return 0
         for layer in range(len(self._pool.groups.group)):
             self.layer_done(saving, layer)
         return len(saving.entries)
 
-    def _identity(self, blocks: BlockTable, chunk: NamedChunk) -> int:
+    def _identity(self, blocks: BlockTable, block: NamedBlock) -> int:
         """Return the id of the pool block that holds the KV, or -1 if the block table no longer holds it."""
-        held = self._pool.chunks_of(blocks, chunk.group, range(chunk.index, chunk.index + 1))
+        held = self._pool.blocks_of(blocks, block.group, range(block.index, block.index + 1))
         return held[0] if held else -1
 
     def recheck(self) -> set[bytes]:
@@ -194,9 +199,9 @@ class Saver:
             self._active = [saving for saving in self._active if not saving.ended]
             for saving in self._active:
                 for entry in saving.entries:
-                    if self._identity(saving.blocks, entry.chunk) != entry.identity:
+                    if self._identity(saving.blocks, entry.block) != entry.identity:
                         entry.moved = True
-                        given_up.add(entry.chunk.key)
+                        given_up.add(entry.block.key)
         return given_up
 
     def abort(self, saving: Saving) -> None:
@@ -206,8 +211,8 @@ class Saver:
             entry.identity
             for entry in saving.entries
             if entry.extent is not None
-            and (entry.chunk.index + 1) * CHUNK > saving.blocks.length
-            and self._identity(saving.blocks, entry.chunk) == entry.identity
+            and (entry.block.index + 1) * BLOCK_SIZE > saving.blocks.length
+            and self._identity(saving.blocks, entry.block) == entry.identity
         ]
         self._give_up(saving)
         if self._file is not None:
@@ -265,26 +270,26 @@ class Saver:
         except DiskError:  # KV that cannot be read or was not written is recomputed
             entry.give_up()
 
-    def _write_layers(self, writer: ChunkWriter, entry: Entry, layers: Iterable[int]) -> None:
+    def _write_layers(self, writer: BlockWriter, entry: Entry, layers: Iterable[int]) -> None:
         """Write those of `layers` that belong to the group of a block."""
         groups = self._pool.groups
         for layer in layers:
-            if groups.group[layer] == entry.chunk.group:
+            if groups.group[layer] == entry.block.group:
                 writer.write(groups.place[layer], layer_block(self._pool, layer, entry.span))
 
-    def _begin_writer(self, entry: Entry) -> ChunkWriter | None:
+    def _begin_writer(self, entry: Entry) -> BlockWriter | None:
         """Return the writer of a block, opened if needed, or None if the store has the block or does not accept it."""
         if entry.writer is None and not entry.refused:
-            chunk, size = entry.chunk, layer_bytes(self._pool, entry.chunk.count)
-            entry.writer = self._store.begin(chunk.parent, chunk.provenance_key, chunk.tokens, size)
+            block, size = entry.block, layer_bytes(self._pool, entry.block.count)
+            entry.writer = self._store.begin(block.parent, block.provenance_key, block.tokens, size)
             entry.refused = entry.writer is None
         return entry.writer
 
-    def _appear(self, writer: ChunkWriter, entry: Entry) -> None:
+    def _appear(self, writer: BlockWriter, entry: Entry) -> None:
         """Commit a block after all its layers are written. Abort it if the block table has replaced it."""
         # Write zeros for the layers that a stored block has in addition to those of its group.
-        for place in range(len(self._pool.groups.layers_of(entry.chunk.group)), self._store.layers):
-            writer.write(place, memoryview(bytes(layer_bytes(self._pool, entry.chunk.count))))
+        for place in range(len(self._pool.groups.layers_of(entry.block.group)), self._store.layers):
+            writer.write(place, memoryview(bytes(layer_bytes(self._pool, entry.block.count))))
         with self._mutex:  # all KV has been read, so later changes are harmless
             moved = entry.moved
         writer.abort() if moved else writer.commit()
@@ -300,18 +305,18 @@ class Saver:
             for entry in saving.entries:
                 entry.extent = None  # closes files that are no longer in use
             with self._mutex:
-                self._waiting -= saving.buffered * self._pool.chunk_bytes
+                self._waiting -= saving.buffered * self._pool.block_bytes
 
 
 def layer_bytes(pool: HostPool, tokens: int) -> int:
     """Return the stored bytes per layer of a block of `tokens` tokens."""
-    return chunk_layer_bytes(tokens, pool.layout)
+    return block_layer_bytes(tokens, pool.layout)
 
 
-def layer_block(pool: HostPool, layer: int, span: Span) -> memoryview:
+def layer_block(pool: HostPool, layer: int, span: SlotSpan) -> memoryview:
     """Return a copy of the KV `[Hkv, n, 2 (K, V), width]` of one layer and span as bytes, including zero padding."""
     part, layout = pool.view(layer, span), pool.layout
-    block = torch.zeros(chunk_layer_bytes(span.size, layout) // layout.itemsize, dtype=part.k.dtype)
+    block = torch.zeros(block_layer_bytes(span.size, layout) // layout.itemsize, dtype=part.k.dtype)
     rows = block[: 2 * part.k.numel()].view(layout.kv_heads, span.size, 2, -1)
     rows[:, :, 0], rows[:, :, 1] = part.k, part.v
     return block.view(torch.uint8).numpy().data.cast("B")

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, PagedRows, Selection, VisibleTokens
+from ..core import BLOCK_SIZE, BlockTable, KVPart, ModelGeometry, PagedRows, Selection, VisibleTokens
 from ..kernels import decode_attention
 from ..kv_cache.pool import HostPool
-from .link import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
+from .base import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
 from .plan import first_askers
 
 _NOTHING = range(0), range(0)
@@ -77,10 +77,10 @@ class _Pages:
 
     def _block_rows(self, blocks: BlockTable) -> torch.Tensor:
         """Return `PagedRows.block_rows`, int64 `[blocks]`."""
-        chunks, rows = self._known.get(id(blocks), ([], None))
-        if rows is None or chunks != blocks.chunks:
-            rows = self.pool.row_base(blocks) - torch.arange(0, len(blocks.chunks) * CHUNK, CHUNK)
-            self._known[id(blocks)] = list(blocks.chunks), rows
+        ids, rows = self._known.get(id(blocks), ([], None))
+        if rows is None or ids != blocks.ids:
+            rows = self.pool.row_base(blocks) - torch.arange(0, len(blocks.ids) * BLOCK_SIZE, BLOCK_SIZE)
+            self._known[id(blocks)] = list(blocks.ids), rows
         return rows
 
     def rows(self, blocks: BlockTable, layer: int, resident: tuple[range, range], tokens: torch.Tensor) -> PagedRows:
@@ -327,8 +327,8 @@ class CpuRows(RowFetch):
         return _SparseFetch(self._pages, self._repaired, blocks, layer, _NOTHING, extra.tokens, crossing)
 
 
-class CpuLink:
-    """`Link` for the CPU and an exact KV format."""
+class CpuTransfer:
+    """`Transfer` for the CPU and an exact KV format."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry) -> None:
         assert pool.format.exact, "encoded KV cannot be read in place"

@@ -13,8 +13,8 @@ import torch
 
 from ..core import BlockTable, KVPart, ModelGeometry
 from ..kv_cache.pool import HostPool
+from .base import KVStorage, PrefilledLayer
 from .cuda_fetch import CudaBatches, CudaRows, copy_heads
-from .link import KVStorage, PrefilledLayer
 from .open_sequences import DeviceState, OpenSequence
 from .plan import row_ids
 from .staging import HELD_BACK
@@ -120,8 +120,8 @@ class CudaStorage(KVStorage):
         return PrefilledLayer(KVPart(k, v), first, (start - first) * state.token_bytes, written)
 
 
-class CudaLink:
-    """`Link` for a device with separate memory and any KV format.
+class CudaTransfer:
+    """`Transfer` for a device with separate memory and any KV format.
 
     KV is transferred in the storage format and decoded on the device. On a CPU, with `InlineStream`, this class is used
     for KV formats that cannot be read in place, and for working sets, which only change the byte counts there.
@@ -144,7 +144,7 @@ class CudaLink:
         working_set: int = 0,
         in_place: bool = True,
     ) -> None:
-        """Create the link.
+        """Create the transfer.
 
         Args:
             streams: Prefetch and write-back stream; None creates them on `device`.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..core import BlockTable, KVPart, Selection, VisibleTokens
 from ..kernels.h2d_copy import to_device
-from .link import BatchedRows, PendingFetch, RowFetch, Savings
+from .base import BatchedRows, PendingFetch, RowFetch, Savings
 from .open_sequences import DeviceState
 from .residency import Residency
 from .row_lists import RowLists

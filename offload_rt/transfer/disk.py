@@ -16,11 +16,11 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, Selection, VisibleTokens
+from ..core import BLOCK_SIZE, BlockTable, KVPart, ModelGeometry, Selection, VisibleTokens
 from ..kv_cache.disk.file_arena import AT_ONCE, FileArena
 from ..kv_cache.pool import HostPool
 from ..utils.allocator import RecycledMemory
-from .link import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
+from .base import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
 from .read_ahead import BlockRun, ReadingThread
 from .residency import Residency
 
@@ -32,14 +32,14 @@ class _Open:
     blocks: BlockTable
     residency: Residency
     _listed: list[int] = field(default_factory=list)
-    _chunks: np.ndarray[tuple[int], np.dtype[np.int64]] = field(default_factory=lambda: np.empty(0, np.int64))
+    _blocks: np.ndarray[tuple[int], np.dtype[np.int64]] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def current(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Return the current block ids."""
-        if self._listed != self.blocks.chunks:
-            self._listed = list(self.blocks.chunks)
-            self._chunks = np.array(self._listed, np.int64)
-        return self._chunks
+        if self._listed != self.blocks.ids:
+            self._listed = list(self.blocks.ids)
+            self._blocks = np.array(self._listed, np.int64)
+        return self._blocks
 
 
 class DiskState:
@@ -82,7 +82,7 @@ class DiskState:
     def block_tokens(self) -> int:
         """Tokens that a `BlockRun` reads at a time. Two such blocks are in memory at once."""
         fits = self.file.shares.staged // 2 // self.token_bytes
-        return max(CHUNK, fits // CHUNK * CHUNK)
+        return max(BLOCK_SIZE, fits // BLOCK_SIZE * BLOCK_SIZE)
 
     def rows(self, blocks: BlockTable, layer: int, tokens: range) -> KVPart:
         """Return K and V `[Hkv, n, d]` of `tokens` of a layer on the device."""
@@ -152,7 +152,7 @@ class DiskStorage(KVStorage):
         past = state.run(blocks, layer, range(start)).parts if start and not slides else []
         parts = [state.rows(blocks, layer, range(first, start))] if first < start else []
         stop, written = start, 0
-        for part in whole_chunks(slices, start):
+        for part in whole_blocks(slices, start):
             written += self.append(blocks, layer, stop, part.k, part.v)
             parts.append(part)
             stop += part.k.shape[1]
@@ -161,7 +161,7 @@ class DiskStorage(KVStorage):
         return PrefilledLayer(KVPart(k, v), first, loaded * state.token_bytes, written, past)
 
 
-def whole_chunks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
+def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
     """Split K and V `[Hkv, m, d]` of tokens from `start` on into parts that end at block boundaries, except the last.
 
     A block that is filled at once is written to disk at once. A block that is filled in parts is held in memory.
@@ -171,7 +171,7 @@ def whole_chunks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
         if rest is not None:
             part = join([rest, part])
         size = part.k.shape[1]
-        own = size - (start + size) % CHUNK
+        own = size - (start + size) % BLOCK_SIZE
         rest = part if own <= 0 else KVPart(part.k[:, own:], part.v[:, own:]) if own < size else None
         if own > 0:
             yield KVPart(part.k[:, :own], part.v[:, :own])
@@ -267,7 +267,7 @@ class DiskRows(RowFetch):
 def _gather(
     file: FileArena,
     place: int,
-    chunks: np.ndarray[tuple[int], np.dtype[np.int64]],
+    blocks: np.ndarray[tuple[int], np.dtype[np.int64]],
     tokens: torch.Tensor,
     room: int,
     staged: torch.Tensor,
@@ -277,13 +277,13 @@ def _gather(
     if not count:
         return
     wanted, heads = tokens.numpy(), np.arange(kv_heads)[:, None]
-    ids = file.places.ids(place, chunks[wanted // CHUNK], wanted % CHUNK, heads)
+    ids = file.places.ids(place, blocks[wanted // BLOCK_SIZE], wanted % BLOCK_SIZE, heads)
     into = heads * (room + count) + np.arange(room, room + count)
     file.gather(place, ids.reshape(-1), staged.view(kv_heads * (room + count), -1), into.reshape(-1))
 
 
-class DiskLink:
-    """`Link` for a pool on disk, any device and any KV format."""
+class DiskTransfer:
+    """`Transfer` for a pool on disk, any device and any KV format."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry, device: torch.device) -> None:
         self._state = DiskState(pool, geometry, device)

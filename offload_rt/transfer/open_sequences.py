@@ -1,4 +1,4 @@
-"""State shared by the parts of `CudaLink`: device data of open sequences, and the two streams of transfers."""
+"""State shared by the parts of `CudaTransfer`: device data of open sequences, and the two streams of transfers."""
 
 from __future__ import annotations
 

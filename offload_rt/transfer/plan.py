@@ -6,12 +6,12 @@ from functools import lru_cache
 
 import torch
 
-from ..core import CHUNK, VisibleTokens
+from ..core import BLOCK_SIZE, VisibleTokens
 from ..kernels.h2d_copy import to_device
 from ..kv_cache.layout import ArenaLayout
 
-CHUNK_BITS = CHUNK.bit_length() - 1
-assert CHUNK == 1 << CHUNK_BITS
+BLOCK_BITS = BLOCK_SIZE.bit_length() - 1
+assert BLOCK_SIZE == 1 << BLOCK_BITS
 
 
 def attended_tokens(visible: VisibleTokens, selected: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def row_ids(layout: ArenaLayout, base: torch.Tensor, place: int, tokens: torch.T
     # row = token + offset of its block: this runs for every layer and step, so it has to be cheap.
     first, (kv_heads, n) = layout.row(place, 0, 0), tokens.shape
     heads = torch.arange(first, first + kv_heads * layout.head_rows, layout.head_rows, device=tokens.device)
-    off = base - torch.arange(0, len(base) * CHUNK, CHUNK, device=base.device)
-    keys = off.index_select(0, (tokens >> CHUNK_BITS).view(-1)).view(kv_heads, n)
+    off = base - torch.arange(0, len(base) * BLOCK_SIZE, BLOCK_SIZE, device=base.device)
+    keys = off.index_select(0, (tokens >> BLOCK_BITS).view(-1)).view(kv_heads, n)
     keys.add_(tokens).add_(heads.unsqueeze(1))
     return torch.stack((keys, keys + layout.plane_rows))

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from ..core import CHUNK, BlockTable
+from ..core import BLOCK_SIZE, BlockTable
 from ..kernels import dispatch, lists
 from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from ..kv_cache.pool import HostPool
 from .open_sequences import DeviceState, OpenSequence
-from .plan import CHUNK_BITS, first_askers
+from .plan import BLOCK_BITS, first_askers
 from .residency import place
 from .staging import HELD_BACK, Staging
 from .streams import Event
@@ -73,7 +73,7 @@ class RowLists:
         self._prefetch, self._write_back = state.prefetch, state.write_back
         self._moves: Any = dispatch if state.in_place else lists
         """The kernels that read and write the pool."""
-        self._bases = torch.zeros(batch, -(-tokens // CHUNK), dtype=torch.int64, device=device)
+        self._bases = torch.zeros(batch, -(-tokens // BLOCK_SIZE), dtype=torch.int64, device=device)
         places = state.pool.groups.place
         self._tables = torch.zeros(len(places), batch, FIELDS, dtype=torch.int64, device=device)
         firsts = [
@@ -81,7 +81,7 @@ class RowLists:
         ]
         self._planes = to_device(torch.tensor(firsts), device)
         """int64 `[L, 2, Hkv]`: pool row of the first token of a slab, for layers without a sliding window."""
-        self._chunks: list[list[int]] = []
+        self._held_ids: list[list[int]] = []
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []
         self._newest: tuple[tuple[int, int, int], torch.Tensor, torch.Tensor] | None = None
@@ -89,20 +89,20 @@ class RowLists:
     @property
     def tokens(self) -> int:
         """Capacity of a sequence in tokens."""
-        return self._bases.shape[1] * CHUNK
+        return self._bases.shape[1] * BLOCK_SIZE
 
     def hold(self, block_tables: Sequence[BlockTable]) -> None:
         """Bind the lists to open sequences before a step. Copies changes since the last call to the device."""
         assert len(block_tables) == self._batch
         sequences = [self._state[blocks] for blocks in block_tables]
-        chunks = [one.blocks.chunks for one in sequences]
-        if chunks != self._chunks:
+        tables = [one.blocks.ids for one in sequences]
+        if tables != self._held_ids:
             bases = torch.zeros(self._bases.shape, dtype=torch.int64)
             for row, one in zip(bases, sequences, strict=True):
                 own = self._pool.row_base(one.blocks)[: len(row)]
                 row[: len(own)] = own
             copy_into(bases, self._bases)
-            self._chunks = [list(ids) for ids in chunks]
+            self._held_ids = [list(ids) for ids in tables]
             self._newest = None
         if not self._open or any(new is not old for new, old in zip(sequences, self._open, strict=True)):
             rows = [[one.residency.lists(layer) for one in sequences] for layer in range(len(self._tables))]
@@ -164,7 +164,7 @@ class RowLists:
 
     def row(self, slot: int) -> torch.Tensor:
         """Return `rows_of` for a batch of one whose slot is known on the host: int64 `[1]`."""
-        at = self._pool.row_base(self._open[0].blocks)[slot // CHUNK] + slot % CHUNK
+        at = self._pool.row_base(self._open[0].blocks)[slot // BLOCK_SIZE] + slot % BLOCK_SIZE
         return to_device(at.view(1), self.device)
 
     def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
@@ -172,8 +172,8 @@ class RowLists:
 
         Negative slots have no row and stay negative.
         """
-        chunks = (slots >> CHUNK_BITS).clamp_(min=0).unsqueeze(1)
-        rows = self._bases.gather(1, chunks).squeeze(1) + (slots & (CHUNK - 1))
+        blocks = (slots >> BLOCK_BITS).clamp_(min=0).unsqueeze(1)
+        rows = self._bases.gather(1, blocks).squeeze(1) + (slots & (BLOCK_SIZE - 1))
         return torch.where(slots < 0, slots, rows)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
@@ -237,7 +237,7 @@ class RowLists:
     def _ids(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
         """Return the pool rows of K and V, int64 `[2, P, n]`."""
         at = tokens.view(self._batch, -1)
-        rows = self._bases.gather(1, at >> CHUNK_BITS).add_(at & (CHUNK - 1)).view(self._batch, self.heads, -1)
+        rows = self._bases.gather(1, at >> BLOCK_BITS).add_(at & (BLOCK_SIZE - 1)).view(self._batch, self.heads, -1)
         return (rows + self._planes[layer].unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
 
     def _look_up(self, layer: int, tokens: torch.Tensor, meant: torch.Tensor | None) -> list[LookUp]:

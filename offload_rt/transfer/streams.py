@@ -103,7 +103,7 @@ class _Reached:
 
 
 class InlineStream(Stream):
-    """A stream that runs work synchronously, so that `CudaLink` can be used and tested on a CPU."""
+    """A stream that runs work synchronously, so that `CudaTransfer` can be used and tested on a CPU."""
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:

@@ -44,6 +44,7 @@ class Option:
         plans: Whether `info` has the flag, because memory demand depends on it.
         neutral: Value that behaves as before the option existed. It is left out of KV provenance keys, so that stores
             written before stay valid.
+        stored_name: Former name of the field, under which KV provenance keys contain it. None: the field's name.
     """
 
     help: str
@@ -52,6 +53,7 @@ class Option:
     group: str | None = None
     plans: bool = False
     neutral: Any = NEVER
+    stored_name: str | None = None
 
 
 def option(default: Any, *, help: str, repr: bool = True, **more: Any) -> Any:

@@ -27,9 +27,9 @@ from unittest.mock import patch
 
 import torch
 from support.architectures import VOCAB
-from support.device_link import staged
 from support.outputs import completed
 from support.random_models import random_model
+from support.staged_transfer import staged
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import EngineError, OffloadError, PoolFullError
@@ -49,10 +49,10 @@ def random_policy(rng: random.Random) -> tuple[dict[str, Any], bool]:
     exact: list[tuple[str, dict[str, Any]]] = [
         ("full", {}), ("full", {}), ("infinigen", everything), ("infinigen", select_all), ("h2o", everything),
         ("quest", everything | {"page": rng.choice((1, 7, 16))}), ("oracle", everything), ("streaming", everything),
-        ("infinigen", everything | {"tail": "off"}), ("auto", {"dense_until": 4096}),
+        ("infinigen", everything | {"approximate_kv": "off"}), ("auto", {"dense_until": 4096}),
     ]  # fmt: skip
     sparse: list[tuple[str, dict[str, Any]]] = [
-        ("infinigen", {}), ("infinigen", {"tail": "int2"}), ("infinigen", {"preset": "paper"}), ("auto", {}),
+        ("infinigen", {}), ("infinigen", {"approximate_kv": "int2"}), ("infinigen", {"preset": "paper"}), ("auto", {}),
         ("auto", {"dense_until": 0}), ("infinigen", window | {"max_missed_mass": 0.1}),
         ("quest", window | {"budget": 0.3}), ("h2o", window | {"budget": 0.3}),
     ]  # fmt: skip
@@ -100,7 +100,7 @@ class Case:
         llm = self._runtime(ends, "64MiB")
         pool = llm.runner.pool
         if self.small and pool.file is None:
-            llm = self._runtime(ends, pool.bytes_for(self.rng.choice((128, 256, 640))) + pool.chunk_bytes)
+            llm = self._runtime(ends, pool.bytes_for(self.rng.choice((128, 256, 640))) + pool.block_bytes)
         return llm
 
     def _runtime(self, ends: ExitStack, memory: int | str) -> LLM:

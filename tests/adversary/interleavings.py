@@ -74,8 +74,8 @@ def alone(name: str, policy: str, asked: Asked) -> list[list[int]]:
 def tight_memory(name: str, rng: random.Random) -> int:
     """Return a pool size in bytes that holds most requests, but not two of the larger ones."""
     pool = roomy(name, "full").runner.pool
-    blocks = pool.groups.chunks(LONGEST_PROMPT + MOST_TOKENS) + rng.randint(0, 8) * pool.groups.chunks_at_once
-    return int(blocks * pool.chunk_bytes)
+    blocks = pool.groups.blocks(LONGEST_PROMPT + MOST_TOKENS) + rng.randint(0, 8) * pool.groups.blocks_at_once
+    return int(blocks * pool.block_bytes)
 
 
 def fits_alone(name: str, policy: str, asked: Asked, memory: int) -> bool:

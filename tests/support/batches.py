@@ -14,7 +14,7 @@ from offload_rt.model_runner.sequence import Sequence
 from offload_rt.policies.infinigen.key_lists import Rule
 from offload_rt.policies.infinigen.policy import InfiniGen
 
-from .device_link import staged
+from .staged_transfer import staged
 from .tiny_models import tiny_model, tiny_prompt
 
 OPTIONS: dict[str, Any] = {

@@ -103,7 +103,7 @@ def slid(make: Callable[..., LLM], folder: Path) -> Answers:
 
 def evicted(make: Callable[..., LLM], folder: Path) -> Answers:
     """Generate past the end of a pool of two blocks."""
-    return answers(make(host_memory=CHUNK_BYTES * 2), [tiny_prompt(125)], 8)
+    return answers(make(host_memory=BLOCK_BYTES * 2), [tiny_prompt(125)], 8)
 
 
 def forked(make: Callable[..., LLM], folder: Path) -> Answers:
@@ -144,7 +144,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 """Sliding windows in all layers, and in the second layer only."""
 
 LAYERS, STREAMED_LAYERS, CONTEXT = 2, 5, 128
-CHUNK_BYTES = 2 * LAYERS * 2 * 16 * 64 * 4
+BLOCK_BYTES = 2 * LAYERS * 2 * 16 * 64 * 4
 
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
@@ -225,7 +225,7 @@ SHORT: dict[str, Any] = {"sinks": 1, "recent": 1, "dense_layers": ()}
 """KV is fetched in the step after its write-back."""
 
 PAPER: dict[str, Any] = {"preset": "paper", "alpha": 2.0}
-TAIL: dict[str, Any] = WINDOW | {"tail": "int4", "budget": 0.4, "dense_layers": (0,)}
+TAIL: dict[str, Any] = WINDOW | {"approximate_kv": "int4", "budget": 0.4, "dense_layers": (0,)}
 """With a budget, approximate KV is computed per sequence."""
 
 LOW_BITS: dict[str, Any] = WINDOW | {"alpha": 2.0, "max_fraction": 0.1}
@@ -242,7 +242,7 @@ _CELLS = [
     *(Cell(f"{name}, batch", name, ragged, options) for name, options in POLICIES.items()),
     Cell("tail, batch", "infinigen", ragged, TAIL),
     Cell("default, batch", "infinigen", ragged, LOW_BITS),
-    Cell("default, int2", "infinigen", ragged, LOW_BITS | {"tail": "int2", "source": "attention_input"}),
+    Cell("default, int2", "infinigen", ragged, LOW_BITS | {"approximate_kv": "int2", "source": "attention_input"}),
     Cell("default, rounded", "infinigen", ragged, LOW_BITS | {"dense_layers": (0,)}, {"kv_cache_dtype": "int4"}),
     Cell("default, working set", "infinigen", ragged, LOW_BITS, {"working_set": 9}),
     Cell("default, eviction", "infinigen", evicted, LOW_BITS, {"eviction": "counter"}),

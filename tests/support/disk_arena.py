@@ -10,7 +10,7 @@ from offload_rt.kv_cache.disk.direct_file import DirectFile
 from offload_rt.kv_cache.disk.file_arena import FileArena
 from offload_rt.kv_cache.layout import ArenaLayout
 
-LAYOUT = ArenaLayout(layers=2, kv_heads=2, head_dim=17, itemsize=4, slab_chunks=3, slabs=2)
+LAYOUT = ArenaLayout(layers=2, kv_heads=2, head_dim=17, itemsize=4, slab_blocks=3, slabs=2)
 """The size of KV entries is no multiple of any block size, and extents are padded to disk blocks."""
 
 WIDTH = 2 * LAYOUT.head_dim

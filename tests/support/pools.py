@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from offload_rt.core import CHUNK, BlockTable, KVPart, ModelGeometry
+from offload_rt.core import BLOCK_SIZE, BlockTable, KVPart, ModelGeometry
 from offload_rt.kv_cache.pool import HostPool
 
 
@@ -24,11 +24,11 @@ def geometry(layers: int = 2, kv_heads: int = 2, head_dim: int = 4) -> ModelGeom
     )
 
 
-CHUNK_BYTES = geometry().kv_bytes(CHUNK, torch.float32)
+BLOCK_BYTES = geometry().kv_bytes(BLOCK_SIZE, torch.float32)
 
 
-def make_pool(chunks: int, slab_chunks: int = 4) -> HostPool:
-    return HostPool(geometry(), torch.float32, chunks * CHUNK_BYTES, slab_tokens=slab_chunks * CHUNK)
+def make_pool(blocks: int, slab_blocks: int = 4) -> HostPool:
+    return HostPool(geometry(), torch.float32, blocks * BLOCK_BYTES, slab_tokens=slab_blocks * BLOCK_SIZE)
 
 
 def kv(tokens: range, layer: int, sequence: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

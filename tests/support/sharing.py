@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.model_runner.shared_prefix import SharedPrefixes
 
-from .device_link import staged as with_device_link
+from .staged_transfer import staged as with_staging
 from .tiny_models import depth, tiny_model
 
 LAYERS = 2
-CHUNK_BYTES = 2 * LAYERS * 2 * 16 * CHUNK * 8
+BLOCK_BYTES = 2 * LAYERS * 2 * 16 * BLOCK_SIZE * 8
 ROW = 2 * 2 * 16 * 8
 """Bytes of K and V of one token in one layer, two KV heads of size 16, float64."""
 
@@ -23,10 +23,10 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, temperature=0)
 
 
-def make(name: str = "llama", *, chunks: int = 200, staged: bool = False, **options: Any) -> LLM:
+def make(name: str = "llama", *, blocks: int = 200, staged: bool = False, **options: Any) -> LLM:
     """Create a float64 runtime in which every shared block counts as a shared prefix."""
     model = tiny_model(name, dtype=torch.float64, **depth(name, LAYERS))
-    llm = LLM(model, **({"policy": "full", "dtype": "float64", "host_memory": chunks * CHUNK_BYTES} | options))
+    llm = LLM(model, **({"policy": "full", "dtype": "float64", "host_memory": blocks * BLOCK_BYTES} | options))
     runner = llm.runner
     runner.prefixes = SharedPrefixes(ROW, pays_from=1)
-    return with_device_link(llm) if staged else llm
+    return with_staging(llm) if staged else llm

@@ -21,7 +21,7 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
     Returns:
         float32 logits `[count, V]` for each sequence.
     """
-    used, storage = runner.weight_use, runner.link.storage
+    used, storage = runner.weight_use, runner.transfer.storage
     device = runner.adapter.device
     with on_device(device), engine_threads(device), torch.inference_mode():
         for sequence, count in batch:
@@ -47,6 +47,6 @@ def accept(runner: Runner, sequence: Sequence) -> None:
 
 def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
     """Discard decoded tokens from `position` on. Slots stay reserved, and their KV is invalid until written again."""
-    runner.link.storage.settle(sequence.blocks)
+    runner.transfer.storage.settle(sequence.blocks)
     sequence.position = position
     runner.pool.rewind(sequence.blocks, position)

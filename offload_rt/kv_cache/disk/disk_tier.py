@@ -12,7 +12,7 @@ from ...utils.units import format_size
 from ..kv_format import KVFormat
 from .direct_file import DirectFile
 from .file_arena import FileArena
-from .file_layout import FileLayout, HostShares
+from .file_layout import FileLayout, MemoryBudget
 
 TIMES_HOST = 16  # default limit of the disk space, as a multiple of the host memory
 
@@ -58,5 +58,5 @@ def open_file_arena(
     """
     limit = disk_limit(disk.folder, disk.limit, host_bytes)
     layout = FileLayout.fit(limit, geometry, format, slab_tokens)
-    HostShares.of(host_bytes, layout)  # check before the file is created
+    MemoryBudget.of(host_bytes, layout)  # check before the file is created
     return FileArena(layout.arena, format.storage, DirectFile(disk.folder), host_bytes)

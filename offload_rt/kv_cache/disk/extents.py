@@ -71,21 +71,21 @@ class Extents:
         self._file, self._layout = file, layout
         self._stored: dict[int, _Entry] = {}
         # Place of layer 0 of each block, and the distance from one layer to the next.
-        self._base = layout.base(np.arange(layout.arena.chunks, dtype=np.int64))
-        self._step = np.full(layout.arena.chunks, layout.step, np.int64)
+        self._base = layout.base(np.arange(layout.arena.blocks, dtype=np.int64))
+        self._step = np.full(layout.arena.blocks, layout.step, np.int64)
         self._left: list[_Entry] = []
         self._reading = 0
         self._mutex = threading.Lock()
         self._most: int | None = None
 
-    def __contains__(self, chunk: int) -> bool:
-        return chunk in self._stored
+    def __contains__(self, block: int) -> bool:
+        return block in self._stored
 
     def __len__(self) -> int:
         return len(self._stored)
 
-    def get(self, chunk: int) -> StoredExtent | None:
-        entry = self._stored.get(chunk)
+    def get(self, block: int) -> StoredExtent | None:
+        entry = self._stored.get(block)
         return None if entry is None else entry.extent
 
     def room(self) -> bool:
@@ -94,43 +94,43 @@ class Extents:
             self._most = most_files() - SPARE_FILES
         return len(self._stored) + len(self._left) < self._most
 
-    def enter(self, chunk: int, extent: StoredExtent, places: Sequence[int] = ()) -> None:
+    def enter(self, block: int, extent: StoredExtent, places: Sequence[int] = ()) -> None:
         """Move a block without KV to a stored extent, which already holds the layers at `places`."""
-        assert chunk not in self._stored and extent.layer_bytes == self._layout.layer
+        assert block not in self._stored and extent.layer_bytes == self._layout.layer
         with self._mutex:
             number = self._file.files.add(extent.file.handle, direct=extent.file.direct)
-        self._stored[chunk] = _Entry(extent, number, set(places))
-        self._base[chunk], self._step[chunk] = place(number, extent.offset), extent.layer_bytes
+        self._stored[block] = _Entry(extent, number, set(places))
+        self._base[block], self._step[block] = place(number, extent.offset), extent.layer_bytes
 
-    def leave(self, chunk: int) -> None:
+    def leave(self, block: int) -> None:
         """Move a block back to the pool's file, without its KV."""
-        if (entry := self._stored.pop(chunk, None)) is not None:
-            self._base[chunk], self._step[chunk] = self._layout.base(chunk), self._layout.step
+        if (entry := self._stored.pop(block, None)) is not None:
+            self._base[block], self._step[block] = self._layout.base(block), self._layout.step
             with self._mutex:
                 self._left.append(entry)
             self._forget_left()
 
-    def takes(self, chunk: int, place: int) -> bool:
+    def takes(self, block: int, place: int) -> bool:
         """Return whether the layer at `place` may be written: always in the pool's file, once in a stored extent."""
-        return (entry := self._stored.get(chunk)) is None or place not in entry.places
+        return (entry := self._stored.get(block)) is None or place not in entry.places
 
-    def target(self, chunk: int, place: int) -> tuple[StoredExtent | DirectFile, int]:
+    def target(self, block: int, place: int) -> tuple[StoredExtent | DirectFile, int]:
         """Return the file and offset for writing the layer at `place`, and record the write."""
-        if (entry := self._stored.get(chunk)) is None:
-            return self._file, int(self.layers(chunk, place))
+        if (entry := self._stored.get(block)) is None:
+            return self._file, int(self.layers(block, place))
         assert place not in entry.places
         entry.places.add(place)
         return entry.extent, entry.extent.offset + place * entry.extent.layer_bytes
 
-    def layers(self, chunks: Offsets | int, place: Offsets | int) -> Offsets:
+    def layers(self, blocks: Offsets | int, place: Offsets | int) -> Offsets:
         """Return the places in the file table where layers of blocks begin. The arguments are broadcast."""
-        found: Offsets = self._base[chunks] + place * self._step[chunks]
+        found: Offsets = self._base[blocks] + place * self._step[blocks]
         return found
 
     def entries(self, ids: Offsets, place: int) -> Offsets:
         """Return the places of KV entries (`FileLayout.ids`) of the layer at `place`."""
         rows = ids % self._layout.layer_pairs
-        return self.layers(ids // self._layout.chunk_pairs, place) + rows * self._layout.pair_bytes
+        return self.layers(ids // self._layout.block_pairs, place) + rows * self._layout.pair_bytes
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -160,8 +160,8 @@ class Extents:
         assert set(np.flatnonzero(self._base != own).tolist()) == self._stored.keys()
         numbers = [entry.number for entry in (*self._stored.values(), *self._left)]
         assert len(set(numbers)) == len(numbers) and 0 not in numbers
-        for chunk, entry in self._stored.items():
-            assert self._base[chunk] == place(entry.number, entry.extent.offset)
+        for block, entry in self._stored.items():
+            assert self._base[block] == place(entry.number, entry.extent.offset)
             assert self._file.files.handles[entry.number] == entry.extent.file.handle
 
 

@@ -11,21 +11,21 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from ...core import CHUNK, KVPart, ranges_of
+from ...core import BLOCK_SIZE, KVPart, ranges_of
 from ...errors import DiskError, PoolFullError
 from ...utils.allocator import RecycledMemory
 from ...utils.units import format_size
 from ..layout import ArenaLayout
 from .direct_file import DirectFile, aligned
 from .extents import Extents, StoredExtent
-from .file_layout import FileLayout, HostShares, whole_blocks
-from .requests import BLOCK, Offsets, Requests, merged
+from .file_layout import FileLayout, MemoryBudget, round_up_to_page
+from .requests import DISK_PAGE, Offsets, Requests, merged
 from .row_cache import RowCache
 from .row_copy import RowCopies
-from .write_behind import Piece, WriteBehind
+from .write_behind import ExtentWrite, WriteBehind
 
 AT_ONCE = 2  # layers that are read concurrently: keeps the disk busy while one layer looks up its KV entries
-GAP = 4 * BLOCK  # bytes that take as long to read as a new request (10 µs at 2 GB/s): shorter gaps are read through
+GAP = 4 * DISK_PAGE  # bytes that take as long to read as a new request (10 µs at 2 GB/s): shorter gaps are read through
 LARGEST_READ = 1 << 20  # bytes per request: copying out of one overlaps with reading the next
 
 
@@ -77,7 +77,7 @@ class FileArena:
         assert dtype.itemsize == layout.itemsize
         self.layout, self.dtype, self.places = layout, dtype, FileLayout(layout)
         self.file = file
-        self.shares = HostShares.of(limit, self.places)
+        self.shares = MemoryBudget.of(limit, self.places)
         self.active, self.use = 0, DiskUse()
         self._cache = RowCache(self.shares.slots, 2 * layout.head_dim, dtype)
         self._writer = WriteBehind(file.folder, self.shares.staged)
@@ -85,16 +85,16 @@ class FileArena:
         self._blocks = RecycledMemory(least=0)  # for sequential reads
         # Partly filled blocks, uint8 `[layers, layer bytes]` each, least recently filled first.
         self._buffers: OrderedDict[int, torch.Tensor] = OrderedDict()
-        self._written = np.zeros(layout.chunks, bool)  # blocks with KV in the pool's own file
+        self._written = np.zeros(layout.blocks, bool)  # blocks with KV in the pool's own file
         self._mutex = threading.RLock()
         self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()  # one buffer per concurrent reader; others wait
         for _ in range(AT_ONCE):
-            self._staging.put(aligned(self.shares.staged // AT_ONCE // BLOCK * BLOCK))
+            self._staging.put(aligned(self.shares.staged // AT_ONCE // DISK_PAGE * DISK_PAGE))
 
     @property
     def host_bytes(self) -> int:
         """Bytes of KV in memory: the cache and the buffers of partly filled blocks."""
-        buffers = len(self._buffers) * (self.shares.chunks // self.shares.chunk_buffers)
+        buffers = len(self._buffers) * (self.shares.blocks // self.shares.block_buffers)
         return self._cache.used * self.shares.slot_bytes + buffers
 
     def activate(self) -> None:
@@ -114,59 +114,59 @@ class FileArena:
     def lost(self) -> set[int]:
         return self._writer.lost
 
-    def discard(self, chunks: Sequence[int]) -> None:
+    def discard(self, blocks: Sequence[int]) -> None:
         """Drop the content of blocks that were freed, including pending writes and write errors."""
         with self._mutex:
-            for chunk in chunks:
-                self._buffers.pop(chunk, None)
-                self._forget_all(chunk)
-                self._extents.leave(chunk)
-            self._written[chunks] = False
-            self._writer.forgive(chunks)
+            for block in blocks:
+                self._buffers.pop(block, None)
+                self._forget_all(block)
+                self._extents.leave(block)
+            self._written[blocks] = False
+            self._writer.forgive(blocks)
 
     # ------------------------------------------------------------------------------------------------ stored extents
 
-    def extent(self, chunk: int) -> StoredExtent | None:
+    def extent(self, block: int) -> StoredExtent | None:
         """Wait for pending writes of a block and return its stored extent. Raise DiskError if a write failed."""
-        self._wait(chunk)
+        self._wait(block)
         with self._mutex:
-            return self._extents.get(chunk)
+            return self._extents.get(block)
 
-    def blank(self, chunk: int) -> bool:
+    def blank(self, block: int) -> bool:
         """Return whether a block has no KV yet and can get a stored extent."""
         with self._mutex:
-            nowhere = chunk not in self._extents and chunk not in self._buffers and not self._written[chunk]
+            nowhere = block not in self._extents and block not in self._buffers and not self._written[block]
             return nowhere and self._extents.room()
 
-    def buffered(self, chunk: int) -> bool:
+    def buffered(self, block: int) -> bool:
         """Return whether all KV of a block is in its buffer and the block can get a stored extent."""
         with self._mutex:
-            return chunk in self._buffers and self._extents.room()
+            return block in self._buffers and self._extents.room()
 
-    def attach(self, chunk: int, extent: StoredExtent, places: range = range(0)) -> bool:
+    def attach(self, block: int, extent: StoredExtent, places: range = range(0)) -> bool:
         """Give a `blank` block a stored extent that already holds the layers at `places`.
 
         Returns:
             False if the block is not blank any more.
         """
         with self._mutex:
-            if blank := self.blank(chunk):
-                self._forget_all(chunk)
-                self._extents.enter(chunk, extent, places)
+            if blank := self.blank(block):
+                self._forget_all(block)
+                self._extents.enter(block, extent, places)
             return blank
 
-    def move_to(self, chunk: int, extent: StoredExtent, layers: int) -> bool:
+    def move_to(self, block: int, extent: StoredExtent, layers: int) -> bool:
         """Write the first `layers` layers of a full, `buffered` block to a stored extent.
 
         Returns:
             False if the block is not in its buffer any more.
         """
         with self._mutex:
-            if buffered := self.buffered(chunk):
-                data = self._buffers.pop(chunk)
-                self._written[chunk] = False
-                self._extents.enter(chunk, extent)
-                self._write_buffer(chunk, data[:layers])
+            if buffered := self.buffered(block):
+                data = self._buffers.pop(block)
+                self._written[block] = False
+                self._extents.enter(block, extent)
+                self._write_buffer(block, data[:layers])
             return buffered
 
     # ------------------------------------------------------------------------------------------------------- writing
@@ -175,118 +175,118 @@ class FileArena:
         """Write encoded k, v `[Hkv, n, width]` to the slots of a slab from `offset` on, in one layer."""
         done, total = 0, k.shape[1]
         while done < total:
-            slot, first = divmod(offset + done, CHUNK)
-            chunk = slab * self.layout.slab_chunks + slot
-            whole = 0 if first else self._taken_whole(chunk, place, (total - done) // CHUNK)
-            count = whole * CHUNK or min(CHUNK - first, total - done)
+            slot, first = divmod(offset + done, BLOCK_SIZE)
+            block = slab * self.layout.slab_blocks + slot
+            whole = 0 if first else self._taken_whole(block, place, (total - done) // BLOCK_SIZE)
+            count = whole * BLOCK_SIZE or min(BLOCK_SIZE - first, total - done)
             own_k, own_v = k[:, done : done + count], v[:, done : done + count]
             if whole:
                 data = aligned(whole * self.places.layer).view(whole, -1)
-                rows = torch.stack((own_k, own_v), dim=2).cpu().unflatten(1, (whole, CHUNK))
+                rows = torch.stack((own_k, own_v), dim=2).cpu().unflatten(1, (whole, BLOCK_SIZE))
                 self._rows(data)[:] = rows.transpose(0, 1)
                 with self._mutex:
-                    for own in range(chunk, chunk + whole):
+                    for own in range(block, block + whole):
                         self._cache.forget(self.places.ids_of(own, place))
-                self._write(range(chunk, chunk + whole), place, data)
+                self._write(range(block, block + whole), place, data)
             else:
                 with self._mutex:
-                    rows = self._rows(self._buffered(chunk))[place, :, first : first + count]
+                    rows = self._rows(self._buffered(block))[place, :, first : first + count]
                     rows[:, :, 0], rows[:, :, 1] = own_k, own_v
                     for slot in range(first, first + count):
-                        self._cache.forget(self.places.ids_of(chunk, place)[slot::CHUNK])
+                        self._cache.forget(self.places.ids_of(block, place)[slot::BLOCK_SIZE])
             done += count
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` slots of block `source` to block `target` in all layers."""
         with self._mutex:
-            held = self._read_chunk(source) if source in self._extents else self._buffered(source)
+            held = self._read_block(source) if source in self._extents else self._buffered(source)
             rows = self._rows(held)[:, :, :tokens].clone()
             self._rows(self._buffered(target))[:, :, :tokens] = rows
             self._forget_all(target)
 
-    def _taken_whole(self, chunk: int, place: int, most: int) -> int:
-        """Return how many of the `most` blocks from `chunk` on can be written as a whole in the layer at `place`.
+    def _taken_whole(self, block: int, place: int, most: int) -> int:
+        """Return how many of the `most` blocks from `block` on can be written as a whole in the layer at `place`.
 
         They have no buffer, and their extents take the layer.
         """
         with self._mutex:
-            takes = (chunk + i not in self._buffers and self._extents.takes(chunk + i, place) for i in range(most))
+            takes = (block + i not in self._buffers and self._extents.takes(block + i, place) for i in range(most))
             return next((i for i, whole in enumerate(takes) if not whole), most)
 
-    def _forget_all(self, chunk: int) -> None:
-        pairs = self.places.chunk_pairs
-        self._cache.forget(range(chunk * pairs, (chunk + 1) * pairs))
+    def _forget_all(self, block: int) -> None:
+        pairs = self.places.block_pairs
+        self._cache.forget(range(block * pairs, (block + 1) * pairs))
 
-    def _write(self, chunks: range, place: int, data: torch.Tensor) -> None:
-        """Write one layer of full blocks of a slab asynchronously, uint8 `[chunks, layer bytes]`, to their extents."""
+    def _write(self, blocks: range, place: int, data: torch.Tensor) -> None:
+        """Write one layer of full blocks of a slab asynchronously, uint8 `[blocks, layer bytes]`, to their extents."""
         with self._mutex:
-            stored = [range(chunk, chunk + 1) for chunk in chunks if chunk in self._extents]
-            own = list(ranges_of(chunk for chunk in chunks if chunk not in self._extents))
+            stored = [range(block, block + 1) for block in blocks if block in self._extents]
+            own = list(ranges_of(block for block in blocks if block not in self._extents))
             pieces = []
             for run in (*stored, *own):  # adjacent blocks in the pool's file are adjacent there too
-                part = data[run.start - chunks.start : run.stop - chunks.start]
-                pieces.append(Piece(*self._extents.target(run.start, place), part.flatten()))
+                part = data[run.start - blocks.start : run.stop - blocks.start]
+                pieces.append(ExtentWrite(*self._extents.target(run.start, place), part.flatten()))
             for run in own:
                 self._written[run.start : run.stop] = True
             self.use.bytes_written += data.numel()
-        self._writer.add([(chunk, place) for chunk in chunks], pieces)
+        self._writer.add([(block, place) for block in blocks], pieces)
 
-    def _write_buffer(self, chunk: int, data: torch.Tensor) -> None:
+    def _write_buffer(self, block: int, data: torch.Tensor) -> None:
         """Write the layers of a block, uint8 `[layers, layer bytes]`, to its extent."""
         for place, own in enumerate(data):
-            self._write(range(chunk, chunk + 1), place, own[None])
+            self._write(range(block, block + 1), place, own[None])
 
-    def _buffered(self, chunk: int) -> torch.Tensor:
+    def _buffered(self, block: int) -> torch.Tensor:
         """Return the buffer of a block, read from disk if needed. May write out the oldest buffers."""
-        if chunk in self._buffers:
-            self._buffers.move_to_end(chunk)
-            return self._buffers[chunk]
-        while len(self._buffers) >= self.shares.chunk_buffers:
+        if block in self._buffers:
+            self._buffers.move_to_end(block)
+            return self._buffers[block]
+        while len(self._buffers) >= self.shares.block_buffers:
             self._write_buffer(*self._buffers.popitem(last=False))
-        if self._written[chunk] or chunk in self._extents:
-            self._buffers[chunk] = self._read_chunk(chunk)
-            self._extents.leave(chunk)
+        if self._written[block] or block in self._extents:
+            self._buffers[block] = self._read_block(block)
+            self._extents.leave(block)
         else:
-            self._buffers[chunk] = aligned(self.layout.layers * self.places.layer).view(self.layout.layers, -1)
-        return self._buffers[chunk]
+            self._buffers[block] = aligned(self.layout.layers * self.places.layer).view(self.layout.layers, -1)
+        return self._buffers[block]
 
-    def _read_chunk(self, chunk: int) -> torch.Tensor:
+    def _read_block(self, block: int) -> torch.Tensor:
         """Read a block from disk into a new buffer."""
         layers, size = self.layout.layers, self.places.layer
-        self._wait(chunk)
+        self._wait(block)
         at = np.arange(layers, dtype=np.int64)
-        requests = Requests(self._extents.layers(chunk, at), np.full(layers, size, np.int64), at * size)
+        requests = Requests(self._extents.layers(block, at), np.full(layers, size, np.int64), at * size)
         self._read(requests, data := aligned(layers * size))
         return data.view(layers, size)
 
-    def _wait(self, chunk: int) -> None:
+    def _wait(self, block: int) -> None:
         """Wait for pending writes of a block. Raise DiskError if one failed."""
-        self._writer.wait([(chunk, place) for place in range(self.layout.layers)])
+        self._writer.wait([(block, place) for place in range(self.layout.layers)])
 
     def _rows(self, data: torch.Tensor) -> torch.Tensor:
         """Return a view `[n, Hkv, 64, 2, width]` of n layers of blocks, uint8 `[n, layer bytes]`."""
         own = data[:, : self.places.layer_pairs * self.places.pair_bytes].view(self.dtype)
-        return own.view(len(data), self.layout.kv_heads, CHUNK, 2, self.layout.head_dim)
+        return own.view(len(data), self.layout.kv_heads, BLOCK_SIZE, 2, self.layout.head_dim)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def view(self, slab: int, place: int, offset: int, size: int) -> KVPart:
         """Return a copy of K and V `[Hkv, size, width]` of contiguous slots of a slab in one layer."""
-        first, stop = offset // CHUNK, -(-(offset + size) // CHUNK)
-        start, count, heads = slab * self.layout.slab_chunks + first, stop - first, self.layout.kv_heads
+        first, stop = offset // BLOCK_SIZE, -(-(offset + size) // BLOCK_SIZE)
+        start, count, heads = slab * self.layout.slab_blocks + first, stop - first, self.layout.kv_heads
         with self._extents:
             with self._mutex:
                 here = self._buffers.keys() & range(start, start + count)
-                held = {chunk: self._rows(self._buffers[chunk])[place].clone() for chunk in here}
+                held = {block: self._rows(self._buffers[block])[place].clone() for block in here}
                 there = np.array([i for i in range(count) if start + i not in here], np.int64)
                 self._writer.wait_for(place, start + there)
                 offsets = self._extents.layers(start + there, place)
-            rows = self._blocks.empty((heads * count, CHUNK * 2 * self.layout.head_dim), self.dtype)
+            rows = self._blocks.empty((heads * count, BLOCK_SIZE * 2 * self.layout.head_dim), self.dtype)
             self._read_rows(offsets, there[:, None] + np.arange(heads) * count, rows)
-        stored = rows.view(heads, count, CHUNK, 2, -1)
-        for chunk, own in held.items():
-            stored[:, chunk - start] = own
-        flat = stored.flatten(1, 2)[:, offset - first * CHUNK :][:, :size]
+        stored = rows.view(heads, count, BLOCK_SIZE, 2, -1)
+        for block, own in held.items():
+            stored[:, block - start] = own
+        flat = stored.flatten(1, 2)[:, offset - first * BLOCK_SIZE :][:, :size]
         return KVPart(flat[:, :, 0], flat[:, :, 1])
 
     def gather(self, place: int, ids: Offsets, out: torch.Tensor, into: Offsets) -> None:
@@ -303,7 +303,7 @@ class FileArena:
                 self._cache.pass_time(1 / self.layout.layers)
                 self.use.wanted += (wanted := len(ids))
                 ids, into = self._from_buffers(*self._cache.take(ids, out, into), out)
-                self._writer.wait_for(place, ids // self.places.chunk_pairs)
+                self._writer.wait_for(place, ids // self.places.block_pairs)
                 self.use.cached += wanted - len(ids)
                 offsets = self._extents.entries(ids, place)
             if len(ids):
@@ -313,13 +313,13 @@ class FileArena:
 
     def _from_buffers(self, ids: Offsets, into: Offsets, out: torch.Tensor) -> tuple[Offsets, Offsets]:
         """Copy the KV entries of buffered blocks to `out`. Return the remaining `ids` and `into`."""
-        chunks = ids // self.places.chunk_pairs
-        for chunk in self._buffers.keys() & set(chunks.tolist()):
-            here = chunks == chunk
-            slots = torch.from_numpy(ids[here] % self.places.chunk_pairs)
-            found = self._rows(self._buffers[chunk]).flatten(0, 2)[slots]
+        blocks = ids // self.places.block_pairs
+        for block in self._buffers.keys() & set(blocks.tolist()):
+            here = blocks == block
+            slots = torch.from_numpy(ids[here] % self.places.block_pairs)
+            found = self._rows(self._buffers[block]).flatten(0, 2)[slots]
             out.index_copy_(0, torch.from_numpy(into[here]), found.flatten(1))
-            ids, into, chunks = ids[~here], into[~here], chunks[~here]
+            ids, into, blocks = ids[~here], into[~here], blocks[~here]
         return ids, into
 
     def _read_rows(self, offsets: Offsets, into: Offsets, out: torch.Tensor) -> None:
@@ -329,7 +329,7 @@ class FileArena:
         """
         own, row, staging = into.shape[1], out.shape[1] * out.itemsize, self._staging.get()
         try:
-            least = whole_blocks(own * row) + BLOCK  # a piece may begin within a disk block
+            least = round_up_to_page(own * row) + DISK_PAGE  # a piece may begin within a disk block
             buffer = staging if len(staging) >= least else aligned(least)
             largest = min(len(buffer), max(LARGEST_READ, least))
             for reads in merged(offsets, own * row, GAP, largest).batches(len(buffer)):
@@ -358,8 +358,8 @@ class FileArena:
             self._cache.check_integrity()
             self._extents.check_integrity()
             self._blocks.check_integrity()
-            assert len(self._buffers) <= self.shares.chunk_buffers
-            assert not any(chunk in self._extents for chunk in self._buffers)
+            assert len(self._buffers) <= self.shares.block_buffers
+            assert not any(block in self._extents for block in self._buffers)
             slots = self._cache.held
             for place, which in self.places.layers(owners := self._cache.owners(slots)):
                 kept = self._cache.rows[torch.from_numpy(slots[which])]

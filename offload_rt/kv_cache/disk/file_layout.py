@@ -2,7 +2,7 @@
 
 The pool's file consists of equal slabs, each
 
-    [layer, slab_chunks, kv_head, 64 tokens, 2 (K, V), d]
+    [layer, slab_blocks, kv_head, 64 tokens, 2 (K, V), d]
 
 K and V of a token are adjacent, because they are always read together and a disk reads whole disk blocks. Tokens of
 one head of a block are contiguous, because a head selects many tokens of a layer at once, often adjacent ones
@@ -19,12 +19,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from ...core import CHUNK, ModelGeometry
+from ...core import BLOCK_SIZE, ModelGeometry
 from ...errors import MemoryLimitError
 from ...utils.units import format_size
 from ..kv_format import KVFormat
 from ..layout import SLAB_TOKENS, ArenaLayout
-from .requests import BLOCK, Offsets
+from .requests import DISK_PAGE, Offsets
 from .row_cache import SLOT_BYTES
 
 LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20  # bytes of a staging buffer: a few requests to more than a full queue
@@ -44,8 +44,8 @@ class FileLayout:
 
         The head dimension of `geometry` must be the width of `format`. Raises MemoryLimitError if no block fits.
         """
-        own = geometry.kv_heads * CHUNK * 2 * geometry.head_dim * format.storage.itemsize
-        rows = limit * own // whole_blocks(own)
+        own = geometry.kv_heads * BLOCK_SIZE * 2 * geometry.head_dim * format.storage.itemsize
+        rows = limit * own // round_up_to_page(own)
         return cls(ArenaLayout.fit(geometry, format.storage, rows, slab_tokens))
 
     @cached_property
@@ -56,12 +56,12 @@ class FileLayout:
     @cached_property
     def layer(self) -> int:
         """Bytes of one layer of a block, padded to whole disk blocks."""
-        return chunk_layer_bytes(CHUNK, self.arena)
+        return block_layer_bytes(BLOCK_SIZE, self.arena)
 
     @cached_property
     def step(self) -> int:
         """Bytes from one layer of a block to the next in the pool's file."""
-        return self.arena.slab_chunks * self.layer
+        return self.arena.slab_blocks * self.layer
 
     @cached_property
     def slab(self) -> int:
@@ -69,24 +69,24 @@ class FileLayout:
 
     @cached_property
     def layer_pairs(self) -> int:
-        return self.arena.kv_heads * CHUNK
+        return self.arena.kv_heads * BLOCK_SIZE
 
     @cached_property
-    def chunk_pairs(self) -> int:
+    def block_pairs(self) -> int:
         return self.arena.layers * self.layer_pairs
 
-    def base(self, chunk: Ids) -> Ids:
+    def base(self, block: Ids) -> Ids:
         """Return the byte where the first layer of a block begins in the pool's file."""
-        return chunk // self.arena.slab_chunks * self.slab + chunk % self.arena.slab_chunks * self.layer
+        return block // self.arena.slab_blocks * self.slab + block % self.arena.slab_blocks * self.layer
 
-    def ids(self, place: int, chunks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
+    def ids(self, place: int, blocks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
         """Return the ids of KV entries of the layer at `place`.
 
-        `chunks`, `slots` (token within the block) and `heads` are int64 and are broadcast. The ids of a layer of a
+        `blocks`, `slots` (token within the block) and `heads` are int64 and are broadcast. The ids of a layer of a
         block are consecutive.
         """
-        first: Offsets = (chunks * self.arena.layers + place) * self.layer_pairs + slots
-        return first + heads * CHUNK
+        first: Offsets = (blocks * self.arena.layers + place) * self.layer_pairs + slots
+        return first + heads * BLOCK_SIZE
 
     def layers(self, ids: Offsets) -> Iterator[tuple[int, Offsets]]:
         """Group ids by layer. Yield the place of each layer and the indices into `ids`."""
@@ -94,60 +94,60 @@ class FileLayout:
         for place in np.unique(places).tolist():
             yield place, np.flatnonzero(places == place)
 
-    def ids_of(self, chunk: int, place: int) -> range:
+    def ids_of(self, block: int, place: int) -> range:
         """Return the ids of all KV entries of one layer of a block."""
-        first = (chunk * self.arena.layers + place) * self.layer_pairs
+        first = (block * self.arena.layers + place) * self.layer_pairs
         return range(first, first + self.layer_pairs)
 
 
 @dataclass(frozen=True)
-class HostShares:
+class MemoryBudget:
     """Division of the host memory of a KV cache on disk.
 
     Attributes:
         staged: Bytes of each of three kinds of staging: reads, requested entries and pending writes.
-        chunk_buffers: Maximum number of buffers for partly filled blocks.
-        chunks: Bytes of these buffers.
+        block_buffers: Maximum number of buffers for partly filled blocks.
+        blocks: Bytes of these buffers.
         slots: Slots of the cache for KV entries.
         slot_bytes: Bytes per slot, including metadata.
     """
 
     staged: int
-    chunk_buffers: int
-    chunks: int
+    block_buffers: int
+    blocks: int
     slots: int
     slot_bytes: int
 
     @classmethod
-    def of(cls, limit: int, layout: FileLayout) -> HostShares:
+    def of(cls, limit: int, layout: FileLayout) -> MemoryBudget:
         """Divide `limit` bytes: 1/32 for each kind of staging, 1/16 for block buffers, the rest for the cache.
 
         Raises MemoryLimitError if the limit is too small.
         """
-        staged = max(LEAST_STAGED, min(MOST_STAGED, limit // 32 // BLOCK * BLOCK))
-        chunk = layout.arena.layers * layout.layer
-        buffers = max(1, limit // 16 // chunk)
+        staged = max(LEAST_STAGED, min(MOST_STAGED, limit // 32 // DISK_PAGE * DISK_PAGE))
+        block = layout.arena.layers * layout.layer
+        buffers = max(1, limit // 16 // block)
         slot = layout.pair_bytes + SLOT_BYTES
-        slots = (limit - 3 * staged - buffers * chunk) // slot
+        slots = (limit - 3 * staged - buffers * block) // slot
         if slots < 1:
-            least = 3 * staged + buffers * chunk + slot
+            least = 3 * staged + buffers * block + slot
             raise MemoryLimitError(
                 f"host_memory={format_size(limit)} ({limit} bytes) is too little for a KV cache on disk: "
-                f"{format_size(least)} ({least} bytes) are needed, of them {format_size(chunk)} for a block of {CHUNK} "
-                "tokens; raise host_memory"
+                f"{format_size(least)} ({least} bytes) are needed, of them {format_size(block)} for a block of "
+                f"{BLOCK_SIZE} tokens; raise host_memory"
             )
-        return cls(staged, buffers, buffers * chunk, slots, slot)
+        return cls(staged, buffers, buffers * block, slots, slot)
 
 
-def whole_blocks(size: int) -> int:
+def round_up_to_page(size: int) -> int:
     """Round `size` bytes up to whole disk blocks."""
-    return -(-size // BLOCK) * BLOCK
+    return -(-size // DISK_PAGE) * DISK_PAGE
 
 
-def chunk_layer_bytes(tokens: int, arena: ArenaLayout) -> int:
+def block_layer_bytes(tokens: int, arena: ArenaLayout) -> int:
     """Return the bytes of a layer `[Hkv, n, 2 (K, V), width]` of a block of n tokens.
 
     Full blocks are padded to whole disk blocks, so that their KV can be read with direct I/O.
     """
     own = arena.kv_heads * tokens * 2 * arena.row_bytes
-    return whole_blocks(own) if tokens == CHUNK else own
+    return round_up_to_page(own) if tokens == BLOCK_SIZE else own

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ...utils import native_libraries
 from .row_copy import RowCopies, address, copy_rows
 
-BLOCK = 4096  # bytes; direct I/O needs this alignment in the file and in memory
+DISK_PAGE = 4096  # bytes; direct I/O needs this alignment in the file and in memory
 DEPTH = 64  # concurrent requests with io_uring
 THREADS = 16  # concurrent requests without io_uring
 FILE_BITS = 44  # low bits of a place: byte within the file (up to 16 TiB); high bits: file number (up to 2**19)
@@ -112,7 +112,7 @@ def merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
         return _merged(offsets, size, gap, most)
     n, offsets = len(offsets), np.ascontiguousarray(offsets, np.int64)
     count, (order, places, first, offset, length, at) = 0, np.zeros((6, n + 1), np.int64)
-    if n and (count := library.merge(n, size, BLOCK, gap, most, address(offsets), address(order))) < 0:
+    if n and (count := library.merge(n, size, DISK_PAGE, gap, most, address(offsets), address(order))) < 0:
         raise MemoryError
     return Reads(Requests(offset[:count], length[:count], at[:count]), order[:n], places[:n], first[: count + 1])
 
@@ -120,8 +120,8 @@ def merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
 def _merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
     order = np.argsort(offsets, kind="stable")
     ordered = offsets[order]
-    first = ordered // BLOCK * BLOCK
-    stop = -(-(ordered + size) // BLOCK) * BLOCK
+    first = ordered // DISK_PAGE * DISK_PAGE
+    stop = -(-(ordered + size) // DISK_PAGE) * DISK_PAGE
     starts = np.ones(len(ordered), bool)
     np.greater(first[1:] - stop[:-1], gap, out=starts[1:])
     begin = 0

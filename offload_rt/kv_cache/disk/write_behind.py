@@ -19,7 +19,7 @@ from .direct_file import BlockFile
 from .extents import StoredExtent
 
 
-class Piece(NamedTuple):
+class ExtentWrite(NamedTuple):
     """Whole disk blocks (`direct_file.aligned`) and their destination."""
 
     target: BlockFile | StoredExtent
@@ -44,7 +44,7 @@ class WriteBehind:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-rt row writer")
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
-    def add(self, places: Sequence[tuple[int, int]], pieces: Sequence[Piece]) -> None:
+    def add(self, places: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite]) -> None:
         """Queue `pieces`, the complete content of `places`, after all earlier writes."""
         size = sum(len(piece.data) for piece in pieces)
         with self._changed:
@@ -62,21 +62,21 @@ class WriteBehind:
             if self._lost and (why := next((self._lost[place] for place in places if place in self._lost), None)):
                 raise DiskError(f"cannot write KV to {str(self._folder)!r}: {why}; what was computed is lost")
 
-    def wait_for(self, place: int, chunks: NDArray[np.int64]) -> None:
-        """Wait for the layer at `place` in `chunks`, which may contain duplicates."""
+    def wait_for(self, place: int, blocks: NDArray[np.int64]) -> None:
+        """Wait for the layer at `place` in `blocks`, which may contain duplicates."""
         with self._changed:
             quiet = not self._waiting and not self._lost
         if not quiet:
-            self.wait([(chunk, place) for chunk in np.unique(chunks).tolist()])
+            self.wait([(block, place) for block in np.unique(blocks).tolist()])
 
     @property
     def lost(self) -> set[int]:
         with self._changed:
-            return {chunk for chunk, _ in self._lost}
+            return {block for block, _ in self._lost}
 
-    def forgive(self, chunks: Sequence[int]) -> None:
+    def forgive(self, blocks: Sequence[int]) -> None:
         """Ignore past and pending write errors of blocks that were freed."""
-        gone = set(chunks)
+        gone = set(blocks)
         with self._changed:
             self._lost = {place: why for place, why in self._lost.items() if place[0] not in gone}
             self._unwanted.update(place for place in self._waiting if place[0] in gone)
@@ -85,7 +85,7 @@ class WriteBehind:
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting)
 
-    def _write(self, places: Sequence[tuple[int, int]], pieces: Sequence[Piece], size: int) -> None:
+    def _write(self, places: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite], size: int) -> None:
         why = self._written(pieces)
         with self._changed:
             self._bytes -= size
@@ -97,7 +97,7 @@ class WriteBehind:
             self._unwanted &= self._waiting.keys()
             self._changed.notify_all()
 
-    def _written(self, pieces: Sequence[Piece]) -> str:
+    def _written(self, pieces: Sequence[ExtentWrite]) -> str:
         """Write `pieces`. Return the reason of a failure, or an empty string."""
         try:
             for piece in pieces:

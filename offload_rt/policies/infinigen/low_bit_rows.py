@@ -35,20 +35,20 @@ VALUE_BITS = {"int4": 4, "int2": 2}
 """Bits per number of a value, by option name."""
 
 
-def row_bytes(tail: str, geometry: ModelGeometry) -> float:
+def row_bytes(approximate_kv: str, geometry: ModelGeometry) -> float:
     """Return the bytes of approximate KV of one token in one layer. Raises ConfigError as `row_layout`."""
-    return geometry.kv_heads * row_layout(tail, geometry).block_bytes / BLOCK
+    return geometry.kv_heads * row_layout(approximate_kv, geometry).block_bytes / BLOCK
 
 
-def row_layout(tail: str, geometry: ModelGeometry) -> Layout:
+def row_layout(approximate_kv: str, geometry: ModelGeometry) -> Layout:
     """Return the block layout. Raises ConfigError if a token's packed numbers do not fill whole bytes."""
-    if not packs(geometry.head_dim, VALUE_BITS[tail]):
-        other = "" if tail == "int4" or not packs(geometry.head_dim, 4) else "tail='int4', "
+    if not packs(geometry.head_dim, VALUE_BITS[approximate_kv]):
+        other = "" if approximate_kv == "int4" or not packs(geometry.head_dim, 4) else "approximate_kv='int4', "
         raise ConfigError(
-            f"tail={tail!r} cannot pack the model's head_dim={geometry.head_dim} into whole bytes; use {other}"
-            "tail='off' or preset='rows'"
+            f"approximate_kv={approximate_kv!r} cannot pack the model's head_dim={geometry.head_dim} into whole bytes; "
+            f"use {other}approximate_kv='off' or preset='rows'"
         )
-    return Layout(geometry.head_dim, VALUE_BITS[tail])
+    return Layout(geometry.head_dim, VALUE_BITS[approximate_kv])
 
 
 def basis_bytes(geometry: ModelGeometry, compute: torch.dtype) -> int:

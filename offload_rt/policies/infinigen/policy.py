@@ -38,9 +38,9 @@ from .scoring_keys import KeyQuery, ScoringKeys
 class InfiniGenState(PassiveState):
     """The scoring keys and the approximate KV of one sequence."""
 
-    def __init__(self, policy: InfiniGen, keys: ScoringKeys, tail: LowBitRows | None = None) -> None:
-        """Creates a state of scoring keys `keys`. If there is approximate KV (`tail`), it is also `keys`."""
-        self._policy, self._keys, self._tail = policy, keys, tail
+    def __init__(self, policy: InfiniGen, keys: ScoringKeys, approximate: LowBitRows | None = None) -> None:
+        """Creates a state of scoring keys `keys`. If there is approximate KV (`approximate`), it is also `keys`."""
+        self._policy, self._keys, self._approximate = policy, keys, approximate
         self._asked: LowBitQuery | None = None
         """The true query as prepared by `select`, until `merge_approximate` uses it."""
 
@@ -55,9 +55,9 @@ class InfiniGenState(PassiveState):
         return 0 if self._policy.keys_on_host else self._keys.bytes
 
     @property
-    def tail_bytes(self) -> int:
+    def approximate_bytes(self) -> int:
         """Bytes of approximate KV, which contains the scoring keys."""
-        return 0 if self._tail is None else self.device_bytes
+        return 0 if self._approximate is None else self.device_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -77,8 +77,8 @@ class InfiniGenState(PassiveState):
 
     def on_values(self, layer: int, v: torch.Tensor, start: int) -> None:
         """Add values v `[Hkv, m, d]` to the approximate KV, if there is any."""
-        if self._tail is not None and layer not in self._policy.dense_layers:
-            self._tail.write_values(layer, v.to(self._policy.keys_device), start)
+        if self._approximate is not None and layer not in self._policy.dense_layers:
+            self._approximate.write_values(layer, v.to(self._policy.keys_device), start)
 
     def on_moved(self, layer: int, source: int, target: int) -> None:
         """Move the scoring key of a token with its KV."""
@@ -117,9 +117,9 @@ class InfiniGenState(PassiveState):
 
     def _ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
         """Prepare the query for scoring. If it is the true query, keep it for `merge_approximate`."""
-        if self._tail is None:
+        if self._approximate is None:
             return self._keys.ask(layer, q, tokens)
-        asked = self._tail.ask(layer, q, tokens)
+        asked = self._approximate.ask(layer, q, tokens)
         if self._policy.query_source == "query":
             self._asked = asked
         return asked
@@ -158,33 +158,33 @@ class InfiniGenState(PassiveState):
         lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Merge exact attention with that to the tokens not selected, if the policy has approximate KV."""
-        if self._tail is None or not visible.candidates:
+        if self._approximate is None or not visible.candidates:
             return out, lse
         asked, self._asked = self._asked, None
         if asked is None:
-            asked = self._tail.ask(layer, q.to(self._policy.keys_device), visible.candidates)
+            asked = self._approximate.ask(layer, q.to(self._policy.keys_device), visible.candidates)
         query_heads, (out, lse) = asked.q.shape[:2], (x.to(self._policy.keys_device) for x in (out, lse))
         exact = out.unflatten(0, query_heads), lse.unflatten(0, query_heads)
         skip, softcap = _meant(selection).to(self._policy.keys_device), self._policy.geometry.softcap
-        merged, total = asked.merge(exact, skip, self._tail.unmixing(layer), softcap)
+        merged, total = asked.merge(exact, skip, self._approximate.unmixing(layer), softcap)
         return merged.flatten(0, 1).to(q.device), total.flatten().to(q.device)
 
     def fork(self, keys: KeyReader) -> InfiniGenState:
         """Return a copy that shares scoring keys and approximate KV until either side writes."""
-        if self._tail is None:
+        if self._approximate is None:
             return InfiniGenState(self._policy, self._keys.fork())
-        tail = self._tail.fork()
-        return InfiniGenState(self._policy, tail, tail)
+        approximate = self._approximate.fork()
+        return InfiniGenState(self._policy, approximate, approximate)
 
     def fork_prefix(self, tokens: int) -> InfiniGenState | None:
         """Return a state that shares the pages of approximate KV of the first `tokens` tokens.
 
         None without approximate KV: scoring keys are then computed again.
         """
-        if self._tail is None:
+        if self._approximate is None:
             return None
-        tail = self._tail.fork(tokens)
-        return InfiniGenState(self._policy, tail, tail)
+        approximate = self._approximate.fork(tokens)
+        return InfiniGenState(self._policy, approximate, approximate)
 
     def check_integrity(self) -> None:
         """Assert that the scoring keys are consistent and that only sparse layers have any."""
@@ -247,8 +247,10 @@ class InfiniGen:
         self.provenance_key = self._provenance_key(artifact)
         self._correction = self._corrections(artifact, device, dtype)
         own = artifact.to(self.keys_device)
-        self._new_tail = None if options.tail == "off" else self._tail_factory(own, dtype)
-        self._new_keys = self._keys_factory(own, self.keys_device, dtype) if self._new_tail is None else self._new_tail
+        self._new_approximate = None if options.approximate_kv == "off" else self._approximate_factory(own, dtype)
+        self._new_keys = (
+            self._keys_factory(own, self.keys_device, dtype) if self._new_approximate is None else self._new_approximate
+        )
 
     @classmethod
     def build(cls, options: InfiniGenOptions, context: PolicyContext) -> Self:
@@ -264,17 +266,21 @@ class InfiniGen:
         # The artifact is loaded as a whole and then sliced. Queries and keys have one basis per head, values have one
         # for all heads.
         square = geometry.head_dim**2 * selecting * wide.itemsize
-        bases = 2 * geometry.kv_heads * square if options.tail == "off" else selecting * basis_bytes(geometry, wide)
+        bases = (
+            2 * geometry.kv_heads * square
+            if options.approximate_kv == "off"
+            else selecting * basis_bytes(geometry, wide)
+        )
         return MemoryDemand(
             dense,
             options.sinks + options.recent,
             share=max(options.max_fraction, options.budget or 0.0),
             key_bytes=(
-                row_bytes(options.tail, geometry)
-                if options.tail != "off"
+                row_bytes(options.approximate_kv, geometry)
+                if options.approximate_kv != "off"
                 else float(key_bytes(options.keys, options.partial_ratio, geometry, dtype))
             ),
-            key_page=0 if options.tail == "off" else PAGE_TOKENS,
+            key_page=0 if options.approximate_kv == "off" else PAGE_TOKENS,
             basis_bytes=bases + artifact_bytes(geometry),
             guess_bytes=2 * geometry.hidden * selecting * dtype.itemsize if options.corrected else 0,
             whole=options.whole,
@@ -302,10 +308,10 @@ class InfiniGen:
 
     def new_state(self, keys: KeyReader) -> InfiniGenState:
         """Return an empty state. `keys` is not used."""
-        if self._new_tail is None:
+        if self._new_approximate is None:
             return InfiniGenState(self, self._new_keys())
-        tail = self._new_tail()
-        return InfiniGenState(self, tail, tail)
+        approximate = self._new_approximate()
+        return InfiniGenState(self, approximate, approximate)
 
     def _provenance_key(self, artifact: SkewArtifact) -> str:
         """Return the KV provenance key: a digest of the options and of the source of the artifact."""
@@ -314,7 +320,7 @@ class InfiniGen:
         text = f"{self.options.provenance_text()}\n{artifact.identity}"
         return f"infinigen-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
-    def _tail_factory(self, artifact: SkewArtifact, dtype: torch.dtype) -> Callable[[], LowBitRows]:
+    def _approximate_factory(self, artifact: SkewArtifact, dtype: torch.dtype) -> Callable[[], LowBitRows]:
         """Return a function that creates the approximate KV of a sequence, with shared bases."""
         geometry, compute = self.geometry, torch.promote_types(dtype, torch.float32)
         bases = {
@@ -322,7 +328,7 @@ class InfiniGen:
             for layer in range(geometry.layers)
             if layer not in self.dense_layers
         }
-        layout = row_layout(self.options.tail, geometry)
+        layout = row_layout(self.options.approximate_kv, geometry)
         return lambda: LowBitRows(bases, layout, self.keys_device)
 
     def _keys_factory(

@@ -65,7 +65,7 @@ def test_options_of_infinigen(monkeypatch: pytest.MonkeyPatch, generate: Cli) ->
 def test_a_bounded_pool_goes_on_with_eviction(generate: Cli, tmp_path: Path, eviction: str) -> None:
     stats = tmp_path / "stats.json"
     llm = LLM("reference", policy="full")
-    limit = 5 * llm.runner.pool.chunk_bytes + 1
+    limit = 5 * llm.runner.pool.block_bytes + 1
     flags = ("--host-memory", str(limit), "--max-new-tokens", "30", "--ignore-eos", "--stats-json", str(stats))
     generate("--policy", "full", *flags).fails_with("host_memory")
     run = generate("--policy", "infinigen", "--recent", "16", *flags, "--eviction", eviction)

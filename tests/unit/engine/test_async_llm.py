@@ -20,17 +20,17 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, AsyncLLM, InputError, PoolFullError, QueueFullError, SamplingParams
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 LONG = SamplingParams(max_tokens=400, temperature=0)
-CHUNK_BYTES = 2 * 2 * 2 * 16 * CHUNK * 4
+BLOCK_BYTES = 2 * 2 * 2 * 16 * BLOCK_SIZE * 4
 """Bytes of a block: K and V, two layers, two KV heads, head size 16, float32."""
 
 
-def make_llm(chunks: int = 40, **options: Any) -> LLM:
+def make_llm(blocks: int = 40, **options: Any) -> LLM:
     model = tiny_model("llama", num_hidden_layers=2, max_position_embeddings=1024)
-    return LLM(model, policy="full", host_memory=chunks * CHUNK_BYTES, **options)
+    return LLM(model, policy="full", host_memory=blocks * BLOCK_BYTES, **options)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_many_callers_get_what_each_gets_alone(alone: Any) -> None:
     assert found == [alone(prompt, params) for prompt, params in asked]
     assert load.generated_tokens == sum(len(tokens) for one in found for tokens in one)
     assert load.prompt_tokens == sum(len(prompt) for prompt, _ in asked)
-    assert load.cached_tokens > 0 and load.pool_limit_bytes == 12 * CHUNK_BYTES
+    assert load.cached_tokens > 0 and load.pool_limit_bytes == 12 * BLOCK_BYTES
 
 
 def test_an_abort_ends_an_answer_and_no_other(alone: Any) -> None:
@@ -160,8 +160,8 @@ CALLERS = st.lists(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(callers=CALLERS, chunks=st.integers(4, 16), batch=st.integers(1, 4))
-def test_callers_in_any_order_that_leave_at_any_time(callers: Any, chunks: int, batch: int, alone: Any) -> None:
+@given(callers=CALLERS, blocks=st.integers(4, 16), batch=st.integers(1, 4))
+def test_callers_in_any_order_that_leave_at_any_time(callers: Any, blocks: int, batch: int, alone: Any) -> None:
     kinds = [GREEDY, SamplingParams(max_tokens=9, seed=5), SamplingParams(max_tokens=7, seed=1, n=2)]
     kinds.append(SamplingParams(max_tokens=50, temperature=0))
 
@@ -193,7 +193,9 @@ def test_callers_in_any_order_that_leave_at_any_time(callers: Any, chunks: int, 
             assert ends == "cancels"
         except PoolFullError:
             refused = True
-            assert params.n * -(-(len(prompt) + params.max_tokens) // CHUNK) > chunks, "alone it may not fit either"
+            assert params.n * -(-(len(prompt) + params.max_tokens) // BLOCK_SIZE) > blocks, (
+                "alone it may not fit either"
+            )
         expected = alone(prompt, params)
         for mine, whole in zip(got, expected, strict=False):
             assert mine == whole[: len(mine)]
@@ -205,14 +207,14 @@ def test_callers_in_any_order_that_leave_at_any_time(callers: Any, chunks: int, 
         while engine._clients:
             await asyncio.sleep(0)
 
-    serve(asks, make_llm(chunks, max_num_seqs=batch))
+    serve(asks, make_llm(blocks, max_num_seqs=batch))
 
 
 def test_an_error_is_one_requests_own(alone: Any) -> None:
     async def asks(engine: AsyncLLM) -> Any:
         mine = asyncio.create_task(answer(engine, tiny_prompt(100), SamplingParams(max_tokens=60, temperature=0)))
         with pytest.raises(PoolFullError):
-            await answer(engine, tiny_prompt(5 * CHUNK))
+            await answer(engine, tiny_prompt(5 * BLOCK_SIZE))
         with pytest.raises(InputError, match="vocabulary"):
             await answer(engine, [3, 99999])
         with pytest.raises(InputError, match="no tokenizer"):

@@ -11,7 +11,7 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, PoolFullError, SamplingParams
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
 
 EOS = [3, 17, 40, 41, 42, 90]
@@ -79,16 +79,16 @@ def test_beams_with_a_repetition_penalty() -> None:
     assert completion.token_ids == expected and completion.finish_reason == "length"
 
 
-def test_beams_share_the_prompt_and_copy_no_full_chunk() -> None:
+def test_beams_share_the_prompt_and_copy_no_full_block() -> None:
     """Four beams store the ten full blocks of the prompt once, plus one last block each."""
     _, llm = make(eos=[])
     pool = llm.runner.pool
     engine = Engine(llm.runner, max_num_seqs=8)
-    request = engine.add(tiny_prompt(10 * CHUNK + 5), beams(4, max_tokens=30))
+    request = engine.add(tiny_prompt(10 * BLOCK_SIZE + 5), beams(4, max_tokens=30))
     while len(request.sequences) < 4:
         engine.step()
     while not engine.idle:
-        assert pool.bytes_held <= (10 + 4) * pool.chunk_bytes
+        assert pool.bytes_held <= (10 + 4) * pool.block_bytes
         engine.step()
         engine.check_integrity()
 

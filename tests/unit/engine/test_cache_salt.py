@@ -11,46 +11,46 @@ from support.sharing import greedy, make
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, AsyncLLM, InputError, SamplingParams
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.cache_manager import salt_provenance
 from offload_rt.engine.swap import Swap
 
-PROMPT = tiny_prompt(3 * CHUNK + 5)
+PROMPT = tiny_prompt(3 * BLOCK_SIZE + 5)
 SALTS = ("a", "b", "a" * 5000, "+cut-00", "\ud800", salt_provenance("a"))
 
 
 @pytest.mark.parametrize(
     ("policy", "options"),
-    [("full", {}), ("infinigen", {"tail": "int2", "recent": 16, "max_missed_mass": 0.2})],
+    [("full", {}), ("infinigen", {"approximate_kv": "int2", "recent": 16, "max_missed_mass": 0.2})],
 )
 def test_prompts_are_shared_under_one_salt_alone(policy: str, options: dict[str, Any]) -> None:
     llm = make(policy=policy, policy_options=options)
     [plain] = llm.generate([PROMPT], greedy(5))
     for salt in SALTS:
-        for cached in (0, 3 * CHUNK):
+        for cached in (0, 3 * BLOCK_SIZE):
             [found] = llm.generate([PROMPT], greedy(5), cache_salt=salt)
             assert found.num_cached_tokens == cached, salt
             assert found.outputs[0].token_ids == plain.outputs[0].token_ids
-    assert llm.generate([PROMPT], greedy(5))[0].num_cached_tokens == 3 * CHUNK
+    assert llm.generate([PROMPT], greedy(5))[0].num_cached_tokens == 3 * BLOCK_SIZE
     llm.runner.check_integrity()
 
 
 def test_completions_and_beams_carry_the_salt() -> None:
-    several = SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=CHUNK + 9)
-    for params in (several, SamplingParams(num_beams=2, temperature=0, max_tokens=CHUNK + 9)):
+    several = SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=BLOCK_SIZE + 9)
+    for params in (several, SamplingParams(num_beams=2, temperature=0, max_tokens=BLOCK_SIZE + 9)):
         llm = make()
         [first] = llm.generate([PROMPT], params, cache_salt="a")
         longer = [*PROMPT, *first.outputs[0].token_ids, 1]
         assert llm.generate([longer], greedy(2))[0].num_cached_tokens == 0
         assert llm.generate([longer], greedy(2), cache_salt="b")[0].num_cached_tokens == 0
-        assert llm.generate([longer], greedy(2), cache_salt="a")[0].num_cached_tokens == 4 * CHUNK
+        assert llm.generate([longer], greedy(2), cache_salt="a")[0].num_cached_tokens == 4 * BLOCK_SIZE
 
 
 def test_where_a_prompt_diverges_says_nothing_of_other_salts() -> None:
     llm = make()
     llm.generate([PROMPT], greedy(2), cache_salt="a")
-    other = [*PROMPT[: CHUNK + 7], 1, 2, 3]
-    for salt, diverged_at in (("", 0), ("b", 0), ("a", CHUNK + 7)):
+    other = [*PROMPT[: BLOCK_SIZE + 7], 1, 2, 3]
+    for salt, diverged_at in (("", 0), ("b", 0), ("a", BLOCK_SIZE + 7)):
         list(llm.stream(other, greedy(2), cache_salt=salt))
         assert llm.last_stats is not None and llm.last_stats.diverged_at == diverged_at
         llm = make()
@@ -78,7 +78,7 @@ def test_preempted_sequences_share_no_file_across_salts(tmp_path: Path, monkeypa
     swap.close()
 
 
-def test_sessions_share_no_chunk_on_disk_across_salts(tmp_path: Path) -> None:
+def test_sessions_share_no_block_on_disk_across_salts(tmp_path: Path) -> None:
     def run(*turns: tuple[str, str]) -> list[int]:
         """Return the cached tokens of each turn (session, salt). An empty session name means no session."""
 
@@ -93,10 +93,10 @@ def test_sessions_share_no_chunk_on_disk_across_salts(tmp_path: Path) -> None:
 
         return asyncio.run(answered())
 
-    assert run(("one", "a"), ("two", "b"), ("three", "a")) == [0, 0, 3 * CHUNK]
+    assert run(("one", "a"), ("two", "b"), ("three", "a")) == [0, 0, 3 * BLOCK_SIZE]
     # In another process, a session reuses its own KV whatever the request's salt.
     turns = (("one", "other"), ("four", "b"), ("", "c"), ("five", ""), ("", "a"))
-    assert run(*turns) == [3 * CHUNK, 3 * CHUNK, 0, 0, 3 * CHUNK]
+    assert run(*turns) == [3 * BLOCK_SIZE, 3 * BLOCK_SIZE, 0, 0, 3 * BLOCK_SIZE]
 
 
 def test_a_fork_and_a_truncation_keep_the_salt(tmp_path: Path) -> None:
@@ -105,13 +105,13 @@ def test_a_fork_and_a_truncation_keep_the_salt(tmp_path: Path) -> None:
     session.history.salt = salt_provenance("a")
     list(session.send(PROMPT, greedy(3)))
     twin = session.fork("two")
-    session.truncate(keep_last=CHUNK)
+    session.truncate(keep_last=BLOCK_SIZE)
     assert session.history.provenance.startswith(salt_provenance("a") + "+cut-")
     list(session.send(PROMPT[:9], greedy(3)))
     list(twin.send(PROMPT[:9], greedy(3)))
     assert twin.history.provenance == salt_provenance("a")
     assert llm.generate([PROMPT], greedy(2))[0].num_cached_tokens == 0
-    assert llm.generate([PROMPT], greedy(2), cache_salt="a")[0].num_cached_tokens == 3 * CHUNK
+    assert llm.generate([PROMPT], greedy(2), cache_salt="a")[0].num_cached_tokens == 3 * BLOCK_SIZE
     llm.close()
 
 
@@ -132,7 +132,7 @@ def test_a_draft_model_shares_no_kv_across_salts(tmp_path: Path) -> None:
     draft.new_sequence = note  # type: ignore[method-assign]
     for salt in ("a", "b", "a"):
         llm.generate([PROMPT], greedy(8), cache_salt=salt)
-    assert seen == [0, 0, 3 * CHUNK]
+    assert seen == [0, 0, 3 * BLOCK_SIZE]
 
 
 def test_a_salt_is_a_text() -> None:

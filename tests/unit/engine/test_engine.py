@@ -10,7 +10,7 @@ from support.outputs import completed
 from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, ModelError, PoolFullError, SamplingParams
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.kv_cache.arena import Arena
@@ -26,10 +26,10 @@ def beams(width: int, count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, temperature=0, num_beams=width)
 
 
-def make_llm(chunks: int = 64, **options: object) -> LLM:
+def make_llm(blocks: int = 64, **options: object) -> LLM:
     model = tiny_model("llama", dtype=torch.float64)
-    chunk_bytes = 2 * 3 * 2 * 16 * 64 * 8
-    return LLM(model, policy="full", dtype="float64", host_memory=chunks * chunk_bytes, **options)  # type: ignore[arg-type]
+    block_bytes = 2 * 3 * 2 * 16 * 64 * 8
+    return LLM(model, policy="full", dtype="float64", host_memory=blocks * block_bytes, **options)  # type: ignore[arg-type]
 
 
 def test_requests_join_and_leave_mid_decode() -> None:
@@ -66,7 +66,7 @@ def test_a_prefill_does_not_starve_running_decodes() -> None:
 
 
 def test_a_pool_too_small_for_all_makes_requests_wait() -> None:
-    llm = make_llm(chunks=3)
+    llm = make_llm(blocks=3)
     prompts = [tiny_prompt(70, seed=i) for i in range(5)]
     alone = [completed(llm.generate([prompt], greedy(40)))[0].token_ids for prompt in prompts]
     assert [c.token_ids for c in completed(llm.generate(prompts, greedy(40)))] == alone
@@ -74,7 +74,7 @@ def test_a_pool_too_small_for_all_makes_requests_wait() -> None:
 
 
 def test_a_prompt_that_never_fits_is_refused_with_the_numbers_and_the_others_go_on() -> None:
-    llm = make_llm(chunks=2)
+    llm = make_llm(blocks=2)
     with pytest.raises(PoolFullError, match=r"3 blocks .* are needed, and of 2 only 2 are free .* 1 too few"):
         llm.generate([tiny_prompt(100)], greedy(50))
     engine = Engine(llm.runner, max_num_seqs=2)
@@ -174,7 +174,7 @@ def test_memory_is_made_ready_at_admission_and_never_in_a_decode_step(
     """
     fit, activate, admit = ArenaLayout.fit, Arena.activate, Scheduler.admit
     monkeypatch.setattr(
-        ArenaLayout, "fit", lambda geometry, dtype, limit, _: fit(geometry, dtype, limit, slab_tokens=2 * CHUNK)
+        ArenaLayout, "fit", lambda geometry, dtype, limit, _: fit(geometry, dtype, limit, slab_tokens=2 * BLOCK_SIZE)
     )
     llm = LLM(tiny_model("llama", num_hidden_layers=2), policy=policy, host_memory="8MiB")
     ready: list[bool] = []
@@ -202,4 +202,4 @@ def test_memory_is_made_ready_at_admission_and_never_in_a_decode_step(
         engine.step()
         engine.check_integrity()
     assert len(ready) >= 14 and all(ready)
-    assert llm.runner.pool.bytes_peak >= (len(ready) - 8) * 2 * llm.runner.pool.chunk_bytes, "and not much more"
+    assert llm.runner.pool.bytes_peak >= (len(ready) - 8) * 2 * llm.runner.pool.block_bytes, "and not much more"

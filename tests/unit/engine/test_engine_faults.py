@@ -15,13 +15,13 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, AsyncLLM, EngineError, OffloadError, SamplingParams, StoreOptions
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.request import Request
 from offload_rt.policies.base import PolicyState
 from offload_rt.sessions.session_kv import SessionKV
 
-PROMPTS = [tiny_prompt(CHUNK + 4) + tiny_prompt(12, seed=i) for i in range(4)]
+PROMPTS = [tiny_prompt(BLOCK_SIZE + 4) + tiny_prompt(12, seed=i) for i in range(4)]
 PARAMS = [
     SamplingParams(max_tokens=6, temperature=0),
     SamplingParams(max_tokens=7, seed=1, n=2),

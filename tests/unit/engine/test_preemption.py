@@ -19,13 +19,13 @@ from support.tiny_models import tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import StoreOptions
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.request import Request
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.engine.swap import FOLDER, Swap
 
-PROMPTS = [tiny_prompt(CHUNK + 30) + tiny_prompt(28, seed=i) for i in range(3)]
+PROMPTS = [tiny_prompt(BLOCK_SIZE + 30) + tiny_prompt(28, seed=i) for i in range(3)]
 PARAMS = [greedy(50), SamplingParams(max_tokens=40, seed=3), greedy(35)]
 
 
@@ -34,7 +34,7 @@ def tight(folder: Path, *, worth: bool = True, limit: int | None = None, **optio
 
     `worth` makes the disk count as infinitely fast, otherwise as very slow.
     """
-    llm = make(**({"chunks": 6} | options))
+    llm = make(**({"blocks": 6} | options))
     swap = Swap(llm.runner, folder, StoreOptions(limit=limit))
     swap._write_rate = swap._read_rate = 0.0 if worth else 1e9
     return llm, swap
@@ -69,7 +69,7 @@ def roomy(**options: Any) -> list[list[int]]:
         ("full", {}, False),
         ("infinigen", {"recent": 8, "sinks": 2}, True),
         ("infinigen", {"preset": "rows", "scorer": "int4", "recent": 16, "max_missed_mass": 0.05}, False),
-        ("infinigen", {"tail": "int2", "recent": 16, "budget": 0.3}, True),
+        ("infinigen", {"approximate_kv": "int2", "recent": 16, "budget": 0.3}, True),
         ("quest", {"budget": 0.4, "recent": 16}, False),
     ],
     ids=["full in place", "infinigen staged", "int4 in place", "tail staged", "quest in place"],
@@ -92,7 +92,7 @@ def test_what_is_cheaper_computed_again_is_not_written(tmp_path: Path, policy: s
 
 @pytest.mark.parametrize(("policy", "kv_cache_dtype"), [("full", "int8"), ("infinigen", "int4")])
 def test_rounded_rows_are_computed_again(tmp_path: Path, policy: str, kv_cache_dtype: str) -> None:
-    memory = 5 * make(policy=policy, kv_cache_dtype=kv_cache_dtype).runner.pool.chunk_bytes
+    memory = 5 * make(policy=policy, kv_cache_dtype=kv_cache_dtype).runner.pool.block_bytes
     llm, swap = tight(tmp_path, policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
     tokens, scheduler = run(llm, swap)
     assert tokens == roomy(policy=policy, kv_cache_dtype=kv_cache_dtype) and scheduler.restored == 0
@@ -113,9 +113,9 @@ def test_a_damaged_file_means_computing_again(tmp_path: Path, monkeypatch: pytes
     swap_in = swap.swap_in
 
     def spoil(*args: Any, **options: Any) -> Any:
-        for chunk in swap._disk._chunks.values():
-            byte = os.pread(swap._disk.handle, 1, chunk.offset + 9)[0] ^ 1
-            os.pwrite(swap._disk.handle, bytes([byte]), chunk.offset + 9)
+        for block in swap._disk._blocks.values():
+            byte = os.pread(swap._disk.handle, 1, block.offset + 9)[0] ^ 1
+            os.pwrite(swap._disk.handle, bytes([byte]), block.offset + 9)
         return swap_in(*args, **options)
 
     monkeypatch.setattr(swap, "swap_in", spoil)
@@ -124,7 +124,7 @@ def test_a_damaged_file_means_computing_again(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_full_disk_means_computing_again(tmp_path: Path) -> None:
-    llm, swap = tight(tmp_path, limit=2 * make().runner.pool.chunk_bytes - 1)
+    llm, swap = tight(tmp_path, limit=2 * make().runner.pool.block_bytes - 1)
     tokens, scheduler = run(llm, swap)
     assert tokens == roomy() and scheduler.restored < scheduler.preemptions
 
@@ -142,11 +142,11 @@ def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
     for sequence in sequences:
         swap._write_rate = 0.0  # The first write is measured; a busy disk must not change the second decision.
         swapped.append(swap.swap_out(sequence, 1))
-    assert None not in swapped and len(swap._disk._chunks) == 1 + 2
+    assert None not in swapped and len(swap._disk._blocks) == 1 + 2
     for one, files in zip(swapped, (2, 0), strict=True):
         assert one is not None
         swap.discard(one)
-        assert len(swap._disk._chunks) == files
+        assert len(swap._disk._blocks) == files
     for sequence in sequences:
         runner.free(sequence)
 
@@ -174,7 +174,7 @@ def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
     swapped = []
     monkeypatch.setattr(Swap, "swap_in", lambda self, one, *args, **named: swapped.append(one))
-    llm = make(chunks=6, swap=tmp_path)
+    llm = make(blocks=6, swap=tmp_path)
     assert [c.token_ids for c in completed(llm.generate(PROMPTS, PARAMS))] == roomy()
     assert swapped
 
@@ -182,7 +182,7 @@ def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pyte
 def test_policies_over_one_model_swap_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each policy uses its own folder until it is closed."""
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
-    first = make(chunks=6, swap=tmp_path)
+    first = make(blocks=6, swap=tmp_path)
     for _ in range(2):
         second = first.under("infinigen", {"recent": 200})
         for llm in (second, first):
@@ -208,19 +208,19 @@ def test_the_youngest_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_decoded_rows_are_named_after_their_sequence(tmp_path: Path) -> None:
     """KV of decoded tokens depends on the policy's selection, so no other sequence may find it by its tokens."""
-    llm, swap = tight(tmp_path, chunks=12, policy="infinigen", policy_options={"recent": 8, "sinks": 2})
-    sequence = llm.runner.new_sequence(PROMPTS[0], len(PROMPTS[0]) + CHUNK)
+    llm, swap = tight(tmp_path, blocks=12, policy="infinigen", policy_options={"recent": 8, "sinks": 2})
+    sequence = llm.runner.new_sequence(PROMPTS[0], len(PROMPTS[0]) + BLOCK_SIZE)
     llm.runner.prefill(sequence, len(PROMPTS[0]))
-    for token in tiny_prompt(CHUNK, seed=9):
+    for token in tiny_prompt(BLOCK_SIZE, seed=9):
         sequence.tokens.append(token)
         llm.runner.decode([sequence])
     first, second = swap._swapped(sequence).names, swap._swapped(sequence).names
     alike = [one.key == other.key for one, other in zip(first, second, strict=True)]
-    assert alike == [True, False, False], "one chunk is exact, one in part, one decoded"
+    assert alike == [True, False, False], "one block is exact, one in part, one decoded"
     llm.runner.free(sequence)
 
 
-@pytest.mark.parametrize("position", [CHUNK + 10, CHUNK + 11, CHUNK + 12])
+@pytest.mark.parametrize("position", [BLOCK_SIZE + 10, BLOCK_SIZE + 11, BLOCK_SIZE + 12])
 def test_blocks_that_have_left_the_window_stay_on_disk(tmp_path: Path, position: int) -> None:
     """The block table keeps a block of sliding layers until the next step. A restored table has no such block."""
     model = architecture("gemma3", dtype=torch.float64)
@@ -231,8 +231,8 @@ def test_blocks_that_have_left_the_window_stay_on_disk(tmp_path: Path, position:
         swap = Swap(llm.runner, tmp_path)
         swap._write_rate = swap._read_rate = 0.0
         tokens = [token % 90 + 1 for token in tiny_prompt(position)]
-        sequence = llm.runner.new_sequence(tokens, CHUNK * 3)
-        llm.runner.prefill(sequence, CHUNK + 8)
+        sequence = llm.runner.new_sequence(tokens, BLOCK_SIZE * 3)
+        llm.runner.prefill(sequence, BLOCK_SIZE + 8)
         sequence.tokens = tokens
         while sequence.position < position:
             llm.runner.reserve(sequence)

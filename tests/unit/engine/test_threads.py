@@ -21,7 +21,7 @@ from support.step_order import run_in_rounds
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, PoolFullError, SamplingParams
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine import pool_order
 from offload_rt.engine.engine import Engine
 
@@ -87,10 +87,10 @@ def test_nobody_waits_for_what_nobody_drives(monkeypatch: pytest.MonkeyPatch) ->
     stream.close()  # type: ignore[attr-defined]
 
 
-def tight(chunks: int) -> LLM:
-    """Create a runtime with a pool of `chunks` blocks."""
+def tight(blocks: int) -> LLM:
+    """Create a runtime with a pool of `blocks` blocks."""
     model = tiny_model("llama", num_hidden_layers=2)
-    return LLM(model, policy="full", host_memory=chunks * 2 * 2 * 2 * 16 * CHUNK * 4, verify="off")
+    return LLM(model, policy="full", host_memory=blocks * 2 * 2 * 2 * 16 * BLOCK_SIZE * 4, verify="off")
 
 
 def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:
@@ -145,11 +145,11 @@ class _Pool:
         self.expected = {str(one): self._alone(*one) for one in every}
         self.llm = self._llm(max(self._least(*one) for one in every) + rng.randint(0, 2))
 
-    def _llm(self, chunks: int) -> LLM:
-        probe = getattr(self, "chunk_bytes", None)
+    def _llm(self, blocks: int) -> LLM:
+        probe = getattr(self, "block_bytes", None)
         if probe is None:
-            probe = self.chunk_bytes = LLM(self.model, policy="full", verify="off").runner.pool.chunk_bytes
-        return LLM(self.model, policy="full", host_memory=chunks * probe, verify="off")
+            probe = self.block_bytes = LLM(self.model, policy="full", verify="off").runner.pool.block_bytes
+        return LLM(self.model, policy="full", host_memory=blocks * probe, verify="off")
 
     @staticmethod
     def _prompt(rng: random.Random) -> list[int]:
@@ -167,10 +167,10 @@ class _Pool:
 
     def _least(self, prompt: list[int], params: SamplingParams) -> int:
         """Return the number of blocks that the request needs if it runs alone."""
-        for chunks in itertools.count(3):
+        for blocks in itertools.count(3):
             with suppress(PoolFullError):
-                self._llm(chunks).generate([prompt], params)
-                return chunks
+                self._llm(blocks).generate([prompt], params)
+                return blocks
         raise AssertionError
 
 

@@ -16,7 +16,7 @@ import torch
 from support.outputs import completed
 
 from offload_rt import SamplingParams
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.errors import ConfigError, InputError
 
 pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
@@ -265,7 +265,7 @@ def test_a_document_is_prefilled_once_for_all_variants() -> None:
     sparse.generate_until(asked)
     prompt = len(full.tok_encode(asked[0].args[0]))
     [again] = completed(sparse.llm.generate([full.tok_encode(asked[0].args[0])], SamplingParams(max_tokens=1)))
-    assert again.stats.reused_tokens == (prompt - 1) // CHUNK * CHUNK > 0
+    assert again.stats.reused_tokens == (prompt - 1) // BLOCK_SIZE * BLOCK_SIZE > 0
 
 
 def test_rulers_documents_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_bootstrap_interval_covers_and_pairs() -> None:
     assert alone == Interval(1.0, 1.0, 1.0)
 
 
-def test_decoding_chunks_are_means_of_whole_chunks() -> None:
+def test_decoding_blocks_are_means_of_whole_blocks() -> None:
     assert _chunks([1.0, 3.0] * (CHUNK // 2) + [5.0] * CHUNK + [9.0] * 10) == [2.0, 5.0]
     assert _chunks([2.0, 4.0]) == [3.0]
 

@@ -59,7 +59,7 @@ def test_what_is_compared() -> None:
     assert labels[0] == "full" and len(set(labels)) == len(labels)
     for budget in ("0.05", "0.02"):
         sized = f"sinks=4 recent=16 dense_layers= budget={budget}"
-        assert {f"infinigen {sized} tail={tail}" for tail in ("off", "int4", "int2")} <= set(labels)
+        assert {f"infinigen {sized} approximate_kv={tail}" for tail in ("off", "int4", "int2")} <= set(labels)
         assert f"oracle {sized}" in labels
     assert {f"{policy} sinks=4 recent=16 dense_layers= budget=0.05" for policy in ("quest", "h2o", "streaming")} <= set(
         labels

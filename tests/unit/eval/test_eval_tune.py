@@ -63,8 +63,8 @@ def test_the_choice_keeps_the_limit_and_is_loaded(
     assert main((*again, "--skew", str(out), "--quiet", "--policy", "h2o")) == 0
 
 
-def trial(missed: float, worst: float, link: float) -> Trial:
-    return Trial({}, missed, worst, 0.1, link, 1.0, 1.0)
+def trial(missed: float, worst: float, transfer: float) -> Trial:
+    return Trial({}, missed, worst, 0.1, transfer, 1.0, 1.0)
 
 
 def test_the_cheapest_of_those_that_keep_it() -> None:
@@ -98,7 +98,11 @@ def test_a_damaged_choice_or_one_for_another_model_is_refused(tmp_path: Path) ->
     (tmp_path / "policy.json").write_text(TunedPolicy("infinigen", {"recent": 8}, "you").text())
     with pytest.raises(ArtifactError, match=r"you.*me"):
         TunedPolicy.load(tmp_path, "me")
-    assert default_options(tmp_path, "infinigen", {"sinks": 1}, "you") == {"tail": "off", "recent": 8, "sinks": 1}
+    assert default_options(tmp_path, "infinigen", {"sinks": 1}, "you") == {
+        "approximate_kv": "off",
+        "recent": 8,
+        "sinks": 1,
+    }
     assert default_options(tmp_path, "infinigen", {"preset": "paper"}, "you") == {"preset": "paper"}
     assert default_options(tmp_path, "oracle", {}, "you") == {}
     assert default_options(None, "infinigen", {}, "you") == {}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.device_link import staged
 from support.host_sync import NoHostSync
 from support.outputs import completed
+from support.staged_transfer import staged
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams

@@ -14,13 +14,13 @@ from offload_rt.kernels import low_bit, low_bit_cpu, low_bit_lists, native, sele
 from offload_rt.kernels.low_bit import (
     KEY_BITS,
     Layout,
+    approximate_attention,
     decode_steps,
     dequantise_rows,
     encode_steps,
     low_bit_scores,
     mixing,
     quantise_rows,
-    tail_attention,
     unpack_rows,
 )
 from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages, PageTable
@@ -82,7 +82,7 @@ def test_the_tail_is_one_softmax_over_what_is_not_skipped(value_bits: int, token
     pages, q, mean = stored_rows(layout, 2, 1100), torch.randn(2, 3, 32) / 6, torch.randn(2, 32)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
-    out, lse = tail_attention(q, mean, pages, layout, tokens, skip)
+    out, lse = approximate_attention(q, mean, pages, layout, tokens, skip)
     expected, expected_lse = plain_tail(q, mean, pages, layout, tokens, skip)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=2e-5)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5)
@@ -91,7 +91,7 @@ def test_the_tail_is_one_softmax_over_what_is_not_skipped(value_bits: int, token
 def test_without_a_token_the_tail_is_nothing() -> None:
     layout = Layout(16, 2)
     pages, q = stored_rows(layout, 2, 70), torch.randn(2, 2, 16)
-    out, lse = tail_attention(q, torch.zeros(2, 16), pages, layout, range(3, 6), torch.tensor([[3, 4, 5]] * 2))
+    out, lse = approximate_attention(q, torch.zeros(2, 16), pages, layout, range(3, 6), torch.tensor([[3, 4, 5]] * 2))
     assert out.eq(0).all() and lse.isneginf().all()
 
 
@@ -177,7 +177,7 @@ def test_a_processor_computes_what_is_defined(path: str, tokens: range, d: int, 
     torch.testing.assert_close(asked.scores, expected, rtol=1e-6, atol=1e-5)
     softcap = None if group == 1 else 1.5
     out, lse = approximate(asked, skip, softcap)
-    expected, expected_lse = tail_attention(q, mean, pages, layout, tokens, skip, softcap)
+    expected, expected_lse = approximate_attention(q, mean, pages, layout, tokens, skip, softcap)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)
     packed, steps = (part.flatten(1, 2)[:, :1100] for part in layout.values(joined(pages)))
     largest = dequantise_rows(packed, steps, value_bits, torch.float32)
@@ -189,7 +189,7 @@ def test_exact_and_approximate_attention_are_one_softmax(path: str, group: int, 
     """For exact attention with most, with half and with none of the mass."""
     layout, tokens, skip = Layout(64, value_bits), range(4, 300), torch.tensor([[5, 7], [9, -1]])
     pages, q, mean = stored_rows(layout, 2, 300), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
-    own, own_lse = tail_attention(q, mean, pages, layout, tokens, skip)
+    own, own_lse = approximate_attention(q, mean, pages, layout, tokens, skip)
     unmixing, out = mixing(64).float().T.contiguous(), torch.randn(2, group, 64)
     for more in (20.0, 0.0, -20.0):
         exact = out, own_lse + more

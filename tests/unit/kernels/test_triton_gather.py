@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.interpreter import compiled
 
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.kernels import lists
 
 ROWS = [  # dtype and row width: native rows, and quantised rows of even and odd byte counts
@@ -62,8 +62,8 @@ def test_rows_that_are_there_twice_are_copied_within(kernel_device: torch.device
 def table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bases `[3, 2]`, the first row of each of two blocks of three sequences, and planes `[2, 2]`, the
     offsets of K and V of two heads in a block of `[K or V, head, token]`."""
-    bases = torch.randperm(6).view(3, 2) * (4 * CHUNK)
-    planes = torch.arange(4).view(2, 2) * CHUNK
+    bases = torch.randperm(6).view(3, 2) * (4 * BLOCK_SIZE)
+    planes = torch.arange(4).view(2, 2) * BLOCK_SIZE
     return bases.to(device), planes.to(device)
 
 
@@ -76,9 +76,9 @@ def test_keys_and_values_of_tokens_arrive(
     """The result does not depend on the number of programs. The definition copies one row at a time."""
     from offload_rt.kernels.triton_gather import gather_tokens
 
-    rows, (bases, planes) = random_rows(6 * 4 * CHUNK, width, dtype), table(kernel_device)
+    rows, (bases, planes) = random_rows(6 * 4 * BLOCK_SIZE, width, dtype), table(kernel_device)
     rows = rows.pin_memory() if kernel_device.type == "cuda" else rows
-    tokens = torch.randint(0, 2 * CHUNK, (6, 150), device=kernel_device)
+    tokens = torch.randint(0, 2 * BLOCK_SIZE, (6, 150), device=kernel_device)
     counts = torch.tensor([150, 0, 1, 130, 33, 64], dtype=torch.int32, device=kernel_device)
     if counted:
         tokens[2, 1:] = 1 << 40  # after the count: in no block
@@ -91,11 +91,11 @@ def test_keys_and_values_of_tokens_arrive(
                 if counted and i >= int(counts[p]):
                     assert (got == 7).all()
                     continue
-                chunk, within = divmod(int(tokens[p, i]), CHUNK)
-                row = int(bases[p // 2, chunk]) + int(planes[kv, p % 2]) + within
+                block, within = divmod(int(tokens[p, i]), BLOCK_SIZE)
+                row = int(bases[p // 2, block]) + int(planes[kv, p % 2]) + within
                 assert torch.equal(got.view(torch.uint8), rows[row].view(torch.uint8))
     want = torch.full_like(out, 7)
-    lists.gather_tokens(rows, tokens.clamp(max=2 * CHUNK - 1), counts if counted else None, bases, planes, want)
+    lists.gather_tokens(rows, tokens.clamp(max=2 * BLOCK_SIZE - 1), counts if counted else None, bases, planes, want)
     assert torch.equal(out.view(torch.uint8), want.view(torch.uint8))
 
 
@@ -104,11 +104,11 @@ def test_the_newest_rows_are_written_back(kernel_device: torch.device, dtype: to
     from offload_rt.kernels.triton_gather import write_rows
 
     bases, planes = table(kernel_device)
-    newest = bases[:, 1] + torch.tensor([0, 5, CHUNK - 1], device=kernel_device)
+    newest = bases[:, 1] + torch.tensor([0, 5, BLOCK_SIZE - 1], device=kernel_device)
     k, v = random_rows(12, width, dtype).to(kernel_device).split(6)
-    rows = torch.zeros(6 * 4 * CHUNK, width, dtype=dtype)
+    rows = torch.zeros(6 * 4 * BLOCK_SIZE, width, dtype=dtype)
     rows = rows.pin_memory() if kernel_device.type == "cuda" else rows
-    want = torch.zeros(6 * 4 * CHUNK, width, dtype=dtype)
+    want = torch.zeros(6 * 4 * BLOCK_SIZE, width, dtype=dtype)
     for p in range(6):
         for kv, source in enumerate((k, v)):
             want[int(newest[p // 2]) + int(planes[kv, p % 2])] = source[p].cpu()

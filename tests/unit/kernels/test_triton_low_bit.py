@@ -8,7 +8,7 @@ import torch
 from support.low_bit import copied, joined, ragged_lists, stored_rows
 
 from offload_rt.kernels import low_bit_lists
-from offload_rt.kernels.low_bit import KEY_BITS, Layout, dequantise_rows, mixing, tail_attention, unpack_rows
+from offload_rt.kernels.low_bit import KEY_BITS, Layout, approximate_attention, dequantise_rows, mixing, unpack_rows
 from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages, PageTable
 
 SHAPES = [(64, 3, 4), (80, 1, 2), (10, 2, 4)]
@@ -31,7 +31,7 @@ def rounding(device: torch.device) -> float:
 def test_the_tail_is_what_is_defined(
     kernel_device: torch.device, tokens: range, d: int, group: int, value_bits: int
 ) -> None:
-    from offload_rt.kernels.triton_low_bit import tail_attention as compiled
+    from offload_rt.kernels.triton_low_bit import approximate_attention as compiled
 
     torch.manual_seed(d + group)
     layout = Layout(d, value_bits)
@@ -42,13 +42,13 @@ def test_the_tail_is_what_is_defined(
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1).to(kernel_device)
     softcap = 1.5 if value_bits == 2 else None
     out, lse = compiled(q, mean, pages, layout, tokens, skip, softcap)
-    want, want_lse = tail_attention(q, mean, pages, layout, tokens, skip, softcap)
+    want, want_lse = approximate_attention(q, mean, pages, layout, tokens, skip, softcap)
     torch.testing.assert_close(out, want, rtol=0, atol=rounding(kernel_device) * largest_value(layout, pages, 600))
     torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-5)
 
 
 def test_where_no_token_is_left_there_is_nothing(kernel_device: torch.device) -> None:
-    from offload_rt.kernels.triton_low_bit import tail_attention as compiled
+    from offload_rt.kernels.triton_low_bit import approximate_attention as compiled
 
     layout = Layout(64, 2)
     pages = stored_rows(layout, 2, 700, kernel_device)

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.disk_chunks import (
+from support.disk_blocks import (
     FILE_BYTES,
     KILLS,
     LAYER_BYTES,
     LAYERS,
+    block_files,
     blocks_of,
-    chunk_files,
     fork_saver,
     load,
     named,
@@ -32,9 +32,9 @@ from support.disk_chunks import (
 
 from offload_rt.config import LIVE_POLICIES
 from offload_rt.errors import StoreError
-from offload_rt.kv_cache.prefix_tree import chunk_key
-from offload_rt.storage.chunk_file import ChunkHeader
-from offload_rt.storage.chunk_store import Document
+from offload_rt.kv_cache.prefix_tree import block_key
+from offload_rt.storage.block_file import BlockHeader
+from offload_rt.storage.block_store import Document
 from offload_rt.storage.disk_store import DiskStore
 
 
@@ -67,7 +67,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.store = open_store(Path(self.home.name), self.limit, policy=self.policy, clock=lambda: self.now)
 
     def key(self, number: int) -> bytes:
-        return chunk_key(self.store.root, "exact", tokens_of(number))
+        return block_key(self.store.root, "exact", tokens_of(number))
 
     def make_room(self) -> None:
         if self.limited and len(self.stamps) == 4:
@@ -139,7 +139,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         self.store.check_integrity()
-        assert chunk_files(Path(self.home.name)) == len(self.stamps)
+        assert block_files(Path(self.home.name)) == len(self.stamps)
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -159,10 +159,10 @@ TestLimitedStore.settings = _settings
 
 
 def test_header_survives_the_round_trip_and_keeps_its_place() -> None:
-    header = ChunkHeader(b"k" * 32, 1 << 40, tuple(range(2**63, 2**63 + 80)))
+    header = BlockHeader(b"k" * 32, 1 << 40, tuple(range(2**63, 2**63 + 80)))
     data = header.encode()
     assert len(data) == header.data_offset and len(data) % 4096 == 0
-    assert ChunkHeader.decode(data) == header
+    assert BlockHeader.decode(data) == header
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_every_flipped_bit_is_a_miss_or_changes_nothing(tmp_path: Path) -> None:
     save(store, 1)
     [path] = tmp_path.glob("*/*/*.kv")
     whole, rng, right = path.read_bytes(), random.Random(0), blocks_of(1)
-    used = len(ChunkHeader.decode(whole).encode().rstrip(b"\0"))  # type: ignore[union-attr]
+    used = len(BlockHeader.decode(whole).encode().rstrip(b"\0"))  # type: ignore[union-attr]
     misses = 0
     for _ in range(2000):
         bit = rng.randrange(8 * len(whole))
@@ -214,7 +214,7 @@ def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
         (store.root, "exact", tokens_of(2)),
         (store.root, "exact", tokens_of(1, 63)),
     ):
-        disguise = store._path(chunk_key(parent, provenance_key, tokens))
+        disguise = store._path(block_key(parent, provenance_key, tokens))
         disguise.parent.mkdir(exist_ok=True)
         disguise.write_bytes(path.read_bytes())
         store._folder.index.enter(disguise, FILE_BYTES)
@@ -222,14 +222,14 @@ def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
     store.close()
     other = DiskStore(tmp_path, "model b", LAYERS)
     assert load(other, 1) is None
-    other._path(chunk_key(other.root, "exact", tokens_of(1))).parent.mkdir(parents=True)
-    forged = other._path(chunk_key(other.root, "exact", tokens_of(1)))
+    other._path(block_key(other.root, "exact", tokens_of(1))).parent.mkdir(parents=True)
+    forged = other._path(block_key(other.root, "exact", tokens_of(1)))
     forged.write_bytes(path.read_bytes())
     other._folder.index.enter(forged, FILE_BYTES)
     assert load(other, 1) is None
     other.close()
     with monkeypatch.context() as patch:
-        patch.setattr("offload_rt.storage.chunk_file.FILE_VERSION", 4)
+        patch.setattr("offload_rt.storage.block_file.FILE_VERSION", 4)
         newer = open_store(tmp_path)
         save(newer, 5)
         newer.close()
@@ -269,9 +269,9 @@ def test_pins_and_documents_are_spared(tmp_path: Path) -> None:
     store.put(named("session"), b"x" * 50)
     for number in range(3):
         save(store, number)
-    store.pin([chunk_key(store.root, "exact", tokens_of(n)) for n in (0, 1, 2)])
+    store.pin([block_key(store.root, "exact", tokens_of(n)) for n in (0, 1, 2)])
     assert not save(store, 7)
-    store.unpin([chunk_key(store.root, "exact", tokens_of(1))])
+    store.unpin([block_key(store.root, "exact", tokens_of(1))])
     assert save(store, 7)
     assert [load(store, n) is not None for n in (0, 1, 2, 7)] == [True, False, True, True]
     assert store.get(named("session")) == Document(b"x" * 50)
@@ -279,10 +279,10 @@ def test_pins_and_documents_are_spared(tmp_path: Path) -> None:
         store.put(named("huge"), bytes(5 * FILE_BYTES))
 
 
-def test_documents_come_before_chunks_that_are_in_use(tmp_path: Path) -> None:
+def test_documents_come_before_blocks_that_are_in_use(tmp_path: Path) -> None:
     """A document evicts even blocks in use, so a session whose blocks fill the store can save its history."""
     store = open_store(tmp_path, 2 * FILE_BYTES)
-    keys = [chunk_key(store.root, "exact", tokens_of(n)) for n in (0, 1)]
+    keys = [block_key(store.root, "exact", tokens_of(n)) for n in (0, 1)]
     store.pin(keys)
     assert save(store, 0) and save(store, 1) and not save(store, 2)
     store.put(named("history"), bytes(100))
@@ -297,7 +297,7 @@ def test_what_waiting_turns_want_leaves_last_and_from_its_tail(tmp_path: Path) -
         store = open_store(tmp_path / policy, 4 * FILE_BYTES, policy=policy)
         for number in range(4):
             save(store, number)
-        store.expect([chunk_key(store.root, "exact", tokens_of(n)) for n in (0, 1, 4, 9, 8)])
+        store.expect([block_key(store.root, "exact", tokens_of(n)) for n in (0, 1, 4, 9, 8)])
         for number in (4, 8, 9):
             save(store, number)
         assert [n for n in range(10) if load(store, n)] == kept, policy
@@ -309,7 +309,7 @@ def test_a_path_leaves_from_its_end(tmp_path: Path) -> None:
     keys, parent = [], store.root
     for number in range(4):
         save(store, number, parent)
-        parent = chunk_key(parent, "exact", tokens_of(number))
+        parent = block_key(parent, "exact", tokens_of(number))
         keys.append(parent)
     store.touch(keys)
     save(store, 9)
@@ -343,7 +343,7 @@ def test_time_to_live_of_fifo_counts_from_the_writing(tmp_path: Path) -> None:
     now += 50 * 10**9
     for store in stores.values():
         assert load(store, 1) and store.find(store.root, "exact", tokens_of(1)) is not None
-        store.touch([chunk_key(store.root, "exact", tokens_of(1))])
+        store.touch([block_key(store.root, "exact", tokens_of(1))])
     now += 20 * 10**9
     for policy, store in stores.items():
         save(store, 2)
@@ -387,7 +387,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(level: str, tmp_path: Path)
     place.rename(tmp_path / "outside")
     place.symlink_to(tmp_path / "outside")
     before = {path: path.read_bytes() for path in (tmp_path / "outside").rglob("*") if path.is_file()}
-    store.remove([chunk_key(store.root, "exact", tokens_of(1))])
+    store.remove([block_key(store.root, "exact", tokens_of(1))])
     store.retain(set())
     save(store, 1)
     if level == "namespace":

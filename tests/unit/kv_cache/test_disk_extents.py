@@ -21,7 +21,7 @@ from support.disk_arena import LAYOUT, WIDTH, arena
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.errors import DiskError
 from offload_rt.kv_cache.disk import extents, requests, row_cache, row_copy
 from offload_rt.kv_cache.disk.direct_file import BlockFile, DirectFile, aligned
@@ -29,7 +29,7 @@ from offload_rt.kv_cache.disk.extents import StoredExtent
 from offload_rt.kv_cache.disk.file_arena import FileArena
 from offload_rt.model_runner import prefill as prefill_module
 from offload_rt.sessions.session import Session
-from offload_rt.storage.chunk_store import read_through
+from offload_rt.storage.block_store import read_through
 from offload_rt.storage.disk_store import DiskStore
 from offload_rt.storage.saver import Saver
 
@@ -38,7 +38,7 @@ from offload_rt.storage.saver import Saver
 OFFSET = 8192
 
 
-class Chunks:
+class Blocks:
     """Files of blocks. Records writes that are no whole layer, or that repeat one."""
 
     def __init__(self, folder: Path, made: FileArena) -> None:
@@ -71,9 +71,9 @@ class Chunks:
 class Model:
     """Expected contents of an arena, and which of them were written since the block was allocated."""
 
-    def __init__(self, made: FileArena, chunks: Chunks) -> None:
-        self.made, self.chunks = made, chunks
-        self.rows = torch.zeros(LAYOUT.layers, LAYOUT.chunks, LAYOUT.kv_heads, CHUNK, WIDTH)
+    def __init__(self, made: FileArena, blocks: Blocks) -> None:
+        self.made, self.blocks = made, blocks
+        self.rows = torch.zeros(LAYOUT.layers, LAYOUT.blocks, LAYOUT.kv_heads, BLOCK_SIZE, WIDTH)
         self.known = torch.zeros(self.rows.shape[:-1], dtype=torch.bool)
 
     def fill(self, number: int, slab: int, place: int, first: int, count: int) -> None:
@@ -81,41 +81,41 @@ class Model:
         rows = torch.full((LAYOUT.kv_heads, count, WIDTH), float(number + 1)) + torch.arange(count)[:, None] / 256
         self.made.fill(slab, place, first, rows[..., : LAYOUT.head_dim], rows[..., LAYOUT.head_dim :])
         for i in range(count):
-            chunk, slot = slab * 3 + (first + i) // CHUNK, (first + i) % CHUNK
-            self.rows[place, chunk, :, slot], self.known[place, chunk, :, slot] = rows[:, i], True
+            block, slot = slab * 3 + (first + i) // BLOCK_SIZE, (first + i) % BLOCK_SIZE
+            self.rows[place, block, :, slot], self.known[place, block, :, slot] = rows[:, i], True
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         self.made.copy(source, target, tokens)
         for each in (self.rows, self.known):
             each[:, target, :, :tokens] = each[:, source, :, :tokens]
 
-    def extent(self, kind: int, chunk: int, number: int) -> None:
+    def extent(self, kind: int, block: int, number: int) -> None:
         """Assign a file to a block, if allowed.
 
         Kind 0: an empty file. Kind 1: an empty file for a block with buffered KV. Kind 2: a file with stored KV.
         """
-        if kind == 1 and self.made.buffered(chunk):
-            self.made.move_to(chunk, self.chunks.new(), LAYOUT.layers)
-        elif kind == 0 and self.made.blank(chunk):
-            self.made.attach(chunk, self.chunks.new())
-        elif kind == 2 and self.made.blank(chunk):
-            self.rows[:, chunk] = torch.arange(self.rows[:, chunk].numel()).view_as(self.rows[:, chunk]) / 64 - number
-            self.known[:, chunk] = True
-            self.made.attach(chunk, self.chunks.stored(self.rows[:, chunk]), range(LAYOUT.layers))
+        if kind == 1 and self.made.buffered(block):
+            self.made.move_to(block, self.blocks.new(), LAYOUT.layers)
+        elif kind == 0 and self.made.blank(block):
+            self.made.attach(block, self.blocks.new())
+        elif kind == 2 and self.made.blank(block):
+            self.rows[:, block] = torch.arange(self.rows[:, block].numel()).view_as(self.rows[:, block]) / 64 - number
+            self.known[:, block] = True
+            self.made.attach(block, self.blocks.stored(self.rows[:, block]), range(LAYOUT.layers))
 
-    def discard(self, chunk: int) -> None:
-        self.made.discard([chunk])
-        self.known[:, chunk] = False
+    def discard(self, block: int) -> None:
+        self.made.discard([block])
+        self.known[:, block] = False
 
     def gather(self, place: int, seed: int, count: int) -> None:
-        chosen = np.random.default_rng(seed).permutation(LAYOUT.chunks * 2 * CHUNK)[:count]
-        chunks, rest = np.divmod(chosen, 2 * CHUNK)
-        heads, slots = np.divmod(rest, CHUNK)
-        known = self.known[place, chunks, heads, slots].numpy()
-        chunks, heads, slots = chunks[known], heads[known], slots[known]
-        out = torch.full((len(chunks), WIDTH), -1.0)
-        self.made.gather(place, self.made.places.ids(place, chunks, slots, heads), out, np.arange(len(chunks)))
-        assert torch.equal(out, self.rows[place, chunks, heads, slots])
+        chosen = np.random.default_rng(seed).permutation(LAYOUT.blocks * 2 * BLOCK_SIZE)[:count]
+        blocks, rest = np.divmod(chosen, 2 * BLOCK_SIZE)
+        heads, slots = np.divmod(rest, BLOCK_SIZE)
+        known = self.known[place, blocks, heads, slots].numpy()
+        blocks, heads, slots = blocks[known], heads[known], slots[known]
+        out = torch.full((len(blocks), WIDTH), -1.0)
+        self.made.gather(place, self.made.places.ids(place, blocks, slots, heads), out, np.arange(len(blocks)))
+        assert torch.equal(out, self.rows[place, blocks, heads, slots])
 
     def view(self, slab: int, place: int, first: int, count: int) -> None:
         count = min(count, 192 - first)
@@ -125,14 +125,14 @@ class Model:
         assert torch.equal(torch.cat((part.k, part.v), dim=2)[known], rows[known])
 
 
-SLABS, LAYERS, CHUNKS = st.integers(0, 1), st.integers(0, 1), st.integers(0, 5)
+SLABS, LAYERS, BLOCKS = st.integers(0, 1), st.integers(0, 1), st.integers(0, 5)
 STEPS = st.one_of(
     st.tuples(st.just("fill"), SLABS, LAYERS, st.integers(0, 191), st.integers(1, 192)),
     st.tuples(st.just("fill"), SLABS, LAYERS, st.sampled_from([0, 64]), st.sampled_from([64, 128, 192])),
-    st.tuples(st.just("copy"), CHUNKS, CHUNKS, st.integers(0, 64)),
-    st.tuples(st.just("extent"), st.integers(0, 2), CHUNKS),
-    st.tuples(st.just("extent"), st.integers(0, 2), CHUNKS),
-    st.tuples(st.just("discard"), CHUNKS),
+    st.tuples(st.just("copy"), BLOCKS, BLOCKS, st.integers(0, 64)),
+    st.tuples(st.just("extent"), st.integers(0, 2), BLOCKS),
+    st.tuples(st.just("extent"), st.integers(0, 2), BLOCKS),
+    st.tuples(st.just("discard"), BLOCKS),
     st.tuples(st.just("gather"), LAYERS, st.integers(0, 2**31), st.integers(1, 40)),
     st.tuples(st.just("view"), SLABS, LAYERS, st.integers(0, 191), st.integers(1, 192)),
 )
@@ -167,7 +167,7 @@ def test_rows_are_those_that_were_written_without_a_compiler(
 
 def check(folder: Path, steps: list[Any]) -> None:
     made = arena(folder)
-    model = Model(made, Chunks(folder, made))
+    model = Model(made, Blocks(folder, made))
     for number, (kind, *where) in enumerate(steps):
         if kind == "fill":
             model.fill(number, *where)
@@ -176,11 +176,11 @@ def check(folder: Path, steps: list[Any]) -> None:
         elif kind != "copy" or where[0] != where[1]:
             getattr(model, kind)(*where)
     made.check_integrity()
-    assert made.shares.slots < 25 and made.shares.chunk_buffers == 1, "or nothing ever leaves memory"
-    assert not model.chunks.wrong
+    assert made.shares.slots < 25 and made.shares.block_buffers == 1, "or nothing ever leaves memory"
+    assert not model.blocks.wrong
     for place in range(LAYOUT.layers):
-        model.gather(place, 0, LAYOUT.chunks * 2 * CHUNK)
-    made.discard(range(LAYOUT.chunks))
+        model.gather(place, 0, LAYOUT.blocks * 2 * BLOCK_SIZE)
+    made.discard(range(LAYOUT.blocks))
     assert not len(made._extents) and made.file.files.handles.max() == made.file.handle, "files of nobody are closed"
 
 
@@ -243,7 +243,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[list[int]
     return {False: life(None, folders[0]), True: life(None, folders[1], limit=1 << 30)}
 
 
-LAYERS_BYTES = MODEL.config.num_hidden_layers * 2 * CHUNK * MODEL.config.hidden_size // 2 * 8
+LAYERS_BYTES = MODEL.config.num_hidden_layers * 2 * BLOCK_SIZE * MODEL.config.hidden_size // 2 * 8
 """K and V of a block in all layers. The model has half as many KV heads as query heads."""
 
 
@@ -258,7 +258,7 @@ def test_rows_are_written_once_and_come_back_without_being_written(tmp_path: Pat
     with make(tmp_path / "rows") as llm:
         session, file = llm.session("s", tmp_path / "store"), llm.runner.pool.file
         say(session, TURNS[0])
-        assert file is not None and stored_blocks(llm) == len(TURNS[0]) // CHUNK == 4
+        assert file is not None and stored_blocks(llm) == len(TURNS[0]) // BLOCK_SIZE == 4
         steps_read = (GREEDY.max_tokens - 1) * 4 * LAYERS_BYTES
         assert file.use.bytes_written == 4 * LAYERS_BYTES
         assert not file._written.any(), "nothing in the pool's own file"
@@ -267,8 +267,8 @@ def test_rows_are_written_once_and_come_back_without_being_written(tmp_path: Pat
     with make(tmp_path / "rows") as llm:
         session, file = llm.session("s", tmp_path / "store"), llm.runner.pool.file
         say(session, TURNS[1][:10])
-        assert file is not None and stored_blocks(llm) >= session.loaded_tokens // CHUNK == 4
-        assert file.use.bytes_written <= 3 * LAYERS_BYTES, "the chunk behind what came back, and the next"
+        assert file is not None and stored_blocks(llm) >= session.loaded_tokens // BLOCK_SIZE == 4
+        assert file.use.bytes_written <= 3 * LAYERS_BYTES, "the block behind what came back, and the next"
         session.truncate(keep_last=100)
         say(session, TURNS[2])
         assert not tampered(tmp_path / "store", before) and len(before) > 4
@@ -327,7 +327,7 @@ def test_a_stored_extent_that_takes_no_rows(at: int, tmp_path: Path, monkeypatch
         session.close()
     store = DiskStore(tmp_path / "store", session.context.storage.namespace, 2)  # type: ignore[attr-defined]
     store.check_integrity()
-    assert all(read_through(store, name) for name in session.kv.names(len(session.tokens) // CHUNK * CHUNK))
+    assert all(read_through(store, name) for name in session.kv.names(len(session.tokens) // BLOCK_SIZE * BLOCK_SIZE))
 
 
 def test_damage_in_a_stored_extent_is_computed_again(tmp_path: Path) -> None:
@@ -342,16 +342,16 @@ def test_damage_in_a_stored_extent_is_computed_again(tmp_path: Path) -> None:
     broken.write_bytes(data)
     with make(tmp_path / "rows") as llm:
         assert say(llm.session("s", tmp_path / "store"), TURNS[2]) == list(wanted.outputs[0].token_ids)
-        assert broken.read_bytes() != data, "the chunk was stored anew"
+        assert broken.read_bytes() != data, "the block was stored anew"
 
 
-def test_a_chunk_that_is_loaded_gets_no_stored_extent(tmp_path: Path) -> None:
+def test_a_block_that_is_loaded_gets_no_stored_extent(tmp_path: Path) -> None:
     """A block that the store's thread is still loading looks empty, but must keep its KV."""
     with make(tmp_path / "rows") as llm:
         session, pool = llm.session("s", tmp_path / "store"), llm.runner.pool
         say(session, TURNS[0])
         other = DiskStore(tmp_path / "other", "t", 2)
-        saver, blocks = Saver(other, pool, llm.runner.link.storage), pool.new_block_table(256)
+        saver, blocks = Saver(other, pool, llm.runner.transfer.storage), pool.new_block_table(256)
         pool.commit(blocks, 140)
         saving = saver.begin(blocks, session.kv.names(256))
         assert saving is not None and stored_blocks(llm) == 4 + 1
@@ -363,7 +363,7 @@ def test_a_chunk_that_is_loaded_gets_no_stored_extent(tmp_path: Path) -> None:
         other.close()
 
 
-def test_a_turn_that_is_given_up_leaves_its_chunks_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_that_is_given_up_leaves_its_blocks_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next turn gets files again, and does not read the old KV to move out of them."""
     with make(tmp_path / "rows") as llm, make(None) as memory:
         session = llm.session("s", tmp_path / "store")

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.disk_chunks import KILLS
+from support.disk_blocks import KILLS
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams

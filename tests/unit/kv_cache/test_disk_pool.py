@@ -25,7 +25,7 @@ from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.cli import main
 from offload_rt.cli.tables import stats_table
-from offload_rt.core import CHUNK, KVPart
+from offload_rt.core import BLOCK_SIZE, KVPart
 from offload_rt.engine import build
 from offload_rt.errors import DiskError, MemoryLimitError, PoolFullError
 from offload_rt.kernels.causal import attend_causal
@@ -33,7 +33,7 @@ from offload_rt.kernels.causal_blocks import BlockedAttention
 from offload_rt.kv_cache.disk import direct_file, row_cache, row_copy
 from offload_rt.kv_cache.disk.direct_file import DirectFile, aligned
 from offload_rt.kv_cache.disk.disk_tier import DiskTier
-from offload_rt.kv_cache.disk.requests import BLOCK, Reader, Reads, Requests, RingReader, ThreadReader, merged
+from offload_rt.kv_cache.disk.requests import DISK_PAGE, Reader, Reads, Requests, RingReader, ThreadReader, merged
 from offload_rt.kv_cache.disk.requests import _merged as merge_plain
 from offload_rt.kv_cache.disk.row_cache import RowCache
 from offload_rt.kv_cache.pool import HostPool
@@ -66,7 +66,7 @@ def make(folder: Path | None, **named: Any) -> LLM:
     places=st.lists(st.integers(0, 4000), unique=True, max_size=60),
     size=st.sampled_from([68, 256, 1024]),
     gap=st.sampled_from([0, 4096, 40_960]),
-    most=st.sampled_from([2 * BLOCK, 10 * BLOCK, 1 << 30]),
+    most=st.sampled_from([2 * DISK_PAGE, 10 * DISK_PAGE, 1 << 30]),
 )
 @settings(max_examples=60, deadline=None)
 def test_merged_requests_cover_every_piece_and_skip_what_costs_more_than_a_request(
@@ -76,16 +76,18 @@ def test_merged_requests_cover_every_piece_and_skip_what_costs_more_than_a_reque
     reads = merged(offsets, size, gap, most)
     requests, (own, first) = reads.requests, (np.repeat(np.arange(len(reads.requests.size)), np.diff(reads.first)), 0)
     assert sorted(reads.pieces.tolist()) == list(range(len(places)))
-    assert not (requests.offset % BLOCK).any() and not (requests.size % BLOCK).any()
+    assert not (requests.offset % DISK_PAGE).any() and not (requests.size % DISK_PAGE).any()
     ends, ordered = requests.offset + requests.size, offsets[reads.pieces]
     assert (requests.offset[own] <= ordered).all() and (ordered + size <= ends[own]).all()
     assert np.array_equal(reads.places - requests.at[own], ordered - requests.offset[own])
     assert np.array_equal(requests.at, np.cumsum(requests.size) - requests.size) and (requests.size <= most).all()
     apart, joined = requests.offset[1:] - ends[:-1], ends[1:] - requests.offset[:-1]
     assert ((apart > gap) | (joined > most)).all()
-    blocks = {block for offset in offsets.tolist() for block in range(offset // BLOCK, -(-(offset + size) // BLOCK))}
+    blocks = {
+        block for offset in offsets.tolist() for block in range(offset // DISK_PAGE, -(-(offset + size) // DISK_PAGE))
+    }
     if most == 1 << 30:
-        assert requests.size.sum() <= len(blocks) * BLOCK + gap * max(0, len(places) - 1)
+        assert requests.size.sum() <= len(blocks) * DISK_PAGE + gap * max(0, len(places) - 1)
     for plain, compiled in zip(_flat(merge_plain(offsets, size, gap, most)), _flat(reads), strict=True):
         assert np.array_equal(plain, compiled)
     for part in reads.batches(most):
@@ -107,20 +109,22 @@ def test_many_reads_at_once_give_what_was_written(kind: str, tmp_path: Path) -> 
     if (reader := READERS[kind]()) is None:
         pytest.skip("no ring here")
     file = DirectFile(tmp_path, lambda: reader)
-    file.allocate(0, 64 * BLOCK)
-    data = aligned(64 * BLOCK)
-    data.copy_(torch.arange(64).repeat_interleave(BLOCK))
+    file.allocate(0, 64 * DISK_PAGE)
+    data = aligned(64 * DISK_PAGE)
+    data.copy_(torch.arange(64).repeat_interleave(DISK_PAGE))
     file.write(0, data)
     blocks = np.random.default_rng(0).permutation(64)
-    buffer = aligned(64 * BLOCK)
-    at = np.arange(64, dtype=np.int64) * BLOCK
-    file.read(Requests(blocks * BLOCK, np.full(64, BLOCK, np.int64), at), buffer)
-    assert torch.equal(buffer.view(64, BLOCK), torch.from_numpy(blocks).to(torch.uint8)[:, None].expand(-1, BLOCK))
+    buffer = aligned(64 * DISK_PAGE)
+    at = np.arange(64, dtype=np.int64) * DISK_PAGE
+    file.read(Requests(blocks * DISK_PAGE, np.full(64, DISK_PAGE, np.int64), at), buffer)
+    assert torch.equal(
+        buffer.view(64, DISK_PAGE), torch.from_numpy(blocks).to(torch.uint8)[:, None].expand(-1, DISK_PAGE)
+    )
     rows, row = aligned(64 * 96).view(64, 96), np.arange(64)
     copies = row_copy.RowCopies(np.arange(65), at + row, row[::-1].copy(), rows)
-    file.read(Requests(blocks * BLOCK, np.full(64, BLOCK, np.int64), at), buffer, copies)
+    file.read(Requests(blocks * DISK_PAGE, np.full(64, DISK_PAGE, np.int64), at), buffer, copies)
     assert torch.equal(rows.flip(0), torch.from_numpy(blocks).to(torch.uint8)[:, None].expand(-1, 96))
-    beyond = Requests(np.array([63, 70]) * BLOCK, np.full(2, BLOCK, np.int64), at[:2])
+    beyond = Requests(np.array([63, 70]) * DISK_PAGE, np.full(2, DISK_PAGE, np.int64), at[:2])
     with pytest.raises(OSError, match="ends early"):
         file.read(beyond, buffer)
 
@@ -168,11 +172,11 @@ def test_a_file_system_without_nameless_files_or_direct_access(tmp_path: Path, m
     (tmp_path / f"{direct_file.NAMED}left.rows").write_bytes(b"of a process that was killed before it could unlink")
     file = DirectFile(tmp_path)
     assert list(tmp_path.iterdir()) == [] and not file.direct
-    data = aligned(BLOCK)
+    data = aligned(DISK_PAGE)
     data.fill_(7)
-    file.write(BLOCK, data)
-    read = aligned(BLOCK)
-    one = np.array([BLOCK], np.int64)
+    file.write(DISK_PAGE, data)
+    read = aligned(DISK_PAGE)
+    one = np.array([DISK_PAGE], np.int64)
     file.read(Requests(one, one, one * 0), read)
     assert torch.equal(read, data)
 
@@ -252,7 +256,7 @@ def test_a_run_is_read_ahead_and_leaves_again() -> None:
 def test_a_block_of_a_run_lies_in_one_piece(tmp_path: Path) -> None:
     """Concatenating parts from several slabs would fill the allocator with hundreds of MB."""
     geometry = LLM(MODEL, dtype="float64").geometry
-    pool = HostPool(geometry, torch.float64, 16 << 20, slab_tokens=2 * CHUNK, disk=DiskTier(tmp_path, 2 << 20))
+    pool = HostPool(geometry, torch.float64, 16 << 20, slab_tokens=2 * BLOCK_SIZE, disk=DiskTier(tmp_path, 2 << 20))
     blocks = pool.new_block_table(1000)
     state = DiskState(pool, geometry, torch.device("cpu"))
     run = state.run(blocks, 0, range(4, 990))
@@ -267,7 +271,7 @@ def test_a_block_of_a_run_lies_in_one_piece(tmp_path: Path) -> None:
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy_options": {"preset": "rows", "recent": 8, "budget": 0.2}},
-    "infinigen, tail": {"policy_options": {"recent": 8, "tail": "int4", "budget": 0.2}},
+    "infinigen, tail": {"policy_options": {"recent": 8, "approximate_kv": "int4", "budget": 0.2}},
     "infinigen, int4 rows": {"policy_options": {"recent": 8, "budget": 0.2}, "kv_cache_dtype": "int4"},
     "infinigen, missed mass": {"policy_options": {"recent": 8, "max_missed_mass": 0.2}},
     "oracle": {"policy": "oracle", "policy_options": {"budget": 0.2, "recent": 8}},
@@ -320,7 +324,7 @@ def test_models_with_sliding_layers_and_forks(tmp_path: Path) -> None:
 def test_eviction_overwrites_rows_on_disk(tmp_path: Path) -> None:
     said = []
     # The pool holds the prompt and 20 more tokens.
-    size = 5 * LLM(MODEL, dtype="float64").runner.pool.chunk_bytes
+    size = 5 * LLM(MODEL, dtype="float64").runner.pool.block_bytes
     long = SamplingParams(max_tokens=34, temperature=0, ignore_eos=True)
     options = POLICIES["infinigen"]
     for limits in ({"host_memory": size}, {"disk": tmp_path, "host_memory": "128KiB", "disk_limit": size}):
@@ -421,7 +425,7 @@ def test_rows_that_could_not_be_written_are_never_read(
     assert torch.equal(made.view(0, 0, 64, 64).v, rows[1, :, :64]) and not made.lost
 
 
-def test_the_next_holder_of_a_chunk_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_holder_of_a_block_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed write of the previous owner has no effect, also if it fails after the block was freed."""
     made, held = arena(tmp_path, 2_000_000), threading.Event()
     rows = torch.randn(2, LAYOUT.kv_heads, 128, LAYOUT.head_dim)
@@ -446,7 +450,7 @@ def test_the_next_holder_of_a_chunk_begins_anew(tmp_path: Path, monkeypatch: pyt
 
 def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.posix_fallocate
-    monkeypatch.setattr(build, "HostPool", partial(HostPool, slab_tokens=2 * CHUNK))
+    monkeypatch.setattr(build, "HostPool", partial(HostPool, slab_tokens=2 * BLOCK_SIZE))
 
     def allocate(file: int, offset: int, size: int) -> None:
         if offset:

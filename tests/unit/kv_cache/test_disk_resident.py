@@ -16,7 +16,7 @@ from offload_rt.core import ModelGeometry, Selection, VisibleTokens
 from offload_rt.kv_cache.disk.disk_tier import DiskTier
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.model_runner.attention import attend
-from offload_rt.transfer.disk import DiskLink
+from offload_rt.transfer.disk import DiskTransfer
 from offload_rt.utils.allocator import give_back
 
 SINKS, RECENT, KV_HEADS, D = 4, 64, 2, 64
@@ -62,25 +62,25 @@ def over_limit(folder: Path, context: int, layers: int, steps: int, selects: boo
     before, limit = peak(reset=True), int(HOST * size)
     room = geometry.kv_bytes(context + context // 64 + 4096, dtype)
     pool = HostPool(geometry, dtype, limit, disk=DiskTier(folder, room))
-    link, blocks = DiskLink(pool, geometry, torch.device("cpu")), pool.new_block_table(context)
+    transfer, blocks = DiskTransfer(pool, geometry, torch.device("cpu")), pool.new_block_table(context)
     k, v = torch.randn(2, KV_HEADS, 4096, D).to(dtype)
     for layer in range(layers):
         for start in range(0, context, 4096):
             pool.write(blocks, layer, start, k, v)
     pool.commit(blocks, context)
     give_back()  # as the runner does after a prompt
-    link.storage.open(blocks, SINKS, RECENT)
+    transfer.storage.open(blocks, SINKS, RECENT)
     q, row = torch.randn(14, D).to(dtype), torch.randn(KV_HEADS, 1, D).to(dtype)
     for step in drawn:
         position = blocks.length
         pool.reserve(blocks, position + 1)
         visible = VisibleTokens.of(position + 1, sinks=SINKS, recent=RECENT, window=None)
         chosen = [None if step is None else Selection(tokens) for tokens in step or [None] * layers]
-        pending: list[Any] = [link.rows.fetch(blocks, 0, visible, chosen[0])]
+        pending: list[Any] = [transfer.rows.fetch(blocks, 0, visible, chosen[0])]
         for layer in range(layers):
-            link.storage.append(blocks, layer, position, row, row)
+            transfer.storage.append(blocks, layer, position, row, row)
             if layer + 1 < layers:
-                pending.append(link.rows.fetch(blocks, layer + 1, visible, chosen[layer + 1]))
+                pending.append(transfer.rows.fetch(blocks, layer + 1, visible, chosen[layer + 1]))
             attend(q, pending.pop(0).wait(), geometry.scales[layer])  # no reference stays to what was attended to
         pool.commit(blocks, position + 1)
     return peak(reset=False) - before - limit

@@ -14,11 +14,11 @@ from support.tiny_models import depth, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
 from offload_rt.config import EvictionOptions
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.model_runner.sequence import Sequence
 from offload_rt.model_runner.slot_table import InPlaceEviction
 
-BLOCK_BYTES = 2 * 2 * 16 * CHUNK * 8
+BLOCK_BYTES = 2 * 2 * 16 * BLOCK_SIZE * 8
 """K and V of a block in one layer with two KV heads, float64."""
 
 POLICIES: list[tuple[str, dict[str, Any]]] = [
@@ -27,13 +27,13 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("infinigen", {"preset": "paper"}),
     ("infinigen", {"preset": "rows", "recent": 5, "sinks": 3, "scorer": "int4", "dense_layers": ()}),
     ("infinigen", {"preset": "rows", "recent": 5, "scorer": "int2", "source": "attention_input"}),
-    ("infinigen", {"recent": 8, "tail": "int2", "budget": 0.3}),
+    ("infinigen", {"recent": 8, "approximate_kv": "int2", "budget": 0.3}),
     ("oracle", {"budget": 0.3, "recent": 16}),
 ]
 
 
 def make_llm(
-    policy: str, options: dict[str, Any], chunks: int, eviction: Any, name: str = "llama", layers: int = 3
+    policy: str, options: dict[str, Any], blocks: int, eviction: Any, name: str = "llama", layers: int = 3
 ) -> LLM:
     block_bytes = BLOCK_BYTES if name == "llama" else 2 * BLOCK_BYTES  # the others have four KV heads
     return LLM(
@@ -41,7 +41,7 @@ def make_llm(
         policy=policy,
         policy_options=options,
         dtype="float64",
-        host_memory=chunks * layers * block_bytes,
+        host_memory=blocks * layers * block_bytes,
         eviction=eviction,
     )
 
@@ -56,12 +56,12 @@ def test_generation_goes_on_far_past_the_limit_in_flat_memory(
     """Generate nearly twice as many tokens as the pool holds."""
     llm = make_llm(policy, options, 2, eviction, layers=2)
     pool, runner = llm.runner.pool, llm.runner
-    for event in llm.stream(tiny_prompt(50), SamplingParams(max_tokens=3 * CHUNK, temperature=0)):
+    for event in llm.stream(tiny_prompt(50), SamplingParams(max_tokens=3 * BLOCK_SIZE, temperature=0)):
         assert pool.bytes_used <= 2 * 2 * BLOCK_BYTES
         if event.index % 50 == 0:
             runner.check_integrity()
     stats = llm.last_stats
-    assert stats is not None and stats.new_tokens == 3 * CHUNK
+    assert stats is not None and stats.new_tokens == 3 * BLOCK_SIZE
     assert stats.kv_bytes_host == 2 * 2 * BLOCK_BYTES and pool.bytes_held == 0
 
 
@@ -89,7 +89,7 @@ def test_full_with_fifo_equals_attention_over_the_newest_tokens(name: str, prote
     runner.prefill(sequence, 120)
     for position, token in enumerate(tokens[120:], start=120):
         for layer in kept:
-            if len(layer) == 2 * CHUNK:
+            if len(layer) == 2 * BLOCK_SIZE:
                 layer.pop(0)
         expected = plain_step(runner.adapter, [token], position, kept)
         torch.testing.assert_close(runner.decode([sequence])[0], expected, rtol=0, atol=1e-6)
@@ -138,7 +138,7 @@ def test_slots_hold_what_a_plain_list_says(
             slots.selected(layer, chosen)
         pool.commit(blocks, slots.context)
         if position == prompt + given_at and (moves := slots.shrink(blocks)) is not None:
-            before = slots.context + CHUNK if prompt + given_at >= 2 * CHUNK else position + 1
+            before = slots.context + BLOCK_SIZE if prompt + given_at >= 2 * BLOCK_SIZE else position + 1
             for layer, pairs in enumerate(moves):
                 for source, target in pairs:
                     pool.move(blocks, layer, source, target)
@@ -147,7 +147,7 @@ def test_slots_hold_what_a_plain_list_says(
                 assert len(rows[layer]) == before and len(lost) >= position + 1 - slots.context
                 del rows[layer][slots.context :]
             pool.truncate(blocks, slots.context)
-            assert blocks.capacity == slots.context == CHUNK and not slots.grows
+            assert blocks.capacity == slots.context == BLOCK_SIZE and not slots.grows
     state = slots._state
     for layer in range(3):
         [run] = pool.runs(blocks, layer, range(slots.context))
@@ -176,7 +176,7 @@ def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], 
     settings = {"policy": policy, "policy_options": options, "dtype": "float64", "eviction": "counter", **more}
     llm = LLM(
         tiny_model("llama", dtype=torch.float64, num_hidden_layers=2),
-        host_memory=4 * 2 * 2 * 2 * CHUNK * row,
+        host_memory=4 * 2 * 2 * 2 * BLOCK_SIZE * row,
         **settings,
     )
     runner, prompts = llm.runner, [tiny_prompt(180), tiny_prompt(60, seed=3)]
@@ -189,7 +189,7 @@ def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], 
             for sequence, logits in zip(sequences, runner.decode(sequences), strict=True):
                 if sequence.position == len(sequence.tokens):
                     sequence.tokens.append(int(logits.argmax()))
-            chunks.append([len(sequence.blocks.chunks) for sequence in sequences])
+            blocks.append([len(sequence.blocks.ids) for sequence in sequences])
             assert runner.pool.bytes_used <= runner.pool.limit_bytes
         runner.check_integrity()
         assert [sequence.slots.grows for sequence in sequences] == [len(sequences) == 1] * len(sequences)
@@ -198,11 +198,11 @@ def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], 
         assert runner.pool.bytes_held == 0
         return sequences
 
-    chunks: list[list[int]] = []
+    blocks: list[list[int]] = []
     _, short = run(prompts, 80)
-    assert [c for i, c in enumerate(chunks) if i == 0 or c != chunks[i - 1]] == [[3, 1], [2, 2]]
-    [alone] = run(prompts[1:], 2 * CHUNK - 60)
-    assert short.tokens[: 2 * CHUNK] == alone.tokens[: 2 * CHUNK]
+    assert [c for i, c in enumerate(blocks) if i == 0 or c != blocks[i - 1]] == [[3, 1], [2, 2]]
+    [alone] = run(prompts[1:], 2 * BLOCK_SIZE - 60)
+    assert short.tokens[: 2 * BLOCK_SIZE] == alone.tokens[: 2 * BLOCK_SIZE]
 
 
 def test_rows_that_a_fork_holds_are_spared() -> None:

@@ -13,7 +13,7 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.kv_cache.kv_format import Quantised, make_kv_format
 
 DIMS = [5, 16, 18, 24, 64, 67, 80, 96, 128, 160, 256]
@@ -79,7 +79,7 @@ def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
         [rounded] = llm.score([tokens[:80]], [tokens[80:]])
         assert rounded.stats.h2d_bytes * 64 == exact.stats.h2d_bytes * width
         assert rounded.stats.kv_bytes_host * 64 == exact.stats.kv_bytes_host * width
-        assert llm.runner.pool.chunk_bytes == 2 * 3 * 2 * CHUNK * width
+        assert llm.runner.pool.block_bytes == 2 * 3 * 2 * BLOCK_SIZE * width
         # The first scored token attends to 79 quantised KV entries and an exact one. Prefill attends to exact KV.
         losses.append(max(abs(a - b) for a, b in zip(rounded.logprobs, exact.logprobs, strict=True)))
     assert losses[0] < 0.1 < losses[2] and losses[0] < losses[1] < losses[2]
@@ -100,7 +100,7 @@ def test_formats_go_with_selection_forks_batches_and_eviction(kv_cache_dtype: st
     bounded = LLM(
         tiny_model("llama"),
         policy_options={"recent": 8},
-        host_memory=2 * everything.runner.pool.chunk_bytes,
+        host_memory=2 * everything.runner.pool.block_bytes,
         kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
         eviction="lru",
     )

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.device_link import staged
 from support.outputs import completed
 from support.plain_decode import Kept, plain_step
+from support.staged_transfer import staged
 from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.core import CHUNK, BlockTable
+from offload_rt.core import BLOCK_SIZE, BlockTable
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.swap import Swap
 from offload_rt.kv_cache.layer_groups import LayerGroups
@@ -77,8 +77,8 @@ def test_layers_fall_into_groups(
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 66, 127, 128, 129, 130])
 def test_a_window_reaches_into_so_many_places(window: int) -> None:
     groups = LayerGroups(1, (0, 1), (0, 0), 1, window)
-    seen = [p // CHUNK - groups.first_seen(p) // CHUNK + 1 for p in range(1000)]
-    assert max(seen) == groups.window_chunks
+    seen = [p // BLOCK_SIZE - groups.first_seen(p) // BLOCK_SIZE + 1 for p in range(1000)]
+    assert max(seen) == groups.window_blocks
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_greedy_tokens_are_transformers_far_beyond_the_window(kind: str, policy:
 def test_sliding_layers_hold_their_window_and_no_more(kind: str) -> None:
     llm = make(kind, enable_prefix_caching=False)
     pool = llm.runner.pool
-    most = pool.groups.sliding * pool.groups.window_chunks
+    most = pool.groups.sliding * pool.groups.window_blocks
     for event in llm.stream(tiny_prompt(300), greedy(140)):
-        places = -(-(300 + event.index) // CHUNK)
-        assert held_windows(llm) <= pool.groups.window_chunks
-        held = pool.bytes_used // pool.chunk_bytes - most
+        places = -(-(300 + event.index) // BLOCK_SIZE)
+        assert held_windows(llm) <= pool.groups.window_blocks
+        held = pool.bytes_used // pool.block_bytes - most
         assert held <= pool.groups.full * (places + 4), "slots for all 440 tokens were reserved at the start"
-    assert pool.bytes_peak <= (pool.groups.full * 7 + most) * pool.chunk_bytes
+    assert pool.bytes_peak <= (pool.groups.full * 7 + most) * pool.block_bytes
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -130,7 +130,7 @@ def test_prompts_that_part_share_what_is_before(kind: str) -> None:
     for prompt, completion in zip(prompts, (first, second), strict=True):
         assert len(completion.token_ids) == 34
         assert_greedy(model_of(kind), prompt, completion.token_ids)
-    assert first.stats.reused_tokens == 0 and second.stats.reused_tokens == 400 // CHUNK * CHUNK
+    assert first.stats.reused_tokens == 0 and second.stats.reused_tokens == 400 // BLOCK_SIZE * BLOCK_SIZE
     llm.runner.check_integrity()
     together = completed(llm.generate(prompts, greedy(34)))
     assert [completion.token_ids for completion in together] == [first.token_ids, second.token_ids]
@@ -140,8 +140,8 @@ def test_prompts_that_part_share_what_is_before(kind: str) -> None:
 def test_rows_kept_for_others_leave_when_room_is_needed() -> None:
     """A prompt that fills the pool evicts the window blocks cached for earlier prompts."""
     llm = make("half slide")
-    pool, needed = llm.runner.pool, llm.runner.pool.groups.chunks(330)
-    small = make("half slide", memory=needed * pool.chunk_bytes)
+    pool, needed = llm.runner.pool, llm.runner.pool.groups.blocks(330)
+    small = make("half slide", memory=needed * pool.block_bytes)
     for seed in range(4):
         prompt = tiny_prompt(300, seed=seed)
         assert_greedy(model_of("half slide"), prompt, completed(small.generate([prompt], greedy(30)))[0].token_ids)
@@ -170,8 +170,8 @@ def test_samples_and_beams_fork(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["room to spare", "one slides"])
 def test_eviction_takes_from_the_layers_that_see_everything(kind: str) -> None:
     """Full-attention layers evict first in, first out, as in a plain model. Sliding layers keep their windows."""
-    chunks = make(kind).runner.pool.groups
-    memory = make(kind).runner.pool.chunk_bytes * (2 + chunks.sliding * chunks.window_chunks)
+    blocks = make(kind).runner.pool.groups
+    memory = make(kind).runner.pool.block_bytes * (2 + blocks.sliding * blocks.window_blocks)
     llm = make(kind, memory=memory, eviction={"policy": "fifo", "protect": "none"})
     runner, tokens = llm.runner, tiny_prompt(211)
     kept: Kept = [[] for _ in range(runner.adapter.geometry.layers)]
@@ -181,7 +181,7 @@ def test_eviction_takes_from_the_layers_that_see_everything(kind: str) -> None:
     runner.prefill(sequence, 120)
     for position, token in enumerate(tokens[120:210], start=120):
         for layer, window in zip(kept, runner.adapter.geometry.windows, strict=True):
-            if window is None and len(layer) == 2 * CHUNK:
+            if window is None and len(layer) == 2 * BLOCK_SIZE:
                 layer.pop(0)
         expected = plain_step(runner.adapter, [token], position, kept)
         torch.testing.assert_close(runner.decode([sequence])[0], expected, rtol=0, atol=1e-6)
@@ -195,7 +195,7 @@ def test_eviction_takes_from_the_layers_that_see_everything(kind: str) -> None:
 )
 def test_generation_goes_on_far_past_the_limit(kind: str, eviction: str) -> None:
     pool = make(kind).runner.pool
-    memory = pool.chunk_bytes * (2 * pool.groups.full + pool.groups.sliding * pool.groups.window_chunks)
+    memory = pool.block_bytes * (2 * pool.groups.full + pool.groups.sliding * pool.groups.window_blocks)
     options = {"policy": "infinigen", "policy_options": {"recent": 8, "alpha": 2.0}}
     llm = make(kind, memory=memory, eviction=eviction, **options)
     for event in llm.stream(tiny_prompt(50), greedy(150)):
@@ -244,8 +244,8 @@ def test_a_stored_session_goes_on_as_if_it_had_never_stopped(kind: str, kv_cache
     session = make(kind, kv_cache_dtype=kv_cache_dtype).session("s", tmp_path / "stored")
     groups = session.kv.runner.pool.groups
     computed = session.history.computed
-    shown = -(-computed // CHUNK) - groups.first_seen(computed) // CHUNK
-    assert len(session.history.keys) == groups.full * -(-computed // CHUNK) + groups.sliding * shown
+    shown = -(-computed // BLOCK_SIZE) - groups.first_seen(computed) // BLOCK_SIZE
+    assert len(session.history.keys) == groups.full * -(-computed // BLOCK_SIZE) + groups.sliding * shown
     assert set(session.history.keys) <= {file.stem for file in files}
     session.close()
 
@@ -340,8 +340,8 @@ def _kept(computed: int, cut: dict[str, Any]) -> set[int]:
 @pytest.mark.parametrize("kind", ["all slide", "room to spare"])
 def test_preempted_sequences_come_back_from_disk(kind: str, tmp_path: Path) -> None:
     pool = make(kind).runner.pool
-    each, step = pool.groups.chunks(150), pool.groups.chunks_at_once
-    llm = make(kind, memory=(3 * each - step) * pool.chunk_bytes, enable_prefix_caching=False)
+    each, step = pool.groups.blocks(150), pool.groups.blocks_at_once
+    llm = make(kind, memory=(3 * each - step) * pool.block_bytes, enable_prefix_caching=False)
     swap = Swap(llm.runner, tmp_path)
     swap._write_rate = swap._read_rate = 0.0
     engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
@@ -361,7 +361,7 @@ def test_preempted_sequences_come_back_from_disk(kind: str, tmp_path: Path) -> N
 def test_a_sequence_comes_back_to_a_pool_with_room_for_one(kind: str, tmp_path: Path) -> None:
     """Sliding layers hold their windows, not all blocks of the sequence."""
     pool = make(kind).runner.pool
-    llm = make(kind, memory=pool.groups.chunks(150) * pool.chunk_bytes, enable_prefix_caching=False)
+    llm = make(kind, memory=pool.groups.blocks(150) * pool.block_bytes, enable_prefix_caching=False)
     swap = Swap(llm.runner, tmp_path)
     swap._write_rate = swap._read_rate = 0.0
     engine, prompt = Engine(llm.runner, max_num_seqs=4, swap=swap), tiny_prompt(50)
@@ -375,7 +375,7 @@ def test_a_sequence_comes_back_to_a_pool_with_room_for_one(kind: str, tmp_path: 
     assert_greedy(model_of(kind), prompt, request.completions()[0].token_ids)
 
 
-def test_a_loader_brings_each_group_to_its_chunks(tmp_path: Path) -> None:
+def test_a_loader_brings_each_group_to_its_blocks(tmp_path: Path) -> None:
     """Loaded layers go to the blocks of their own group, with the KV that was saved."""
     llm = make("room to spare")
     session = llm.session("s", tmp_path)
@@ -405,7 +405,7 @@ def _rows(llm: LLM, blocks: BlockTable, layer: int, length: int) -> torch.Tensor
     return torch.stack([torch.cat([part.k for part in parts], 1), torch.cat([part.v for part in parts], 1)])
 
 
-@pytest.mark.parametrize("first", [CHUNK, 100])
+@pytest.mark.parametrize("first", [BLOCK_SIZE, 100])
 @pytest.mark.parametrize("kind", ["all slide", "half slide"])
 @pytest.mark.parametrize("path", ["in place", "copied", "int8", "working set"])
 def test_a_long_turn_follows_a_short_one(kind: str, path: str, first: int, tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_a_long_turn_follows_a_short_one(kind: str, path: str, first: int, tmp_p
     """
     whole = {"policy_options": {"budget": 1.0, "dense_layers": ()}}
     options: dict[str, dict[str, Any]] = {
-        "copied": {"prefill_chunk_size": CHUNK},
+        "copied": {"prefill_chunk_size": BLOCK_SIZE},
         "int8": {"kv_cache_dtype": "int8"},
         "working set": {"policy": "infinigen", "working_set": 24} | whole,
     }

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.pools import CHUNK_BYTES, append, geometry, kv, make_pool, read
+from support.pools import BLOCK_BYTES, append, geometry, kv, make_pool, read
 
-from offload_rt.core import CHUNK, BlockTable
+from offload_rt.core import BLOCK_SIZE, BlockTable
 from offload_rt.errors import MemoryLimitError, PoolFullError
 from offload_rt.kv_cache import machine
 from offload_rt.kv_cache.layout import PAGE, ArenaLayout
@@ -20,7 +20,7 @@ from offload_rt.utils.control_groups import processor_limit
 def addresses(pool: HostPool, blocks: BlockTable, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V `[Hkv, length, d]`, gathered by row index."""
     tokens = torch.arange(blocks.length)
-    base = pool.row_base(blocks)[tokens // CHUNK] + tokens % CHUNK
+    base = pool.row_base(blocks)[tokens // BLOCK_SIZE] + tokens % BLOCK_SIZE
     rows = torch.tensor([[pool.layout.row(layer, head, side) for head in range(2)] for side in range(2)])
     k, v = pool.rows[base + rows[..., None]]
     return k, v
@@ -59,8 +59,8 @@ def resident() -> int:
 def test_a_short_prompt_holds_pages_of_its_rows_not_a_slab() -> None:
     """The slab has 32 planes of 2 MiB. Touching each with a huge page would take 64 MiB."""
     pool = HostPool(geometry(8, 2, 64), torch.bfloat16, 1 << 27)
-    before, (k, v) = resident(), torch.ones(2, 2, CHUNK, 64, dtype=torch.bfloat16)
-    blocks = pool.new_block_table(CHUNK)
+    before, (k, v) = resident(), torch.ones(2, 2, BLOCK_SIZE, 64, dtype=torch.bfloat16)
+    blocks = pool.new_block_table(BLOCK_SIZE)
     for layer in range(8):
         pool.write(blocks, layer, 0, k, v)
     assert pool.layout.plane_rows * pool.layout.row_bytes == 2 << 20
@@ -69,21 +69,29 @@ def test_a_short_prompt_holds_pages_of_its_rows_not_a_slab() -> None:
 
 def test_one_lease_on_an_empty_pool_is_one_run_a_slab() -> None:
     pool = make_pool(12)
-    at_once = pool.new_block_table(9 * CHUNK)
-    assert [part.k.shape[1] for part in pool.runs(at_once, 0, range(9 * CHUNK))] == [4 * CHUNK, 4 * CHUNK, CHUNK]
+    at_once = pool.new_block_table(9 * BLOCK_SIZE)
+    assert [part.k.shape[1] for part in pool.runs(at_once, 0, range(9 * BLOCK_SIZE))] == [
+        4 * BLOCK_SIZE,
+        4 * BLOCK_SIZE,
+        BLOCK_SIZE,
+    ]
     pool.release(at_once)
     growing = pool.new_block_table(1)
     for _ in range(9):
-        append(pool, growing, CHUNK)
-    assert [part.k.shape[1] for part in pool.runs(growing, 0, range(9 * CHUNK))] == [4 * CHUNK, 4 * CHUNK, CHUNK]
+        append(pool, growing, BLOCK_SIZE)
+    assert [part.k.shape[1] for part in pool.runs(growing, 0, range(9 * BLOCK_SIZE))] == [
+        4 * BLOCK_SIZE,
+        4 * BLOCK_SIZE,
+        BLOCK_SIZE,
+    ]
 
 
 def test_a_fresh_slab_is_preferred_to_two_pieces() -> None:
     pool = make_pool(12)
-    pool.new_block_table(3 * CHUNK)
-    second = pool.new_block_table(3 * CHUNK)
-    assert len(pool.spans(second, 0, range(3 * CHUNK))) == 1
-    assert pool.new_block_table(CHUNK).chunks == [3], "and what was left over is used by what fits it"
+    pool.new_block_table(3 * BLOCK_SIZE)
+    second = pool.new_block_table(3 * BLOCK_SIZE)
+    assert len(pool.spans(second, 0, range(3 * BLOCK_SIZE))) == 1
+    assert pool.new_block_table(BLOCK_SIZE).ids == [3], "and what was left over is used by what fits it"
 
 
 def test_views_are_contiguous_matrices_without_copies() -> None:
@@ -97,23 +105,23 @@ def test_views_are_contiguous_matrices_without_copies() -> None:
 
 
 def test_sequences_that_grow_together_keep_long_runs() -> None:
-    pool = make_pool(64, slab_chunks=64)
-    block_tables = [pool.new_block_table(CHUNK) for _ in range(4)]
+    pool = make_pool(64, slab_blocks=64)
+    block_tables = [pool.new_block_table(BLOCK_SIZE) for _ in range(4)]
     for _ in range(15):
         for blocks in block_tables:
-            append(pool, blocks, CHUNK)
+            append(pool, blocks, BLOCK_SIZE)
     pool.check_integrity()
-    assert pool.free_chunks == 4
+    assert pool.free_blocks == 4
     pieces = [len(pool.spans(blocks, 0, range(blocks.capacity))) for blocks in block_tables]
     assert max(pieces) <= 5, pieces  # 15 if each takes the next free block
 
 
-def test_waste_is_less_than_a_chunk_for_each_sequence() -> None:
+def test_waste_is_less_than_a_block_for_each_sequence() -> None:
     pool = make_pool(32)
     blocks = pool.new_block_table(1)
     for length in range(1, 200):
         append(pool, blocks, 1)
-        assert pool.bytes_used == -(-length // CHUNK) * CHUNK_BYTES
+        assert pool.bytes_used == -(-length // BLOCK_SIZE) * BLOCK_BYTES
         assert blocks.capacity - length <= 63
     assert pool.bytes_peak == pool.bytes_used
 
@@ -133,7 +141,7 @@ def test_a_fork_shares_until_its_first_append_and_copies_once(monkeypatch: pytes
     append(pool, first, 5)
     append(pool, second, 5, sequence=1)
     assert [where[2] for where in copies] == [36], "only the filled slots of the tail, once"
-    assert first.chunks[0] == second.chunks[0] and first.chunks[1] != second.chunks[1]
+    assert first.ids[0] == second.ids[0] and first.ids[1] != second.ids[1]
     for blocks, sequence in ((first, 0), (second, 1)):
         for layer in range(2):
             got, _ = read(pool.runs(blocks, layer, range(105)))
@@ -146,7 +154,7 @@ def test_a_fork_shares_until_its_first_append_and_copies_once(monkeypatch: pytes
     assert pool.bytes_used == 0 and second == BlockTable()
 
 
-def test_writing_to_a_shared_chunk_is_caught() -> None:
+def test_writing_to_a_shared_block_is_caught() -> None:
     pool = make_pool(4)
     blocks = pool.new_block_table(0)
     append(pool, blocks, 10)
@@ -156,26 +164,26 @@ def test_writing_to_a_shared_chunk_is_caught() -> None:
 
 
 def test_a_full_pool_says_what_is_missing() -> None:
-    pool = make_pool(6, slab_chunks=6)
-    blocks = pool.new_block_table(5 * CHUNK)
+    pool = make_pool(6, slab_blocks=6)
+    blocks = pool.new_block_table(5 * BLOCK_SIZE)
     with pytest.raises(PoolFullError) as caught:
-        pool.new_block_table(3 * CHUNK)
+        pool.new_block_table(3 * BLOCK_SIZE)
     for text in ("3 blocks of 64 tokens (24 KiB)", "of 6 only 1", "2 too few (16 KiB)", "from 48 KiB", "to 64 KiB"):
         assert text in str(caught.value)
-    pool.commit(blocks, 5 * CHUNK - 1)
+    pool.commit(blocks, 5 * BLOCK_SIZE - 1)
     fork = pool.fork(blocks)
     with pytest.raises(PoolFullError):
-        pool.reserve(fork, 6 * CHUNK)  # the copy of the last block, and one more
+        pool.reserve(fork, 6 * BLOCK_SIZE)  # the copy of the last block, and one more
     assert fork == blocks
     pool.check_integrity()
 
 
 def test_limits_that_cannot_be() -> None:
     with pytest.raises(MemoryLimitError, match=r"cannot hold one block.*8192 bytes"):
-        HostPool(geometry(), torch.float32, CHUNK_BYTES - 1)
+        HostPool(geometry(), torch.float32, BLOCK_BYTES - 1)
     with pytest.raises(MemoryLimitError, match=r"more than the .* available here; lower host_memory"):
         HostPool(geometry(), torch.float32, 1 << 60)
-    assert HostPool(geometry(), torch.float32, CHUNK_BYTES).chunk_count == 1
+    assert HostPool(geometry(), torch.float32, BLOCK_BYTES).block_count == 1
 
 
 def test_address_space_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,11 +193,11 @@ def test_address_space_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_a_limit_half_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_rt.kv_cache.machine.available_memory", lambda: 100 * CHUNK_BYTES)
-    assert HostPool(geometry(), torch.float32, None).chunk_count == 50
+    monkeypatch.setattr("offload_rt.kv_cache.machine.available_memory", lambda: 100 * BLOCK_BYTES)
+    assert HostPool(geometry(), torch.float32, None).block_count == 50
     monkeypatch.setattr("offload_rt.kv_cache.machine.available_memory", lambda: 1 << 60)
     pool = HostPool(geometry(1, 1, 1), torch.float16, None)
-    assert pool.chunk_count == (1 << 24) // CHUNK
+    assert pool.block_count == (1 << 24) // BLOCK_SIZE
 
 
 def test_control_groups_limit_what_is_available(tmp_path: machine.Path) -> None:
@@ -233,30 +241,30 @@ def test_control_groups_limit_processors(tmp_path: machine.Path, monkeypatch: py
     assert processor_limit(tmp_path / "v2", tmp_path / "two") is None
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 255, 256, 257, 1000, 1025])
+@pytest.mark.parametrize("blocks", [1, 2, 255, 256, 257, 1000, 1025])
 @pytest.mark.parametrize(("head_dim", "dtype"), [(8, torch.float16), (80, torch.bfloat16), (64, torch.float32)])
-def test_layout_wastes_less_than_a_chunk_a_slab(chunks: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_layout_wastes_less_than_a_block_a_slab(blocks: int, head_dim: int, dtype: torch.dtype) -> None:
     shape = geometry(3, 2, head_dim)
-    limit = chunks * shape.kv_bytes(CHUNK, dtype) + 17
+    limit = blocks * shape.kv_bytes(BLOCK_SIZE, dtype) + 17
     layout = ArenaLayout.fit(shape, dtype, limit)
-    assert layout.chunk_bytes == shape.kv_bytes(CHUNK, dtype)
-    assert layout.chunks <= chunks < layout.chunks + layout.slabs
-    assert layout.slab_chunks * CHUNK <= 16_384
+    assert layout.block_bytes == shape.kv_bytes(BLOCK_SIZE, dtype)
+    assert layout.blocks <= blocks < layout.blocks + layout.slabs
+    assert layout.slab_blocks * BLOCK_SIZE <= 16_384
     assert layout.slab_rows * layout.row_bytes % PAGE == 0
-    last_slot = (layout.slab_chunks - 1) * CHUNK
-    last = (layout.slabs - 1) * layout.slab_rows + last_slot + layout.row(2, 1, 1, CHUNK - 1)
+    last_slot = (layout.slab_blocks - 1) * BLOCK_SIZE
+    last = (layout.slabs - 1) * layout.slab_rows + last_slot + layout.row(2, 1, 1, BLOCK_SIZE - 1)
     assert layout.rows - layout.slab_rows < last < layout.rows
-    assert layout.bytes - layout.chunks * layout.chunk_bytes < layout.slabs * (PAGE * layout.row_bytes)
+    assert layout.bytes - layout.blocks * layout.block_bytes < layout.slabs * (PAGE * layout.row_bytes)
 
 
 def test_slabs_are_made_ready_at_admission() -> None:
     pool = make_pool(12)
-    pool.prepare(9 * CHUNK)
+    pool.prepare(9 * BLOCK_SIZE)
     ready = pool._arena.active
     assert ready == 3 and pool.bytes_used == 0
     blocks = pool.new_block_table(10)
     for _ in range(8):
-        append(pool, blocks, CHUNK)
+        append(pool, blocks, BLOCK_SIZE)
     assert pool._arena.active == ready
     pool.prepare(1 << 30)
     assert pool._arena.active == ready
@@ -265,13 +273,13 @@ def test_slabs_are_made_ready_at_admission() -> None:
 @pytest.mark.gpu
 @pytest.mark.simulated
 def test_slabs_are_pinned_when_they_are_needed() -> None:
-    pool = HostPool(geometry(), torch.float32, 12 * CHUNK_BYTES, pin=True, slab_tokens=4 * CHUNK)
-    blocks = pool.new_block_table(5 * CHUNK)
-    for part in pool.runs(blocks, 0, range(5 * CHUNK)):
+    pool = HostPool(geometry(), torch.float32, 12 * BLOCK_BYTES, pin=True, slab_tokens=4 * BLOCK_SIZE)
+    blocks = pool.new_block_table(5 * BLOCK_SIZE)
+    for part in pool.runs(blocks, 0, range(5 * BLOCK_SIZE)):
         assert part.k.is_pinned()
-    k, v = kv(range(5 * CHUNK), 0)
+    k, v = kv(range(5 * BLOCK_SIZE), 0)
     pool.write(blocks, 0, 0, k.cuda(), v.cuda())
-    assert torch.equal(read(pool.runs(blocks, 0, range(5 * CHUNK)))[0], k)
+    assert torch.equal(read(pool.runs(blocks, 0, range(5 * BLOCK_SIZE)))[0], k)
 
 
 @pytest.mark.gpu
@@ -279,8 +287,10 @@ def test_slabs_are_pinned_when_they_are_needed() -> None:
 def test_no_slab_is_made_ready_before_it_is_needed() -> None:
     """Only two slabs are asserted, because an H100's driver reports a mapping as pinned once a part of it is."""
     shape = geometry(head_dim=512)
-    pool = HostPool(shape, torch.float32, 3 * shape.kv_bytes(4 * CHUNK, torch.float32), pin=True, slab_tokens=4 * CHUNK)
-    pool.new_block_table(5 * CHUNK)
+    pool = HostPool(
+        shape, torch.float32, 3 * shape.kv_bytes(4 * BLOCK_SIZE, torch.float32), pin=True, slab_tokens=4 * BLOCK_SIZE
+    )
+    pool.new_block_table(5 * BLOCK_SIZE)
     slabs = [pool.rows[slab * pool.layout.slab_rows] for slab in range(3)]
     assert pool._arena.active == 2 and [slab.is_pinned() for slab in slabs][:2] == [True, True]
 
@@ -289,8 +299,8 @@ def test_no_slab_is_made_ready_before_it_is_needed() -> None:
 @pytest.mark.simulated
 def test_memory_that_cannot_be_pinned_is_an_error_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of the driver must not be raised again by the next kernel."""
-    pool = HostPool(geometry(), torch.float32, 12 * CHUNK_BYTES, pin=True, slab_tokens=4 * CHUNK)
-    again = HostPool(geometry(), torch.float32, 12 * CHUNK_BYTES, pin=True, slab_tokens=4 * CHUNK)
+    pool = HostPool(geometry(), torch.float32, 12 * BLOCK_BYTES, pin=True, slab_tokens=4 * BLOCK_SIZE)
+    again = HostPool(geometry(), torch.float32, 12 * BLOCK_BYTES, pin=True, slab_tokens=4 * BLOCK_SIZE)
     pool.prepare(1)
     monkeypatch.setattr(again._arena, "rows", pool._arena.rows)  # this memory is already pinned
     with pytest.raises(MemoryLimitError, match="cannot pin"):

@@ -19,12 +19,12 @@ from hypothesis.stateful import (
     rule,
 )  # fmt: skip
 
-from offload_rt.core import CHUNK, BlockTable, ModelGeometry
+from offload_rt.core import BLOCK_SIZE, BlockTable, ModelGeometry
 from offload_rt.errors import PoolFullError
-from offload_rt.kv_cache.chunks import ChunkTable
+from offload_rt.kv_cache.block_allocator import BlockAllocator
 from offload_rt.kv_cache.layer_groups import LayerGroups
 from offload_rt.kv_cache.pool import HostPool
-from offload_rt.kv_cache.window_chunks import WindowChunks
+from offload_rt.kv_cache.window_blocks import WindowBlocks
 
 HEADS, WIDTH = 2, 2
 COUNTS = st.sampled_from([1, 7, 57, 63, 64, 65, 130, 200])
@@ -75,31 +75,31 @@ def made_from(values: list[int], layer: int) -> torch.Tensor:
 class PoolMachine(RuleBasedStateMachine):
     sequences: Bundle[Model] = Bundle("sequences")
     windows: tuple[int | None, ...] = (None, None)
-    chunks = 17  # 3 slabs of 5 blocks; two are left over
+    blocks = 17  # 3 slabs of 5 blocks; two are left over
 
     def __init__(self) -> None:
         super().__init__()
         shape = geometry(self.windows)
         groups = LayerGroups.of(shape)
-        limit = self.chunks * groups.layers * shape.kv_bytes(CHUNK, torch.float32) // shape.layers
-        self.pool = HostPool(shape, torch.float32, limit, slab_tokens=6 * CHUNK)
+        limit = self.blocks * groups.layers * shape.kv_bytes(BLOCK_SIZE, torch.float32) // shape.layers
+        self.pool = HostPool(shape, torch.float32, limit, slab_tokens=6 * BLOCK_SIZE)
         self.groups = self.pool.groups
         self.live: list[Model] = []
         self.written = 0
 
     def held(self) -> set[int]:
         """Return the blocks with memory that sequences hold."""
-        held = {chunk for model in self.live for window in model.blocks.windows.values() for chunk in window}
-        return held | {chunk for model in self.live if self.groups.full for chunk in model.blocks.chunks}
+        held = {block for model in self.live for window in model.blocks.windows.values() for block in window}
+        return held | {block for model in self.live if self.groups.full for block in model.blocks.ids}
 
     def lacking(self, model: Model, stop: int) -> int:
         """Return how many blocks of group 0 are too few for `stop` tokens; without sliding layers alone."""
         blocks = model.blocks
-        others = {chunk for other in self.live if other is not model for chunk in other.blocks.chunks}
-        tail = blocks.chunks[blocks.length // CHUNK :]
-        copied = sum(chunk in others or chunk in self.pool._tree for chunk in tail)
-        needed = copied + max(0, -(-stop // CHUNK) - len(blocks.chunks))
-        return needed - (self.pool.chunk_count - len(self.held() | set(blocks.chunks)))
+        others = {block for other in self.live if other is not model for block in other.blocks.ids}
+        tail = blocks.ids[blocks.length // BLOCK_SIZE :]
+        copied = sum(block in others or block in self.pool._tree for block in tail)
+        needed = copied + max(0, -(-stop // BLOCK_SIZE) - len(blocks.ids))
+        return needed - (self.pool.block_count - len(self.held() | set(blocks.ids)))
 
     def shown(self, layer: int, length: int) -> range:
         return range(self.groups.first_seen(length) if self.groups.group[layer] else 0, length)
@@ -112,11 +112,11 @@ class PoolMachine(RuleBasedStateMachine):
         """Prefill or decode `count` tokens. Return False if the pool is full, and check that nothing changed."""
         blocks, start = model.blocks, model.blocks.length
         stop = start + count
-        windows, chunks, lacking = dict(blocks.windows), list(blocks.chunks), self.lacking(model, stop)
+        windows, ids, lacking = dict(blocks.windows), list(blocks.ids), self.lacking(model, stop)
         try:
             self.pool.reserve(blocks, stop)
         except PoolFullError:
-            assert (blocks.chunks, blocks.windows) == (chunks, windows)
+            assert (blocks.ids, blocks.windows) == (ids, windows)
             assert self.groups.sliding or lacking > 0
             return False
         assert self.groups.sliding or lacking <= 0
@@ -149,14 +149,14 @@ class PoolMachine(RuleBasedStateMachine):
         if self.compute(model, count, letter, behind):
             self.publish(model)
             self.pool.slide(model.blocks, model.blocks.length, model.blocks.length)
-            assert len(model.blocks.windows) <= self.groups.window_chunks
+            assert len(model.blocks.windows) <= self.groups.window_blocks
 
     @rule(model=sequences, steps=st.sampled_from([1, 30, 64]), letter=LETTERS)
     def decode(self, model: Model, steps: int, letter: int) -> None:
         for _ in range(steps):
             if not self.compute(model, 1, letter, 0):
                 break
-            assert len(model.blocks.windows) <= self.groups.window_chunks
+            assert len(model.blocks.windows) <= self.groups.window_blocks
 
     @rule(target=sequences, model=sequences)
     def fork(self, model: Model) -> Model:
@@ -169,7 +169,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(model=consumes(sequences))
     def end(self, model: Model) -> None:
         self.pool.release(model.blocks)
-        assert not model.blocks.windows and not model.blocks.chunks
+        assert not model.blocks.windows and not model.blocks.ids
         self.live.remove(model)
 
     @precondition(lambda self: not self.groups.sliding)
@@ -180,18 +180,18 @@ class PoolMachine(RuleBasedStateMachine):
         length = int(model.blocks.length * share)
         self.pool.truncate(model.blocks, length)
         del model.tokens[length:], model.values[length:]
-        assert model.blocks.capacity - length < CHUNK
+        assert model.blocks.capacity - length < BLOCK_SIZE
 
     @precondition(lambda self: not self.groups.sliding)
     @rule(model=sequences, share=st.floats(0, 1, exclude_max=True))
     def overwrite(self, model: Model, share: float) -> None:
         """Overwrite a slot of a full block, as eviction does."""
-        if model.blocks.length < CHUNK:
+        if model.blocks.length < BLOCK_SIZE:
             return
-        token = int(model.blocks.length // CHUNK * CHUNK * share)
-        chunk = model.blocks.chunks[token // CHUNK]
-        shared = any(chunk in other.blocks.chunks for other in self.live if other is not model)
-        assert self.pool.claim(model.blocks, token // CHUNK) is not shared
+        token = int(model.blocks.length // BLOCK_SIZE * BLOCK_SIZE * share)
+        block = model.blocks.ids[token // BLOCK_SIZE]
+        shared = any(block in other.blocks.ids for other in self.live if other is not model)
+        assert self.pool.claim(model.blocks, token // BLOCK_SIZE) is not shared
         if shared:
             return
         self.written += 1
@@ -202,17 +202,17 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(model=sequences, provenance_key=PROVENANCE_KEYS)
     def publish(self, model: Model, provenance_key: str = "exact") -> None:
-        before = list(model.blocks.chunks)
+        before = list(model.blocks.ids)
         changed = self.pool.publish(model.blocks, model.tokens, provenance_key)
-        assert changed == [i for i, chunk in enumerate(model.blocks.chunks) if chunk != before[i]]
+        assert changed == [i for i, block in enumerate(model.blocks.ids) if block != before[i]]
 
     @rule(
         target=sequences, letters=st.lists(LETTERS, min_size=1, max_size=4), rest=st.integers(0, 70), both=st.booleans()
     )
     def match(self, letters: list[int], rest: int, both: bool) -> Model:
-        tokens = [letter for letter in letters for _ in range(CHUNK)] + [2] * rest
+        tokens = [letter for letter in letters for _ in range(BLOCK_SIZE)] + [2] * rest
         blocks = self.pool.match(tokens, *(("exact", "sparse") if both else ("exact",)))
-        assert blocks.length < len(tokens) and blocks.length % CHUNK == 0
+        assert blocks.length < len(tokens) and blocks.length % BLOCK_SIZE == 0
         model = Model(blocks)
         model.extend(tokens[: blocks.length])
         self.live.append(model)
@@ -221,7 +221,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def everything_is_as_the_model_says(self) -> None:
         self.pool.check_integrity()
-        assert self.pool.bytes_used == (len(self.held()) + self.pool.idle_chunks) * self.pool.chunk_bytes
+        assert self.pool.bytes_used == (len(self.held()) + self.pool.idle_blocks) * self.pool.block_bytes
         assert self.pool.bytes_used <= self.pool.limit_bytes
         for model in self.live:
             assert model.blocks.length == len(model.values) == len(model.tokens)
@@ -235,20 +235,20 @@ class PoolMachine(RuleBasedStateMachine):
         for model in self.live:
             self.pool.release(model.blocks)
         self.pool.check_integrity()
-        assert self.pool.bytes_used == self.pool.idle_chunks * self.pool.chunk_bytes
+        assert self.pool.bytes_used == self.pool.idle_blocks * self.pool.block_bytes
         if self.groups.full:
-            self.pool.new_block_table(self.pool.chunk_count * CHUNK)  # nothing leaked: all blocks can be freed
-            assert self.pool.idle_chunks == 0 == self.pool.free_chunks
+            self.pool.new_block_table(self.pool.block_count * BLOCK_SIZE)  # nothing leaked: all blocks can be freed
+            assert self.pool.idle_blocks == 0 == self.pool.free_blocks
 
 
 class SlidingMachine(PoolMachine):
     windows = (None, 100, 70)
-    chunks = 24
+    blocks = 24
 
 
 class AllSlideMachine(PoolMachine):
     windows = (100, 70)
-    chunks = 10
+    blocks = 10
 
 
 MANY = 10 if "OFFLOAD_RT_STRESS" in os.environ else 1
@@ -270,18 +270,18 @@ def test_a_place_filled_in_part_is_not_kept_for_others() -> None:
     assert sorted(model.blocks.windows) == [0, 2, 3, 4]
     machine.pool.publish(model.blocks, model.tokens, "exact")
     assert machine.pool.match(model.tokens[:100], "exact").length == 0
-    assert machine.pool.match(model.tokens, "exact").length == 4 * CHUNK
+    assert machine.pool.match(model.tokens, "exact").length == 4 * BLOCK_SIZE
 
 
 @pytest.mark.parametrize("missing", range(6))
 @pytest.mark.parametrize("window", [1, 64, 65, 129])
 def test_a_prefix_is_usable_up_to_where_all_is_kept_that_its_window_shows(missing: int, window: int) -> None:
-    groups, table = LayerGroups(1, (0, 1), (0, 0), 1, window), ChunkTable(100)
+    groups, table = LayerGroups(1, (0, 1), (0, 0), 1, window), BlockAllocator(100)
     table.add_slab()
-    windows, chunks = WindowChunks(table, groups), list(range(50, 56))
-    for i, chunk in enumerate(chunks):
+    windows, blocks = WindowBlocks(table, groups), list(range(50, 56))
+    for i, block in enumerate(blocks):
         if i != missing:
-            windows.keep(chunk, tuple(table.best_fit(1)))
-    expected = [n for n in range(7) if missing not in range(groups.first_seen(n * CHUNK) // CHUNK, n)]
-    assert windows.usable(chunks, 0) == max(expected)
-    assert windows.usable(chunks, (missing + 1) * CHUNK) == 6, "what is before the floor is never shown"
+            windows.keep(block, tuple(table.best_fit(1)))
+    expected = [n for n in range(7) if missing not in range(groups.first_seen(n * BLOCK_SIZE) // BLOCK_SIZE, n)]
+    assert windows.usable(blocks, 0) == max(expected)
+    assert windows.usable(blocks, (missing + 1) * BLOCK_SIZE) == 6, "what is before the floor is never shown"

@@ -11,25 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pools import append, kv, make_pool, read
 
-from offload_rt.core import CHUNK, ranges_of
+from offload_rt.core import BLOCK_SIZE, ranges_of
 from offload_rt.kv_cache import prefix_tree
-from offload_rt.kv_cache.prefix_tree import PrefixTree, chunk_key, pack_tokens, root_key
+from offload_rt.kv_cache.prefix_tree import PrefixTree, block_key, pack_tokens, root_key
 
 
 def text(*letters: int) -> list[int]:
     """Return one block of equal tokens per letter."""
-    return [letter for letter in letters for _ in range(CHUNK)]
+    return [letter for letter in letters for _ in range(BLOCK_SIZE)]
 
 
-def alone(chunk: int) -> bool:
+def alone(block: int) -> bool:
     return True
 
 
 @given(st.lists(st.integers(0, 2**40), max_size=200), st.integers(0, 220))
-def test_packed_tokens_are_chunks_of_little_endian_numbers(tokens: list[int], stop: int) -> None:
+def test_packed_tokens_are_blocks_of_little_endian_numbers(tokens: list[int], stop: int) -> None:
     packed = pack_tokens(tokens, stop)
     assert b"".join(packed) == b"".join(token.to_bytes(8, "little") for token in tokens[:stop])
-    assert all(len(data) == 8 * CHUNK for data in packed[:-1]) and all(0 < len(data) <= 8 * CHUNK for data in packed)
+    assert all(len(data) == 8 * BLOCK_SIZE for data in packed[:-1]) and all(
+        0 < len(data) <= 8 * BLOCK_SIZE for data in packed
+    )
 
 
 @given(st.sets(st.integers(0, 40)))
@@ -59,19 +61,19 @@ def test_provenance_keys_and_namespaces_never_match_each_other() -> None:
     assert tree.match(tokens, "exact") == [7]
     assert tree.match(tokens, "infinigen") == []
     assert tree.match(tokens, "infinigen", "exact") == [7, 8]
-    assert chunk_key(root_key("model a"), "exact", b"x") != chunk_key(root_key("model b"), "exact", b"x")
-    assert chunk_key(b"p", "ab", b"c" * 512) != chunk_key(b"p", "a", b"bc" + b"c" * 510)
+    assert block_key(root_key("model a"), "exact", b"x") != block_key(root_key("model b"), "exact", b"x")
+    assert block_key(b"p", "ab", b"c" * 512) != block_key(b"p", "a", b"bc" + b"c" * 510)
 
 
 def test_keys_are_the_same_in_every_process() -> None:
-    key = chunk_key(root_key("model"), "exact", pack_tokens(range(64), 64)[0])
+    key = block_key(root_key("model"), "exact", pack_tokens(range(64), 64)[0])
     assert key.hex() == "78758bfd1bea1c3853b645de785c4ef27f2d3d070ef38e90eaad57d161989de1", (
         "keys are on disks: never change them"
     )
 
 
 def test_equal_digests_of_other_tokens_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_tree, "chunk_key", lambda parent, provenance_key, tokens: parent[:1] + tokens[:1])
+    monkeypatch.setattr(prefix_tree, "block_key", lambda parent, provenance_key, tokens: parent[:1] + tokens[:1])
     tree = PrefixTree()
     tree.insert(text(1, 5), [7, 8], "exact", alone)
     twin = text(257)  # same lowest byte, so the same patched digest
@@ -94,7 +96,7 @@ def test_a_leaf_that_was_used_last_goes_last() -> None:
     tree.release([3])
     assert tree.idle == 4
     assert tree.evict(1) == [1]
-    assert tree.evict(2) == [2, 0], "a parent becomes a leaf; it was used before chunk 3"
+    assert tree.evict(2) == [2, 0], "a parent becomes a leaf; it was used before block 3"
     assert tree.evict(9) == [3]
     assert len(tree) == tree.idle == 0
 
@@ -115,9 +117,9 @@ def test_tree_against_a_dictionary_of_prefixes(steps: list[tuple[str, int]]) -> 
     holders: list[list[int]] = []
     fresh = 0
 
-    def drop(chunks: list[int]) -> None:
-        gone = [key for key, chunk in known.items() if chunk in chunks]
-        assert sorted(known[key] for key in gone) == sorted(chunks)
+    def drop(blocks: list[int]) -> None:
+        gone = [key for key, block in known.items() if block in blocks]
+        assert sorted(known[key] for key in gone) == sorted(blocks)
         for key in gone:
             refs[known.pop(key)] -= 1
 
@@ -128,45 +130,45 @@ def test_tree_against_a_dictionary_of_prefixes(steps: list[tuple[str, int]]) -> 
             mine = list(range(fresh, fresh + len(letters)))
             fresh += len(letters)
             taken, instead = tree.insert(text(*letters), mine, "exact", alone)
-            assert taken == [chunk for key, chunk in zip(prefixes, mine, strict=True) if key not in known]
+            assert taken == [block for key, block in zip(prefixes, mine, strict=True) if key not in known]
             assert instead == {i: known[key] for i, key in enumerate(prefixes) if key in known}
-            for key, chunk in zip(prefixes, mine, strict=True):
-                refs[known.setdefault(key, chunk)] += 1 + (chunk in taken)
+            for key, block in zip(prefixes, mine, strict=True):
+                refs[known.setdefault(key, block)] += 1 + (block in taken)
                 used[key] = clock
             holders.append([known[key] for key in prefixes])
         elif action == "match":
             found = tree.match([*text(*letters), 9], "exact")
             assert found == [known[key] for key in prefixes if key in known]
-            for key, chunk in zip(prefixes, found, strict=False):
-                refs[chunk] += 1
+            for key, block in zip(prefixes, found, strict=False):
+                refs[block] += 1
                 used[key] = clock
             holders.append(found)
         elif action == "end" and holders:
             ended = holders.pop(number % len(holders))
             refs.subtract(ended)
-            tree.release([chunk for chunk in ended if refs[chunk] == 1])
-            used |= {key: clock for key, chunk in known.items() if chunk in ended and refs[chunk] == 1}
+            tree.release([block for block in ended if refs[block] == 1])
+            used |= {key: clock for key, block in known.items() if block in ended and refs[block] == 1}
         elif action == "evict":
             for _ in range(number % 3):
                 leaves = {
                     key: used[key]
-                    for key, chunk in known.items()
-                    if refs[chunk] == 1 and not any(other[:-1] == key for other in known)
+                    for key, block in known.items()
+                    if refs[block] == 1 and not any(other[:-1] == key for other in known)
                 }
                 gone = tree.evict(1)
                 assert len(gone) == min(1, len(leaves))
-                assert [used[key] for key, chunk in known.items() if chunk in gone] == sorted(leaves.values())[:1]
+                assert [used[key] for key, block in known.items() if block in gone] == sorted(leaves.values())[:1]
                 drop(gone)
         elif action == "unkey" and known:
             key = list(known)[number % len(known)]
-            behind = [chunk for other, chunk in known.items() if other[: len(key)] == key]
+            behind = [block for other, block in known.items() if other[: len(key)] == key]
             gone = tree.unkey(known[key])
             assert sorted(gone) == sorted(behind)
             drop(gone)
-            holders = [[chunk for chunk in chunks if chunk not in gone] for chunks in holders]
-        tree.check_integrity(lambda chunk: refs[chunk])
-        assert len(tree) == len(known) and all(chunk in tree for chunk in known.values())
-        assert tree.idle == sum(refs[chunk] == 1 for chunk in known.values())
+            holders = [[block for block in blocks if block not in gone] for blocks in holders]
+        tree.check_integrity(lambda block: refs[block])
+        assert len(tree) == len(known) and all(block in tree for block in known.values())
+        assert tree.idle == sum(refs[block] == 1 for block in known.values())
 
 
 def test_a_prompt_is_stored_once_and_survives_its_sequence() -> None:
@@ -177,12 +179,12 @@ def test_a_prompt_is_stored_once_and_survives_its_sequence() -> None:
     assert pool.publish(first, tokens, "exact") == []
     used = pool.bytes_used
     second = pool.match([*tokens, 5], "exact")
-    assert second.length == 3 * CHUNK and second.chunks == first.chunks[:3]
+    assert second.length == 3 * BLOCK_SIZE and second.ids == first.ids[:3]
     assert pool.bytes_used == used, "what is shared is stored once"
     append(pool, second, 10, sequence=1)
     pool.release(first)
     pool.release(second)
-    assert pool.idle_chunks == 3 and pool.bytes_used == 3 * pool.chunk_bytes
+    assert pool.idle_blocks == 3 and pool.bytes_used == 3 * pool.block_bytes
     third = pool.match([*tokens, 5], "exact")
     for layer in (0, 1):
         assert torch.equal(read(pool.runs(third, layer, range(192)))[0], kv(range(192), layer)[0])
@@ -197,20 +199,20 @@ def test_equal_prompts_computed_side_by_side_end_up_shared() -> None:
         append(pool, blocks, 128, sequence=i)
     assert pool.publish(block_tables[0], tokens, "exact") == []
     assert pool.publish(block_tables[1], tokens, "exact") == [0, 1]
-    assert block_tables[0].chunks == block_tables[1].chunks and pool.bytes_used == 2 * pool.chunk_bytes
+    assert block_tables[0].ids == block_tables[1].ids and pool.bytes_used == 2 * pool.block_bytes
     assert pool.publish(block_tables[1], tokens, "exact") == []
     pool.check_integrity()
 
 
-def test_chunks_that_a_fork_keeps_are_not_exchanged() -> None:
+def test_blocks_that_a_fork_keeps_are_not_exchanged() -> None:
     pool = make_pool(12)
     first, second = pool.new_block_table(64), pool.new_block_table(128)
     append(pool, first, 64)
     append(pool, second, 128, sequence=1)
     twin = pool.fork(second)
     pool.publish(first, text(1), "exact")
-    assert pool.publish(second, text(1, 2), "exact") == [], "the fork would hold chunk 1 of the tree, but not chunk 0"
-    assert pool.idle_chunks == 0 and len(pool._tree) == 1
+    assert pool.publish(second, text(1, 2), "exact") == [], "the fork would hold block 1 of the tree, but not block 0"
+    assert pool.idle_blocks == 0 and len(pool._tree) == 1
     pool.release(second)
     pool.check_integrity()
     assert pool.publish(twin, text(1, 2), "exact") == [0]
@@ -218,34 +220,34 @@ def test_chunks_that_a_fork_keeps_are_not_exchanged() -> None:
     pool.check_integrity()
 
 
-def test_writing_behind_a_cut_in_a_published_chunk_leaves_it_to_the_tree() -> None:
+def test_writing_behind_a_cut_in_a_published_block_leaves_it_to_the_tree() -> None:
     pool = make_pool(12)
     blocks = pool.new_block_table(0)
-    append(pool, blocks, CHUNK)
+    append(pool, blocks, BLOCK_SIZE)
     pool.publish(blocks, text(1), "exact")
     pool.truncate(blocks, 10)
     append(pool, blocks, 1, sequence=1)
-    assert pool.idle_chunks == 1, "copied, and the original let go"
+    assert pool.idle_blocks == 1, "copied, and the original let go"
     assert torch.equal(read(pool.runs(blocks, 1, range(10)))[0], kv(range(10), 1)[0])
     kept = pool.match([*text(1), 0], "exact")
-    assert torch.equal(read(pool.runs(kept, 1, range(CHUNK)))[0], kv(range(CHUNK), 1)[0])
+    assert torch.equal(read(pool.runs(kept, 1, range(BLOCK_SIZE)))[0], kv(range(BLOCK_SIZE), 1)[0])
     pool.check_integrity()
 
 
-def test_an_overwritten_chunk_leaves_the_tree_for_good() -> None:
+def test_an_overwritten_block_leaves_the_tree_for_good() -> None:
     pool = make_pool(12)
     tokens = [*text(1, 2, 3), 0]
     blocks = pool.new_block_table(0)
-    append(pool, blocks, 3 * CHUNK)
+    append(pool, blocks, 3 * BLOCK_SIZE)
     pool.publish(blocks, tokens, "exact")
     other = pool.match(tokens, "exact")
     assert not pool.claim(blocks, 1), "another sequence reads it"
     assert len(pool._tree) == 3, "and finds it again"
     pool.release(other)
     assert pool.claim(blocks, 1)
-    assert pool.match(tokens, "exact").length == CHUNK, "what lies behind it went too"
+    assert pool.match(tokens, "exact").length == BLOCK_SIZE, "what lies behind it went too"
     pool.publish(blocks, tokens, "exact")
-    assert pool.match(tokens, "exact").length == CHUNK
+    assert pool.match(tokens, "exact").length == BLOCK_SIZE
     pool.check_integrity()
     pool.release(blocks)
     assert not pool._claimed, "the next holder of the slot may publish it"

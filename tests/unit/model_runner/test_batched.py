@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support.batches import OPTIONS, begun, compiled, make
-from support.device_link import staged
 from support.host_sync import NoHostSync
+from support.staged_transfer import staged
 from support.tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,7 +36,12 @@ from offload_rt.transfer.row_lists import RowLists
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"scorer": "int4", "source": "attention_input"}, {"preset": "paper"}, {"tail": "int2", "max_fraction": 0.05}],
+    [
+        {},
+        {"scorer": "int4", "source": "attention_input"},
+        {"preset": "paper"},
+        {"approximate_kv": "int2", "max_fraction": 0.05},
+    ],
 )
 def test_a_batch_by_the_kernels_is_each_sequence_by_itself(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -135,7 +140,7 @@ def step_recorded(runner: Runner, batch: list[Sequence], monkeypatch: pytest.Mon
         sequence.slots.begin_step(sequence.blocks, sequence.position)
     sharing = runner.prefixes.of([sequence.blocks for sequence in batch])
     members = [batch[i] for i in sharing.order]
-    step = DecodeBatch(members, runner.adapter, runner.policy, runner.link, sharing)
+    step = DecodeBatch(members, runner.adapter, runner.policy, runner.transfer, sharing)
     with torch.inference_mode():
         assert isinstance(runner.modes.mode(step), BatchedMode)
         inputs = runner.modes.load(step)
@@ -258,7 +263,7 @@ def test_missed_mass_is_read_when_the_newest_row_has_been_written(
     runner = make(together)
     batch = [begun(runner, length, seed=length) for length in (30, 90)]
     waiting: set[int] = set()
-    append, append_lists, settle = runner.link.storage.append, RowLists.append, runner.link.storage.settle
+    append, append_lists, settle = runner.transfer.storage.append, RowLists.append, runner.transfer.storage.settle
     read: list[int] = []
 
     def appended(blocks: BlockTable, *rest: Any) -> int:
@@ -280,8 +285,8 @@ def test_missed_mass_is_read_when_the_newest_row_has_been_written(
 
     runs = runner.pool.runs
     monkeypatch.setattr(runner.pool, "runs", looked_at)
-    monkeypatch.setattr(runner.link.storage, "append", appended)
-    monkeypatch.setattr(runner.link.storage, "settle", settled)
+    monkeypatch.setattr(runner.transfer.storage, "append", appended)
+    monkeypatch.setattr(runner.transfer.storage, "settle", settled)
     monkeypatch.setattr(RowLists, "append", appended_lists)
     for sequence in batch:
         sequence.trace.missed_every = 1

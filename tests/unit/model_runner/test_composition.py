@@ -26,7 +26,10 @@ PRINTED = Path(__file__).parents[3] / "eval" / "results" / "store" / "compositio
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"preset": "rows", "recent": 16, "scorer": "int4"}},
-    "infinigen, tail": {"policy": "infinigen", "policy_options": {"recent": 16, "tail": "int2", "budget": 0.5}},
+    "infinigen, tail": {
+        "policy": "infinigen",
+        "policy_options": {"recent": 16, "approximate_kv": "int2", "budget": 0.5},
+    },
     "infinigen, paper": {"policy": "infinigen", "policy_options": {"preset": "paper"}},
     "oracle": {"policy": "oracle", "policy_options": {"budget": 0.5, "recent": 16}},
     "streaming": {"policy": "streaming", "policy_options": {"budget": 0.5}},

@@ -24,7 +24,7 @@ from offload_rt.engine.speculative.verification import accept, rewind, verify
 from offload_rt.model_runner import verification_pass
 from offload_rt.model_runner.sequence import Sequence
 
-SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "tail": "off"}
+SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "approximate_kv": "off"}
 """A budget so small that drafts are often wrong."""
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
@@ -193,7 +193,7 @@ def test_rows_are_those_of_a_run_that_never_drafted() -> None:
         runner = llm.runner
         [done] = completed(llm.generate([prompt], GREEDY))
         blocks = runner.pool.match([*prompt, *done.token_ids], "exact")
-        assert blocks.length == 128, "full chunks of verified tokens are shared as exact ones"
+        assert blocks.length == 128, "full blocks of verified tokens are shared as exact ones"
         rows.append(runner.pool.runs(blocks, 2, range(128))[0])
         runner.pool.release(blocks)
     # float64. RMSNorm computes in float32 and sums in another order over several tokens, which leaves 1e-6.

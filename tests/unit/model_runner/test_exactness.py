@@ -82,7 +82,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("infinigen", {"preset": "rows"}),
     ("infinigen", {"preset": "paper"}),
     ("infinigen", {"preset": "rows", "scorer": "int4", "source": "normed_input", "recent": 8}),
-    ("infinigen", {"tail": "int2", "budget": 0.2, "recent": 8, "dense_layers": ()}),
+    ("infinigen", {"approximate_kv": "int2", "budget": 0.2, "recent": 8, "dense_layers": ()}),
 ]
 SCORERS = list(itertools.product(["attention_input", "normed_input", "residual"], ["partial", "int4"]))
 STRESS = "OFFLOAD_RT_STRESS" in os.environ

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.core import CHUNK, BlockTable, VisibleTokens
+from offload_rt.core import BLOCK_SIZE, BlockTable, VisibleTokens
 from offload_rt.kernels.segments import Run, attend_runs
 from offload_rt.model_runner.shared_prefix import Segment, SharedPrefixes, Sharing
 
@@ -24,7 +24,7 @@ def batches(draw: st.DrawFn) -> list[BlockTable]:
         fresh += new
     chosen = draw(st.lists(st.sampled_from(block_tables), min_size=1, max_size=8))
     tails = range(fresh, fresh + len(chosen))  # each decoding sequence owns its last block
-    return [BlockTable([*chunks, tail]) for chunks, tail in zip(chosen, tails, strict=True)]
+    return [BlockTable([*blocks, tail]) for blocks, tail in zip(chosen, tails, strict=True)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -34,28 +34,28 @@ def test_segments_are_exactly_what_is_shared(block_tables: list[BlockTable], pay
 
     Segments of a sequence are consecutive from slot 0 up to its private part.
     """
-    sharing = Sharing.of(block_tables, 1, pays_from * CHUNK)
-    ordered = [block_tables[i].chunks for i in sharing.order]
+    sharing = Sharing.of(block_tables, 1, pays_from * BLOCK_SIZE)
+    ordered = [block_tables[i].ids for i in sharing.order]
     assert sorted(sharing.order) == list(range(len(block_tables)))
     assert sharing.restore(torch.tensor(sharing.order)).tolist() == list(range(len(block_tables)))
     ends = [0] * len(block_tables)
     for segment in sharing.segments:
         sequences = segment.stop - segment.first
         saved = (sequences - 1) * len(segment.tokens)
-        assert (saved if sequences > 3 else saved / 4) >= pays_from * CHUNK
-        chunks = slice(segment.tokens.start // CHUNK, segment.tokens.stop // CHUNK)
-        assert len({tuple(ids[chunks]) for ids in ordered[segment.first : segment.stop]}) == 1
+        assert (saved if sequences > 3 else saved / 4) >= pays_from * BLOCK_SIZE
+        blocks = slice(segment.tokens.start // BLOCK_SIZE, segment.tokens.stop // BLOCK_SIZE)
+        assert len({tuple(ids[blocks]) for ids in ordered[segment.first : segment.stop]}) == 1
         for b in range(segment.first, segment.stop):
             assert ends[b] == segment.tokens.start
             ends[b] = segment.tokens.stop
     assert tuple(ends) == sharing.private
     holders: dict[int, int] = {}
     for ids in ordered:
-        for chunk in ids:
-            holders[chunk] = holders.get(chunk, 0) + 1
+        for block in ids:
+            holders[block] = holders.get(block, 0) + 1
     assert sharing.overlapping == any(count > 1 for count in holders.values())
     if pays_from == 0:
-        assert all(holders[chunk] == 1 for b, ids in enumerate(ordered) for chunk in ids[ends[b] // CHUNK :])
+        assert all(holders[block] == 1 for b, ids in enumerate(ordered) for block in ids[ends[b] // BLOCK_SIZE :])
 
 
 @settings(max_examples=60, deadline=None)
@@ -66,17 +66,17 @@ def test_attention_over_segments_is_attention_over_everything(
     generator = torch.Generator().manual_seed(seed)
     kv_heads, d = 2, 8
     rows = {
-        c: torch.randn(2, kv_heads, CHUNK, d, generator=generator, dtype=torch.float64)
+        c: torch.randn(2, kv_heads, BLOCK_SIZE, d, generator=generator, dtype=torch.float64)
         for x in block_tables
-        for c in x.chunks
+        for c in x.ids
     }
     lengths = [
-        int(torch.randint((len(x.chunks) - 1) * CHUNK + 1, x.capacity + 1, (), generator=generator))
+        int(torch.randint((len(x.ids) - 1) * BLOCK_SIZE + 1, x.capacity + 1, (), generator=generator))
         for x in block_tables
     ]
-    sharing = Sharing.of(block_tables, 1, pays_from * CHUNK)
+    sharing = Sharing.of(block_tables, 1, pays_from * BLOCK_SIZE)
     q = torch.randn(kv_heads * group, len(block_tables), d, generator=generator, dtype=torch.float64)
-    whole = [torch.cat([rows[c] for c in block_tables[i].chunks], dim=2)[:, :, : lengths[i]] for i in sharing.order]
+    whole = [torch.cat([rows[c] for c in block_tables[i].ids], dim=2)[:, :, : lengths[i]] for i in sharing.order]
     seen = [VisibleTokens.of(w.shape[2], sinks=3, recent=70, window=None) for w in whole]
     own = [sharing.own(b, visible) for b, visible in enumerate(seen)]
     assert all(o.recent.start >= start for o, start in zip(own, sharing.private, strict=True))
@@ -111,12 +111,12 @@ def test_half_precision_is_merged_in_float32() -> None:
 
 
 def test_the_tree_is_built_again_only_when_a_lease_changes() -> None:
-    shared = SharedPrefixes(1, pays_from=CHUNK // 2)
+    shared = SharedPrefixes(1, pays_from=BLOCK_SIZE // 2)
     block_tables = [BlockTable([0, 1, 2]), BlockTable([0, 1, 3])]
     first = shared.of(block_tables)
-    assert first.segments == (Segment(0, 2, range(2 * CHUNK)),)
+    assert first.segments == (Segment(0, 2, range(2 * BLOCK_SIZE)),)
     assert shared.of(block_tables) is first
-    block_tables[0].chunks.append(4)
+    block_tables[0].ids.append(4)
     assert shared.of(block_tables) is not first
     assert shared.of(block_tables[:1]).segments == () and not shared.of(block_tables[:1]).overlapping
     assert shared.of([]).order == ()

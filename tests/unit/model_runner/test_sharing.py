@@ -11,11 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.outputs import completed
-from support.sharing import CHUNK_BYTES, LAYERS, ROW, greedy, make
+from support.sharing import BLOCK_BYTES, LAYERS, ROW, greedy, make
 from support.tiny_models import depth, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
 from offload_rt.model_runner.shared_prefix import NEVER_PAYS, SharedPrefixes
 
@@ -53,7 +53,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
     ("infinigen", {"recent": 8, "sinks": 2}),
     ("infinigen", {"preset": "rows", "scorer": "int4", "recent": 16, "max_missed_mass": 0.05}),
-    ("infinigen", {"tail": "int2", "recent": 16, "max_missed_mass": 0.2}),
+    ("infinigen", {"approximate_kv": "int2", "recent": 16, "max_missed_mass": 0.2}),
     ("infinigen", {"preset": "paper"}),
     ("quest", {"budget": 0.4, "recent": 16}),
     ("h2o", {"budget": 0.4, "recent": 16}),
@@ -73,7 +73,9 @@ def test_a_tree_of_prompts_gives_each_what_it_gets_alone(policy: str, options: d
     again = completed(llm.generate(prompts, params))
     assert [c.token_ids for c in again] == expected, "everything is in the tree by now"
     reused = sum(c.stats.reused_tokens for c in again)
-    assert reused == (0 if llm.runner.policy.wants_queries else sum((len(p) - 1) // CHUNK * CHUNK for p in prompts))
+    assert reused == (
+        0 if llm.runner.policy.wants_queries else sum((len(p) - 1) // BLOCK_SIZE * BLOCK_SIZE for p in prompts)
+    )
     llm.runner.check_integrity()
     assert llm.runner.pool.bytes_held == 0
 
@@ -99,7 +101,7 @@ def test_joins_leaves_and_cancellations_mid_decode(seed: int) -> None:
     prompts = tree(rng, 6)
     params = [greedy(rng.randint(1, 50)) for _ in prompts]
     needed = max(len(p) + q.max_tokens for p, q in zip(prompts, params, strict=True))
-    llm = make(chunks=-(-needed // CHUNK) + rng.randint(0, 6))
+    llm = make(blocks=-(-needed // BLOCK_SIZE) + rng.randint(0, 6))
     engine = Engine(llm.runner, max_num_seqs=4)
     requests = []
     cancelled = set()
@@ -140,7 +142,7 @@ def test_preemption_loses_nothing(policy: str, kv_cache_dtype: str) -> None:
     Tokens with quantised KV or selection are decoded again, not prefilled.
     """
     roomy = make(policy=policy, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
-    memory = 5 * roomy.runner.pool.chunk_bytes
+    memory = 5 * roomy.runner.pool.block_bytes
     tight = make(policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
     prompts, params = [tiny_prompt(100, seed=i) for i in range(6)], [greedy(32)] * 6
     engine = Engine(tight.runner, max_num_seqs=6)
@@ -157,14 +159,14 @@ def test_preemption_loses_nothing(policy: str, kv_cache_dtype: str) -> None:
 
 def test_32_requests_compute_store_and_fetch_a_shared_prompt_once() -> None:
     """32 questions on a 2k prompt must save at least 90 % of the shared prefill, KV and transfers."""
-    llm = make(chunks=32 + 64 + 8)
-    pool, shared, batch = llm.runner.pool, 32 * CHUNK, 32
+    llm = make(blocks=32 + 64 + 8)
+    pool, shared, batch = llm.runner.pool, 32 * BLOCK_SIZE, 32
     prompts = [tiny_prompt(shared) + tiny_prompt(40, seed=i + 1) for i in range(batch)]
     done = completed(llm.generate(prompts, greedy(16)))
     saved = sum(c.stats.reused_tokens for c in done)
     assert saved == (batch - 1) * shared
-    assert pool.bytes_peak <= (32 + 2 * batch) * CHUNK_BYTES
-    assert pool.bytes_peak - 2 * batch * CHUNK_BYTES <= 0.1 * batch * 32 * CHUNK_BYTES
+    assert pool.bytes_peak <= (32 + 2 * batch) * BLOCK_BYTES
+    assert pool.bytes_peak - 2 * batch * BLOCK_BYTES <= 0.1 * batch * 32 * BLOCK_BYTES
     crossed = sum(c.stats.h2d_bytes for c in done)
     prefill = (batch - 1) * shared * LAYERS * ROW
     steps = [len(c.stats.attended_by_step) for c in done]
@@ -176,12 +178,12 @@ def test_32_requests_compute_store_and_fetch_a_shared_prompt_once() -> None:
 def test_bytes_of_a_step_with_full_count_the_shared_part_once() -> None:
     llm = make()
     runner = llm.runner
-    first = runner.new_sequence(tiny_prompt(5 * CHUNK + 1), 6 * CHUNK)
-    runner.prefill(first, 5 * CHUNK)
-    batch = [first, *(runner.fork(first, 6 * CHUNK) for _ in range(3))]
+    first = runner.new_sequence(tiny_prompt(5 * BLOCK_SIZE + 1), 6 * BLOCK_SIZE)
+    runner.prefill(first, 5 * BLOCK_SIZE)
+    batch = [first, *(runner.fork(first, 6 * BLOCK_SIZE) for _ in range(3))]
     before = sum(s.trace.bytes_to_device for s in batch)
     logits = runner.decode(batch)
-    assert sum(s.trace.bytes_to_device for s in batch) - before == 5 * CHUNK * LAYERS * ROW
+    assert sum(s.trace.bytes_to_device for s in batch) - before == 5 * BLOCK_SIZE * LAYERS * ROW
     torch.testing.assert_close(logits, logits[:1].expand_as(logits), rtol=0, atol=1e-9)
     for sequence in batch:
         runner.free(sequence)
@@ -190,13 +192,13 @@ def test_bytes_of_a_step_with_full_count_the_shared_part_once() -> None:
 def test_where_nothing_pays_the_step_is_the_one_without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A single sequence, no common block, or a short segment: logits are bit-identical to a run without segments."""
     llm = make()
-    runner, prompts = llm.runner, [tiny_prompt(3 * CHUNK + 9, seed=i) for i in range(3)]
+    runner, prompts = llm.runner, [tiny_prompt(3 * BLOCK_SIZE + 9, seed=i) for i in range(3)]
     sequences = [runner.new_sequence(prompt, len(prompt) + 4) for prompt in prompts]
     for sequence in sequences:
         runner.prefill(sequence, len(sequence.tokens) - 1)
     sequences.append(runner.fork(sequences[0], len(prompts[0]) + 4))
     monkeypatch.setattr("offload_rt.model_runner.decode.attend_runs", None)  # a call raises TypeError
-    for batch, pays_from in (([0], 1), ([0, 1, 2], 1), ([0, 3, 1], 3 * CHUNK * ROW // 4 + 1)):
+    for batch, pays_from in (([0], 1), ([0, 1, 2], 1), ([0, 3, 1], 3 * BLOCK_SIZE * ROW // 4 + 1)):
         logits = []
         for rule in (NEVER_PAYS, pays_from):
             runner.prefixes = SharedPrefixes(ROW, rule)
@@ -205,7 +207,7 @@ def test_where_nothing_pays_the_step_is_the_one_without_sharing(monkeypatch: pyt
             for fork in forks:
                 runner.free(fork)
         assert torch.equal(*logits)
-    runner.prefixes = SharedPrefixes(ROW, 3 * CHUNK * ROW // 4)
+    runner.prefixes = SharedPrefixes(ROW, 3 * BLOCK_SIZE * ROW // 4)
     with pytest.raises(TypeError):
         runner.decode([sequences[0], sequences[3]])
 
@@ -216,20 +218,20 @@ def test_bytes_of_a_selection_count_the_union(staged: bool) -> None:
     options = {"dense_layers": (), "sinks": 2, "recent": 8, "max_fraction": 0.3}
     llm = make(policy="infinigen", policy_options=options, staged=staged)
     runner = llm.runner
-    first = runner.new_sequence(tiny_prompt(4 * CHUNK + 1), 5 * CHUNK)
-    runner.prefill(first, 4 * CHUNK)
-    batch = [first, *(runner.fork(first, 5 * CHUNK) for _ in range(3))]
+    first = runner.new_sequence(tiny_prompt(4 * BLOCK_SIZE + 1), 5 * BLOCK_SIZE)
+    runner.prefill(first, 4 * BLOCK_SIZE)
+    batch = [first, *(runner.fork(first, 5 * BLOCK_SIZE) for _ in range(3))]
     start = [s.trace.bytes_to_device for s in batch]
     runner.decode(batch)
     crossed = [s.trace.bytes_to_device - before for s, before in zip(batch, start, strict=True)]
     fetched = [sum(s.trace.fetched[-1]) for s in batch]
     assert sorted(crossed)[:3] == [0, 0, 0] and fetched[0] > 0
-    assert max(crossed) == round(fetched[0] * (4 * CHUNK + 1)) * ROW
+    assert max(crossed) == round(fetched[0] * (4 * BLOCK_SIZE + 1)) * ROW
     for sequence in batch:
         runner.free(sequence)
 
 
-def test_waste_is_less_than_a_chunk_a_sequence() -> None:
+def test_waste_is_less_than_a_block_a_sequence() -> None:
     """None of PagedAttention's three kinds of waste exceeds the unused slots of each sequence's last block."""
     llm = make()
     engine = Engine(llm.runner, max_num_seqs=8)
@@ -238,16 +240,16 @@ def test_waste_is_less_than_a_chunk_a_sequence() -> None:
     while not engine.idle:
         engine.step()
         sequences = [s for one in requests for s in one.sequences if s.position]
-        assert all(s.blocks.capacity - s.position <= CHUNK for s in sequences)
-        held = {chunk for s in sequences for chunk in s.blocks.chunks}
+        assert all(s.blocks.capacity - s.position <= BLOCK_SIZE for s in sequences)
+        held = {block for s in sequences for block in s.blocks.ids}
         if engine.scheduler.prefilling is None:
-            assert pool.bytes_held == len(held) * CHUNK_BYTES
+            assert pool.bytes_held == len(held) * BLOCK_BYTES
 
 
 def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
     """A block table outside the engine holds most of the pool."""
-    llm = make(chunks=6)
-    held = llm.runner.pool.new_block_table(4 * CHUNK)
+    llm = make(blocks=6)
+    held = llm.runner.pool.new_block_table(4 * BLOCK_SIZE)
     engine = Engine(llm.runner, max_num_seqs=2)
     engine.add(tiny_prompt(100), greedy(60))
     after = engine.add(tiny_prompt(90), greedy(5))  # waits, and runs after the first has failed
@@ -255,7 +257,7 @@ def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
         drain(engine)
     drain(engine)
     assert len(after.completions()[0].token_ids) == 5
-    assert llm.runner.pool.bytes_held == 4 * CHUNK_BYTES
+    assert llm.runner.pool.bytes_held == 4 * BLOCK_BYTES
     llm.runner.pool.release(held)
     assert len(completed(llm.generate([tiny_prompt(100)], greedy(60)))[0].token_ids) == 60
 
@@ -264,7 +266,7 @@ def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
 def test_many_requests_in_a_pool_too_small_for_them() -> None:
     """Random lengths, sharing, cancellations and preemptions. `make stress` runs 500 requests."""
     rng = random.Random(7)
-    llm = make(chunks=16)
+    llm = make(blocks=16)
     stems = [tiny_prompt(rng.choice([0, 64, 130, 200]), seed=i) for i in range(6)]
     prompts = [rng.choice(stems) + tiny_prompt(rng.randint(1, 60), seed=i) for i in range(REQUESTS)]
     params = [greedy(rng.choice([1, 7, 20, 140])) for _ in prompts]
@@ -294,27 +296,27 @@ def test_many_requests_in_a_pool_too_small_for_them() -> None:
 def test_what_a_policy_decoded_is_never_reused_as_exact(policy: str, beyond: bool) -> None:
     options = {} if policy == "full" else {"recent": 8, "sinks": 2, "max_fraction": 0.1, "dense_layers": ()}
     llm = make(policy=policy, policy_options=options)
-    prompt = tiny_prompt(2 * CHUNK + 5)
-    [first] = completed(llm.generate([prompt], greedy(2 * CHUNK)))
+    prompt = tiny_prompt(2 * BLOCK_SIZE + 5)
+    [first] = completed(llm.generate([prompt], greedy(2 * BLOCK_SIZE)))
     [again] = completed(llm.generate([prompt + first.token_ids], greedy(1)))
-    assert again.stats.reused_tokens == (len(prompt + first.token_ids) // CHUNK if beyond else 2) * CHUNK
+    assert again.stats.reused_tokens == (len(prompt + first.token_ids) // BLOCK_SIZE if beyond else 2) * BLOCK_SIZE
 
 
 def test_another_policy_finds_what_was_prefilled() -> None:
     """The second policy uses the same weights and pool, and computes only the last partial block."""
     options = {"budget": 0.3, "recent": 8, "sinks": 2}
-    prompt = tiny_prompt(3 * CHUNK + 5)
+    prompt = tiny_prompt(3 * BLOCK_SIZE + 5)
     first = make(policy="full")
     first.generate([prompt], greedy(4))
     other = first.under("quest", options)
     [done] = completed(other.generate([prompt], greedy(24)))
     [own] = completed(make(policy="quest", policy_options=options).generate([prompt], greedy(24)))
     assert done.token_ids == own.token_ids and done.stats.exact_fraction == own.stats.exact_fraction < 1
-    assert (done.stats.reused_tokens, own.stats.reused_tokens) == (3 * CHUNK, 0)
+    assert (done.stats.reused_tokens, own.stats.reused_tokens) == (3 * BLOCK_SIZE, 0)
     assert other.config.policy == "quest" and first.config.policy == "full"
     assert other.runner.adapter is first.runner.adapter
     [back] = completed(first.generate([prompt], greedy(4)))
-    assert back.stats.reused_tokens == 3 * CHUNK
+    assert back.stats.reused_tokens == 3 * BLOCK_SIZE
     first.runner.check_integrity()
     with pytest.raises(ConfigError, match="planned for one policy"):
         make(policy="full", device_memory="1GiB").under("quest", options)

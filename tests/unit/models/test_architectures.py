@@ -213,7 +213,9 @@ class TestCapsAndSinks:
     )
     def test_a_device_gives_the_tokens_of_a_cpu(self, name: str, tail: str) -> None:
         """Cover batched selection with sinks, and selection per sequence with a cap or with approximate KV."""
-        options = {"preset": "rows", "tail": tail, "scorer": "auto", "dense_layers": ()} if tail == "off" else {}
+        options = (
+            {"preset": "rows", "approximate_kv": tail, "scorer": "auto", "dense_layers": ()} if tail == "off" else {}
+        )
         found = []
         for device in ("cpu", "cuda"):
             model = architecture(name)

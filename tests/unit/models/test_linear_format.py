@@ -65,7 +65,7 @@ def test_loads_with_planned_bytes_and_its_own_fingerprint(folder: Path, rounded:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("options", [{}, {"budget": 1.0, "tail": "off"}])
+@pytest.mark.parametrize("options", [{}, {"budget": 1.0, "approximate_kv": "off"}])
 def test_tokens_are_those_of_transformers(folder: Path, rounded: Any, options: Any, streamed: bool) -> None:
     policy = "infinigen" if options else "full"
     config = EngineConfig(policy, options, max_model_len=192, host_memory="16MiB", dtype="float32", verify="always")

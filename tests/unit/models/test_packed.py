@@ -75,7 +75,7 @@ def test_tokens_are_those_of_transformers(packed: Path) -> None:
     given = torch.tensor([PROMPT])
     made = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=12, do_sample=False)
     assert ours(packed, "full") == made[0, len(PROMPT) :].tolist()
-    assert ours(packed, "infinigen", budget=1.0, tail="off", **WINDOW) == made[0, len(PROMPT) :].tolist()
+    assert ours(packed, "infinigen", budget=1.0, approximate_kv="off", **WINDOW) == made[0, len(PROMPT) :].tolist()
 
 
 def test_memory_is_planned_with_packed_bytes(packed: Path) -> None:
@@ -231,7 +231,7 @@ def test_int4_weights_of_torchao_run_on_a_cpu(tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(plain, quantization_config=four, dtype=torch.float32)
     numbers = sum(m.in_features * m.out_features for m in model.model.layers.modules() if is_linear(m))
     assert sum(held_bytes(w) for w in model.model.layers.parameters()) < 0.8 * numbers
-    for policy, options in (("full", {}), ("infinigen", {"budget": 1.0, "tail": "off", **WINDOW})):
+    for policy, options in (("full", {}), ("infinigen", {"budget": 1.0, "approximate_kv": "off", **WINDOW})):
         llm = LLM(model, policy=policy, policy_options=options, host_memory="16MiB", verify="always")
         assert_greedy(model, PROMPT, [event.token_id for event in llm.stream(PROMPT, GREEDY)])
 

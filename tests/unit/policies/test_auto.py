@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.device_link import staged
 from support.outputs import completed
+from support.staged_transfer import staged
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
@@ -17,7 +17,7 @@ from offload_rt.policies.infinigen.policy import InfiniGen
 from offload_rt.policies.options import AutoOptions
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "tail": "int4", "source": "residual"}
+SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "approximate_kv": "int4", "source": "residual"}
 FRACTION: dict[str, Any] = SMALL | {"budget": None, "max_fraction": 0.1}
 MODEL = tiny_model("llama")
 

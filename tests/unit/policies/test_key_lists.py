@@ -16,8 +16,8 @@ from offload_rt.policies.options import InfiniGenOptions
 LENGTHS = (150, 70)
 RULE = Rule(alpha=4.0, max_fraction=0.2)
 KEYS: list[dict[str, Any]] = [
-    {"scorer": "partial"}, {"scorer": "int8"}, {"scorer": "int4"}, {"scorer": "int2"}, {"tail": "int2"},
-    {"tail": "int4"}, {"scorer": "partial", "columns": "prompt"},
+    {"scorer": "partial"}, {"scorer": "int8"}, {"scorer": "int4"}, {"scorer": "int2"}, {"approximate_kv": "int2"},
+    {"approximate_kv": "int4"}, {"scorer": "partial", "columns": "prompt"},
 ]  # fmt: skip
 
 

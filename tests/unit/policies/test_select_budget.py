@@ -215,7 +215,7 @@ def test_h2o_forks_are_independent() -> None:
 def test_options_must_fit_the_model() -> None:
     with pytest.raises(ConfigError, match="layers 0 to 1"):
         Oracle(BudgetOptions(dense_layers=(5,)), geometry())
-    for options in (QuestOptions(budget=0.68), InfiniGenOptions(budget=0.68, tail="off")):
+    for options in (QuestOptions(budget=0.68), InfiniGenOptions(budget=0.68, approximate_kv="off")):
         options.check_context(102)
         with pytest.raises(
             ConfigError, match=r"is 68 tokens, .* nothing would be selected; set a budget of at least 69 t"

@@ -10,17 +10,17 @@ from support.batches import begun
 from support.sharing import make
 from support.tiny_models import tiny_prompt
 
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.runner import Runner
 from offload_rt.kernels.pages import PAGE_TOKENS
 from offload_rt.model_runner.sequence import Sequence
 from offload_rt.policies.infinigen.low_bit_rows import LowBitRows
 
-COMMON = PAGE_TOKENS + 2 * CHUNK
+COMMON = PAGE_TOKENS + 2 * BLOCK_SIZE
 
 
 def runner_of(**options: Any) -> Runner:
-    tail = {"tail": "int2", "recent": 8, "budget": 0.3}
+    tail = {"approximate_kv": "int2", "recent": 8, "budget": 0.3}
     return make(policy="infinigen", policy_options=tail, missed_mass_every=0, **options).runner
 
 
@@ -47,7 +47,7 @@ def blocks_of(sequence: Sequence) -> torch.Tensor:
     rows = kept(sequence)
     pages = [rows._rows.pages(layer) for layer in range(2)]
     whole = torch.stack([torch.cat([page[own.layer] for page in own.tensors], 1) for own in pages])
-    return whole[:, :, : sequence.position // CHUNK]
+    return whole[:, :, : sequence.position // BLOCK_SIZE]
 
 
 @pytest.fixture
@@ -87,19 +87,19 @@ def test_a_shared_prefix_has_its_rows_once(learned: list[int]) -> None:
 
 def test_only_what_a_prefill_made_is_taken(learned: list[int]) -> None:
     """Low-bit KV is not shared from incomplete sequences, nor for decoded tokens."""
-    runner, prompt = runner_of(), tiny_prompt(4 * CHUNK)
-    first = begun(runner, 3 * CHUNK + 10)
-    assert first.tokens[: 3 * CHUNK] == prompt[: 3 * CHUNK]
+    runner, prompt = runner_of(), tiny_prompt(4 * BLOCK_SIZE)
+    first = begun(runner, 3 * BLOCK_SIZE + 10)
+    assert first.tokens[: 3 * BLOCK_SIZE] == prompt[: 3 * BLOCK_SIZE]
     second = runner.new_sequence(prompt, 300, reuse=len(prompt))
     first.unlearned = 1
     del learned[:]
     third = runner.new_sequence(prompt, 300, reuse=len(prompt))
     runner.prefill(second, 200)
     first.unlearned = 0
-    first.exact = CHUNK + 1
+    first.exact = BLOCK_SIZE + 1
     runner.free(second)
     runner.prefill(third, 200)
-    assert learned == [0, 0, CHUNK + 1, CHUNK + 1]
+    assert learned == [0, 0, BLOCK_SIZE + 1, BLOCK_SIZE + 1]
 
 
 def test_where_slots_are_overwritten_each_learns_for_itself(learned: list[int]) -> None:

@@ -27,37 +27,28 @@ WORDS = {
 NAMES = {
     "truncation_id": "cache salt", "suit_cpu": "CPU weight layout", "max_batch": "max_num_seqs",
     "prefill_tokens": "max_num_batched_tokens", "prefill_slice": "prefill_chunk_size", "max_context": "max_model_len",
-    "prefix_sharing": "enable_prefix_caching", "kv_format": "kv_cache_dtype", "verification_pass": "verification pass",
-    "exact_layer": "full-attention layer", "join_tail": "merge_approximate", "text_part": "language model",
-    "own_device": "device guard", "proof": "load-time verification", "growth": "attention temperature scaling",
-    "reach": "RoPE scaling", "gate": "middleware", "figures": "metrics", "deltas": "chat stream",
-    "answers": "responses", "affinity": "prefix-aware router", "Room": "cache manager", "PendingFetch": "handle",
-    "PendingBatchFetch": "pending fetch", "PendingWriteBacks": "pending write-back", "StepMode": "a telling name",
-    "StepModes": "a telling name", "Visible": "a telling name", "Span": "a telling name",
-    "Holder": "a telling name", "Asked": "a telling name", "Neighbours": "interleaved rotary embedding",
-    "Halves": "half-split rotary embedding", "Documents": "a telling name", "HostShares": "memory budget",
-    "Piece": "a telling name", "Place": "a telling name", "Door": "proxy", "Behind": "upstream", "Where": "routing",
+    "prefix_sharing": "enable_prefix_caching", "whole_pass": "verification pass", "exact_layer": "full-attention layer",
+    "join_tail": "merge_approximate", "text_part": "language model", "own_device": "device guard",
+    "proof": "load-time verification", "growth": "attention temperature scaling", "reach": "RoPE scaling",
+    "gate": "middleware", "figures": "metrics", "deltas": "chat stream", "answers": "responses",
+    "affinity": "prefix-aware router", "Room": "cache manager", "Ticket": "handle", "Arriving": "pending fetch",
+    "Returning": "pending write-back", "Strategy": "a telling name", "Visible": "a telling name",
+    "Span": "a telling name", "Holder": "a telling name", "Asked": "a telling name",
+    "Neighbours": "interleaved rotary embedding", "Halves": "half-split rotary embedding",
+    "Documents": "a telling name", "HostShares": "memory budget", "Piece": "a telling name",
+    "Place": "a telling name", "Door": "proxy", "Behind": "upstream", "Where": "routing",
 }  # fmt: skip
 """Names that no module, class or function may have, with the terms to use."""
 
-RENAME = "used in several folders; the central rename of the glossary follows"
 WORD_ALLOWED = {
-    "chunk": (81, f"{RENAME}. `prefill_chunk_size` is vLLM's word and stays"),
-    "tail": (28, f"{RENAME}. `--truncate tail` stays"),
-    "lineage": (19, RENAME),
-    "link": (25, RENAME),
-    "missed": (20, "the option `max_missed_mass` and its statistics stay"),
-    "homes": (5, RENAME),
+    "chunk": (5, "chunked prefill, chunks of a streamed response, and the decoding chunks of the paper's Figure 12"),
+    "tail": (3, "fields of stored session histories: the partly filled last block"),
+    "link": (4, "fields of recorded evaluation results"),
+    "missed": (15, "the option `max_missed_mass` and its statistics"),
 }
 """How many identifiers may still contain a word, with the reason. The numbers may only fall."""
 
-NAME_ALLOWED = {
-    "answers", "deltas", "figures", "gate", "affinity", "Documents", "Holder",  # server
-    "exact_layer", "growth", "proof", "reach", "text_part", "Place", "Halves", "Neighbours", "Asked",  # models
-    "PendingBatchFetch", "PendingWriteBacks", "PendingFetch", "own_device", "verification_pass",  # engine and transfer
-    "HostShares", "Piece", "Room", "Span", "kv_format", "truncation_id",  # KV cache and sessions
-    "StepMode", "StepModes", "Visible", "join_tail",  # model_runner, policies, kernels
-}  # fmt: skip
+NAME_ALLOWED = {"truncation_id", "figures", "answers", "Place", "Asked"}
 """Names that remain until their folder is renamed. Remove an entry with the last use."""
 
 

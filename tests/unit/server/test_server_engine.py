@@ -52,7 +52,7 @@ def test_everybody_gets_their_own_text(url: str, engine: AsyncLLM) -> None:
         if i % 2:
             return (await client.chat.completions.create(**asked)).choices[0].message.content or ""
         stream = await client.chat.completions.create(**asked, stream=True)
-        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        return "".join([block.choices[0].delta.content or "" async for block in stream])
 
     async def all_at_once() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:

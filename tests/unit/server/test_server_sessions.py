@@ -134,8 +134,8 @@ def test_a_response_that_its_client_left_leaves_no_session(model: Path, tmp_path
 def test_what_a_request_does_is_traced(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path, policy="infinigen") as (http, _):
         answer = http.post("/v1/chat/completions", json=ASK | {"stream": True, "trace": True, "max_tokens": 5})
-        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-        head, *steps = [chunk["trace"] for chunk in chunks if "trace" in chunk]
+        blocks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        head, *steps = [block["trace"] for block in blocks if "trace" in block]
         assert "".join(head["segments"]) == f"user: {LONG}\nassistant: "
         assert (head["policy"], head["layers"], head["segment_tokens"]) == ("infinigen", 2, 1)
         assert len(head["segments"]) == head["prompt_tokens"]

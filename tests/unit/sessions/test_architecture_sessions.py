@@ -17,7 +17,7 @@ from support.plain_decode import Kept, plain_step
 from support.tiny_models import assert_greedy
 
 from offload_rt import LLM, ModelError, SamplingParams
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 
 NAMES = list(RUNS) if os.environ.get("OFFLOAD_RT_CELLS") == "1" else ["gemma3", "gpt_oss", "opt"]
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
@@ -80,7 +80,7 @@ def test_a_pool_that_is_full_evicts(name: str) -> None:
     """Compare with a plain model. Full-attention layers evict FIFO; sliding-window layers keep their windows."""
     model = architecture(name)
     pool = make(model).runner.pool
-    memory = pool.chunk_bytes * (2 * pool.groups.full + pool.groups.sliding * pool.groups.window_chunks)
+    memory = pool.block_bytes * (2 * pool.groups.full + pool.groups.sliding * pool.groups.window_blocks)
     runner = make(model, host_memory=memory, eviction={"policy": "fifo", "protect": "none"}).runner
     geometry, tokens = runner.adapter.geometry, prompt_of(146, 3)
     kept: Kept = [[] for _ in range(geometry.layers)]
@@ -90,7 +90,7 @@ def test_a_pool_that_is_full_evicts(name: str) -> None:
     runner.prefill(sequence, 120)
     for position, token in enumerate(tokens[120:145], start=120):
         for layer, window in zip(kept, geometry.windows, strict=True):
-            if window is None and len(layer) == 2 * CHUNK:
+            if window is None and len(layer) == 2 * BLOCK_SIZE:
                 layer.pop(0)
         expected = plain_step(runner.adapter, [token], position, kept)
         assert_near(runner.decode([sequence])[0], expected)

@@ -22,7 +22,7 @@ from offload_rt.engine.engine import Engine
 from offload_rt.models.loading import load_model
 from offload_rt.sessions.history import History
 from offload_rt.skewing.artifact import SkewArtifact
-from offload_rt.storage.naming import SessionProvenance, name_chunks
+from offload_rt.storage.naming import SessionProvenance, name_blocks
 
 BEFORE = Path(__file__).parents[2] / "data" / "written_before"
 ROWS = {"preset": "rows", "source": "residual"}
@@ -88,12 +88,12 @@ def some_tokens(count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("case", EXPECTED["names"])
-def test_chunks_have_the_names_that_they_had(case: dict[str, Any]) -> None:
+def test_blocks_have_the_names_that_they_had(case: dict[str, Any]) -> None:
     provenance = SessionProvenance(
         bytes.fromhex(EXPECTED["root"]), case["policy"], case["truncation_id"], case["owner"]
     )
     decoded = [(start, stop) for start, stop in case["decoded"]]
-    names = name_chunks(provenance, some_tokens(case["tokens"]), case["stop"], decoded)
+    names = name_blocks(provenance, some_tokens(case["tokens"]), case["stop"], decoded)
     assert [name.provenance_key for name in names] == case["lineages"]
     assert [name.key.hex() for name in names] == case["keys"] and len(names[0].key) == 32
     assert [name.index for name in names] == list(range(len(names)))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from support.disk_chunks import named, open_store
+from support.disk_blocks import named, open_store
 from support.outputs import completed
 from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
@@ -26,7 +26,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 from offload_rt import LLM, InputError, SamplingParams, StoreError
 from offload_rt.cli import main
 from offload_rt.sessions.history import History, document_name
-from offload_rt.storage.chunk_store import Document
+from offload_rt.storage.block_store import Document
 
 SHORT = SamplingParams(max_tokens=8, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3)]
@@ -112,12 +112,12 @@ def test_a_store_that_was_copied_while_it_was_in_use_is_as_it_was_saved_last(llm
     answer(session, TURNS[0])
     saved, events = session.tokens, session.send(TURNS[1], SHORT)
     next(events)
-    [chunk, *_] = store.rglob("*.kv")
+    [block, *_] = store.rglob("*.kv")
     shutil.copytree(store, copy)
     for half_written in copy.rglob("*.tmp"):
         half_written.unlink()  # leaves only the temporary file created below
-    of_a_dead_process = (copy / chunk.relative_to(store)).with_suffix(".77.1.tmp")
-    of_a_dead_process.write_bytes(chunk.read_bytes()[:1000])
+    of_a_dead_process = (copy / block.relative_to(store)).with_suffix(".77.1.tmp")
+    of_a_dead_process.write_bytes(block.read_bytes()[:1000])
     list(events)
     session.close()
     with warnings.catch_warnings():
@@ -218,7 +218,7 @@ def test_deleting_beside_a_damaged_history_says_what_is_not_known(
     with pytest.warns(UserWarning, match=f"'passing' was deleted; 1 other documents.*{document_name('s')}"):
         llm.session("passing", tmp_path).discard()
     twin = llm.session("twin", tmp_path)
-    assert answer(twin, TURNS[1]) and twin.host.stats.computed_tokens == 0, "the twin's chunks stayed"
+    assert answer(twin, TURNS[1]) and twin.host.stats.computed_tokens == 0, "the twin's blocks stayed"
     twin.close()
     assert main(["sessions", "delete", "twin", "--store", str(tmp_path)]) == 0
     assert document_name("s") in capsys.readouterr().err

@@ -124,12 +124,12 @@ def test_nothing_of_a_deleted_session_is_left(how: str, llm: LLM, tmp_path: Path
     session = llm.session("kept", tmp_path)
     assert set(files(tmp_path)) == {"lock", f"{session.history.document}.doc", f"{session.history.document}.before"} | {
         f"{key}.kv" for key in session.history.keys
-    }, "no chunk but those of the session that stays"
+    }, "no block but those of the session that stays"
     assert session.tokens == kept and answer(session, tiny_prompt(9)) and session.host.stats.computed_tokens == 0
     session.close()
 
 
-def test_chunks_of_forks_stay_until_the_last_one_goes(llm: LLM, tmp_path: Path) -> None:
+def test_blocks_of_forks_stay_until_the_last_one_goes(llm: LLM, tmp_path: Path) -> None:
     session = llm.session("one", tmp_path)
     answer(session, tiny_prompt(150))
     session.truncate(keep_last=100)

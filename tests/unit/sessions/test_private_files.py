@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.disk_chunks import named, open_store, save
+from support.disk_blocks import named, open_store, save
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.kv_cache.disk.direct_file import DirectFile
-from offload_rt.server.documents import Documents, digest
+from offload_rt.server.documents import DocumentCache, digest
 from offload_rt.utils.private_files import make_private_folder, open_private
 
 
@@ -85,7 +85,7 @@ def test_a_folder_of_the_users_own_keeps_its_mode_and_files(tmp_path: Path) -> N
 
 def test_what_the_server_remembers(tmp_path: Path) -> None:
     """Ignore links, pipes and other files in the documents folder. Remove temporary files of a killed server."""
-    documents, name = Documents(tmp_path / "server" / "conversations"), digest("a")
+    documents, name = DocumentCache(tmp_path / "server" / "conversations"), digest("a")
     documents.put(name, {"owner": "x"}, ["text"])
     folder = tmp_path / "server" / "conversations"
     assert modes(tmp_path / "server") == PRIVATE
@@ -97,7 +97,7 @@ def test_what_the_server_remembers(tmp_path: Path) -> None:
     os.chmod(folder / f"{name}.{'0' * 32}.tmp", 0o600)
     os.utime(folder / f"{digest('d')}.tmp", (0, 0))
     (folder / "kitchen.json").write_text(json.dumps({"owner": "x"}))
-    again = Documents(folder)
+    again = DocumentCache(folder)
     assert list(again.heads()) == [name] and again.body(name) == ["text"]
     assert again.head(digest("b")) is None and again.body(digest("b")) is None
     again.delete(name)

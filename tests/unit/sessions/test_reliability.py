@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.disk_chunks import (
+from support.disk_blocks import (
     FILE_BYTES,
     KILLS,
+    block_files,
     blocks_of,
-    chunk_files,
     fork_saver,
     load,
     named,
@@ -33,9 +33,9 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import StoreError
-from offload_rt.kv_cache.prefix_tree import chunk_key
+from offload_rt.kv_cache.prefix_tree import block_key
 from offload_rt.sessions.history import document_name
-from offload_rt.storage.chunk_store import Document
+from offload_rt.storage.block_store import Document
 
 SHORT = SamplingParams(max_tokens=20, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3)]
@@ -85,13 +85,13 @@ def test_a_full_disk_keeps_what_is_whole(small_disk: Callable[[str], Path]) -> N
     assert not list(folder.rglob("*.tmp"))
     store.put(named("history"), bytes(6000))
     assert store.get(named("history")) == Document(bytes(6000))
-    assert chunk_files(folder) < sum(saved), "a chunk gives way to what was said"
+    assert block_files(folder) < sum(saved), "a block gives way to what was said"
     store.check_integrity()
     with pytest.raises(StoreError, match="No space left"):
         store.put(named("history"), bytes(1 << 20))
     assert store.get(named("history")) == Document(bytes(6000))
-    assert chunk_files(folder) > 0, "no chunk leaves where all of them are not enough"
-    store.remove([chunk_key(store.root, "exact", tokens_of(number)) for number in range(30)])
+    assert block_files(folder) > 0, "no block leaves where all of them are not enough"
+    store.remove([block_key(store.root, "exact", tokens_of(number)) for number in range(30)])
     assert save(store, 99) and load(store, 99) == blocks_of(99)
     store.close()
 
@@ -149,7 +149,7 @@ def test_a_store_of_another_model_or_an_older_layout_is_a_new_session(
     assert other.loaded_tokens == 0
     other.close()
     with monkeypatch.context() as patch:
-        for module in ("storage.chunk_file", "sessions.store"):
+        for module in ("storage.block_file", "sessions.store"):
             patch.setattr(f"offload_rt.{module}.LAYOUT_VERSION", 0)
         older = make_llm().session("s", tmp_path)
         assert older.tokens == []

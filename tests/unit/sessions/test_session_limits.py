@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import architecture
-from support.disk_chunks import chunk_files
+from support.disk_blocks import block_files
 from support.outputs import completed
 from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
@@ -28,7 +28,7 @@ from offload_rt.sessions.truncate import SINKS, last_kept
 SHORT = SamplingParams(max_tokens=6, temperature=0)
 NAMES = ("ada", "bob", "cyd")
 POSITIONS = 260
-CHUNK_BYTES = 3 * 2 * 2 * 64 * 16 * 8
+BLOCK_BYTES = 3 * 2 * 2 * 64 * 16 * 8
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
@@ -39,12 +39,12 @@ POLICIES: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
-def make_llm(chunks: int = 200, *, name: str = "llama", positions: int = 4096, **options: Any) -> LLM:
-    """Create an LLM whose pool has `chunks` blocks."""
+def make_llm(blocks: int = 200, *, name: str = "llama", positions: int = 4096, **options: Any) -> LLM:
+    """Create an LLM whose pool has `blocks` blocks."""
     key = "n_positions" if name == "gpt2" else "max_position_embeddings"
     model = tiny_model(name, dtype=torch.float64, **{key: positions})
-    size = LLM(model, dtype="float64", host_memory="1MiB", **({"policy": "full"} | options)).runner.pool.chunk_bytes
-    return LLM(model, dtype="float64", host_memory=chunks * size, **({"policy": "full"} | options))
+    size = LLM(model, dtype="float64", host_memory="1MiB", **({"policy": "full"} | options)).runner.pool.block_bytes
+    return LLM(model, dtype="float64", host_memory=blocks * size, **({"policy": "full"} | options))
 
 
 def turn(name: str, number: int) -> list[int]:
@@ -178,7 +178,7 @@ def test_a_saver_that_cannot_go_on_says_so_and_nobody_waits_for_it(
         with pytest.raises(ZeroDivisionError):
             session.save()
     session.save()
-    assert chunk_files(tmp_path) == 2 and session.context.saver._waiting == 0
+    assert block_files(tmp_path) == 2 and session.context.saver._waiting == 0
     session.close()
 
 
@@ -236,8 +236,8 @@ def test_sessions_of_one_store_give_way_to_turns_of_another(tmp_path: Path) -> N
 
 def test_sessions_that_cannot_be_saved_stay_and_the_error_says_who_holds_what(tmp_path: Path) -> None:
     llm = make_llm(9)
-    chunk = llm.runner.pool.chunk_bytes
-    session = llm.session("ada", tmp_path, limit=2 * chunk)
+    block = llm.runner.pool.block_bytes
+    session = llm.session("ada", tmp_path, limit=2 * block)
     first = answer(session, tiny_prompt(250, seed=1))
     message = r"sessions hold .*: 'ada' .* \(its store cannot take it: the limit of its files is reached\)"
     with pytest.raises(PoolFullError, match=message):
@@ -272,7 +272,7 @@ def test_sessions_and_prompts_take_turns_in_a_small_pool(tmp_path: Path) -> None
         if len(sessions[0][name].tokens if name else ()) > 320:
             for each in sessions:
                 each[name].truncate(keep_last=100)
-    assert sessions[0]["ada"].host.stats.evicted > 3 and small.runner.pool.bytes_peak <= 12 * CHUNK_BYTES
+    assert sessions[0]["ada"].host.stats.evicted > 3 and small.runner.pool.bytes_peak <= 12 * BLOCK_BYTES
     for each in sessions:
         for session in each.values():
             session.close()
@@ -282,7 +282,7 @@ def test_idle_sessions_give_up_blocks_for_a_turn_in_sliding_layers(tmp_path: Pat
     """Evict an idle session because a turn needs more sliding-window blocks than its session holds."""
     model = architecture("gemma3", dtype=torch.float64)
     options: dict[str, Any] = {"policy": "full", "dtype": "float64", "verify": "off"}
-    size = LLM(model, host_memory="4MiB", **options).runner.pool.chunk_bytes
+    size = LLM(model, host_memory="4MiB", **options).runner.pool.block_bytes
     prompts = [[token % 90 + 1 for token in tiny_prompt(length, seed=length)] for length in (60, 61, 20)]
     with LLM(model, host_memory=7 * size, **options) as llm:  # leaves 1 block for the full-attention layers
         ada, bob = llm.session("ada", tmp_path), llm.session("bob", tmp_path)

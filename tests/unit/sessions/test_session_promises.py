@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.disk_chunks import FILE_BYTES, load, named, open_store, save, tokens_of
+from support.disk_blocks import FILE_BYTES, load, named, open_store, save, tokens_of
 from support.outputs import completed
 from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, EngineError, InputError, PoolFullError, SamplingParams, StoreError
 from offload_rt.engine.runner import Runner
-from offload_rt.storage.chunk_file import FileChunk
+from offload_rt.storage.block_file import FileBlock
 from offload_rt.storage.disk_store import DiskStore
 
 SHORT = SamplingParams(max_tokens=8, temperature=0)
@@ -28,9 +28,9 @@ SHORT = SamplingParams(max_tokens=8, temperature=0)
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
-def make_llm(chunks: int = 100, **options: Any) -> LLM:
+def make_llm(blocks: int = 100, **options: Any) -> LLM:
     model, size = tiny_model("llama", dtype=torch.float64), 3 * 2 * 2 * 64 * 16 * 8
-    return LLM(model, dtype="float64", host_memory=chunks * size, **({"policy": "full"} | options))
+    return LLM(model, dtype="float64", host_memory=blocks * size, **({"policy": "full"} | options))
 
 
 answer = partial(take_turn, params=SHORT)
@@ -95,24 +95,24 @@ def reuse(llm: LLM, prompt: list[int]) -> tuple[int, int | None]:
 def test_statistics_say_what_was_reused_and_where_a_prompt_parts_from_the_stored_ones() -> None:
     llm, book = make_llm(), tiny_prompt(200, seed=1)
     assert reuse(llm, book) == (0, 0)
-    assert reuse(llm, book) == (192, 192), "what does not fill a chunk is not there"
-    assert reuse(llm, book[:150]) == (128, None), "all of it is there; a part of a chunk is computed again"
+    assert reuse(llm, book) == (192, 192), "what does not fill a block is not there"
+    assert reuse(llm, book[:150]) == (128, None), "all of it is there; a part of a block is computed again"
     assert reuse(llm, [*book[:100], *tiny_prompt(90, seed=2)]) == (64, 100)
     assert reuse(llm, tiny_prompt(90, seed=3)) == (0, 0)
     assert reuse(make_llm(enable_prefix_caching=False), book) == (0, None)
 
 
-@pytest.mark.parametrize("lost", ["nothing", "one chunk", "everything"])
+@pytest.mark.parametrize("lost", ["nothing", "one block", "everything"])
 def test_a_restore_that_reuses_nothing_is_seen(lost: str, tmp_path: Path) -> None:
     session = make_llm().session("s", tmp_path)
     answer(session, tiny_prompt(200, seed=1))
     keys = session.history.keys
     session.close()
-    for key in {"nothing": [], "one chunk": keys[1:2], "everything": keys}[lost]:
+    for key in {"nothing": [], "one block": keys[1:2], "everything": keys}[lost]:
         next(tmp_path.rglob(f"{key}.kv")).unlink()
     with make_llm().session("s", tmp_path) as session:
         answer(session, tiny_prompt(30, seed=2))
-        stats, here = session.last_stats, {"nothing": 207, "one chunk": 64, "everything": 0}[lost]
+        stats, here = session.last_stats, {"nothing": 207, "one block": 64, "everything": 0}[lost]
         assert stats is not None and (stats.reused_tokens, stats.diverged_at) == (here, here)
         tiers = session.host.stats
         assert (tiers.disk_tokens, tiers.computed_tokens) == (here, 207 - here)
@@ -124,8 +124,8 @@ def test_a_hit_counts_when_it_has_arrived(tmp_path: Path, monkeypatch: pytest.Mo
     answer(session, tiny_prompt(200, seed=1))
     session.close()
     session = make_llm().session("s", tmp_path)
-    real, broken = FileChunk.read_layer, session.history.chunk_keys[2]
-    monkeypatch.setattr(FileChunk, "read_layer", lambda c, n, into: real(c, n, into) and (n < 2 or c.key != broken))
+    real, broken = FileBlock.read_layer, session.history.block_keys[2]
+    monkeypatch.setattr(FileBlock, "read_layer", lambda c, n, into: real(c, n, into) and (n < 2 or c.key != broken))
     answer(session, tiny_prompt(30, seed=2))
     stats = session.last_stats
     assert stats is not None and (stats.reused_tokens, stats.diverged_at) == (128, 128)
@@ -140,7 +140,7 @@ def test_what_ends_the_reading_of_rows_is_heard_of(tmp_path: Path, monkeypatch: 
     session.close()
     session = make_llm().session("s", tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(FileChunk, "read_layer", lambda *args: 1 // 0)
+        patch.setattr(FileBlock, "read_layer", lambda *args: 1 // 0)
         with pytest.raises(EngineError, match="ZeroDivisionError"):
             answer(session, tiny_prompt(30, seed=2))
     session.check_integrity()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.disk_chunks import chunk_files
+from support.disk_blocks import block_files
 from support.outputs import completed
 from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
@@ -20,8 +20,8 @@ from offload_rt import LLM, ConfigError, InputError, ModelError, SamplingParams,
 from offload_rt.sessions import truncate as truncation
 from offload_rt.sessions.history import History
 from offload_rt.sessions.session import Session
-from offload_rt.storage.chunk_file import FileChunk
-from offload_rt.storage.loader import ChunkLoader, read_buffer_layers
+from offload_rt.storage.block_file import FileBlock
+from offload_rt.storage.loader import BlockLoader, read_buffer_layers
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(25, seed=2), tiny_prompt(75, seed=3), tiny_prompt(28, seed=4)]
@@ -30,7 +30,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
     "int4 keys": {"policy": "infinigen", "policy_options": {"preset": "rows", "recent": 16, "scorer": "int4"}},
-    "tail": {"policy": "infinigen", "policy_options": {"recent": 16, "tail": "int4", "budget": 0.3}},
+    "tail": {"policy": "infinigen", "policy_options": {"recent": 16, "approximate_kv": "int4", "budget": 0.3}},
     "int8 KV": {"policy": "full", "kv_cache_dtype": "int8"},
     "int4 KV": {"policy": "full", "kv_cache_dtype": "int4"},
 }
@@ -67,7 +67,7 @@ def test_a_restored_session_goes_on_as_if_it_had_never_stopped(
         session.close()
         if where != "host":
             llm = make_llm(**options)
-    assert llm.runner.pool.bytes_used == llm.runner.pool.idle_chunks * llm.runner.pool.chunk_bytes
+    assert llm.runner.pool.bytes_used == llm.runner.pool.idle_blocks * llm.runner.pool.block_bytes
 
 
 def test_sessions_equal_one_long_prompt_without_them(tmp_path: Path) -> None:
@@ -87,11 +87,11 @@ def test_two_sessions_about_one_book_store_it_once(tmp_path: Path) -> None:
     one = llm.session("one", tmp_path)
     answer(one, [*book, 5])
     one.save()
-    before = chunk_files(tmp_path)
+    before = block_files(tmp_path)
     two = llm.session("two", tmp_path)
     answer(two, [*book, 7])
     two.save()
-    assert chunk_files(tmp_path) - before <= 2, "only what comes after the book"
+    assert block_files(tmp_path) - before <= 2, "only what comes after the book"
     for session in (one, two):
         session.close()
     fresh = make_llm()
@@ -117,13 +117,13 @@ def test_damage_is_computed_again(damage: str, policy: str, tmp_path: Path, monk
     rng = random.Random(3)
     paths = sorted(tmp_path.rglob("*.kv"))
     if damage == "late":
-        real, calls = ChunkLoader._fill, []
+        real, calls = BlockLoader._fill, []
 
-        def fill(self: ChunkLoader, chunk: Any, layer: int, *where: Any) -> bool:
+        def fill(self: BlockLoader, block: Any, layer: int, *where: Any) -> bool:
             calls.append(layer)
-            return real(self, chunk, layer, *where) and not (layer == 2 and len(calls) == 2 * len(self._chunks) + 2)
+            return real(self, block, layer, *where) and not (layer == 2 and len(calls) == 2 * len(self._placed) + 2)
 
-        monkeypatch.setattr(ChunkLoader, "_fill", fill)
+        monkeypatch.setattr(BlockLoader, "_fill", fill)
     for path in paths if damage != "late" else []:
         data = bytearray(path.read_bytes())
         data[rng.randrange(4200, len(data))] ^= 1
@@ -400,7 +400,7 @@ def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
 
         monkeypatch.setattr(owner, name, logged)
 
-    log(FileChunk, "read_layer", "load", 1)
+    log(FileBlock, "read_layer", "load", 1)
     log(adapter, "after_attention", "compute", 0)
     log(session.context.saver, "_write", "save", 1, before=gate.wait)
     generation = session.send(TURNS[2], GREEDY)
@@ -454,7 +454,7 @@ def test_a_truncation_waits_for_rows_on_their_way(tmp_path: Path, monkeypatch: p
     llm, calls = make_llm(), []
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
-    storage, settle, copy = llm.runner.link.storage, llm.runner.link.storage.settle, truncation.copy_rows
+    storage, settle, copy = llm.runner.transfer.storage, llm.runner.transfer.storage.settle, truncation.copy_rows
 
     def settled(blocks: Any) -> None:
         if threading.current_thread() is threading.main_thread():  # the saver thread calls `settle` too

@@ -13,11 +13,11 @@ from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, SamplingParams
-from offload_rt.kv_cache.prefix_tree import chunk_key, root_key
+from offload_rt.kv_cache.prefix_tree import block_key, root_key
 from offload_rt.sessions.history import document_name
 from offload_rt.sessions.store import SessionStore
 from offload_rt.sessions.turn_queue import TurnQueue
-from offload_rt.storage.chunk_store import Document, NamedChunk, StorageTier, read_through
+from offload_rt.storage.block_store import Document, NamedBlock, StorageTier, read_through
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3)]
@@ -26,12 +26,12 @@ TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed
 
 
 @dataclass(frozen=True)
-class MemoryChunk:
-    """A block in memory: its key, its tokens and the bytes of each layer."""
+class MemoryBlock:
+    """A data in memory: its key, its tokens and the bytes of each layer."""
 
     key: bytes
     tokens: bytes
-    blocks: dict[int, bytes]
+    layers_read: dict[int, bytes]
 
     @property
     def count(self) -> int:
@@ -39,27 +39,27 @@ class MemoryChunk:
 
     @property
     def layer_bytes(self) -> int:
-        return len(self.blocks[0])
+        return len(self.layers_read[0])
 
     def read_layer(self, layer: int, into: memoryview) -> bool:
-        into[:] = self.blocks[layer]
+        into[:] = self.layers_read[layer]
         return True
 
 
 @dataclass
 class MemoryWriter:
     store: MemoryTier
-    chunk: MemoryChunk
+    block: MemoryBlock
 
-    def write(self, layer: int, block: memoryview) -> None:
-        self.chunk.blocks[layer] = bytes(block)
+    def write(self, layer: int, data: memoryview) -> None:
+        self.block.layers_read[layer] = bytes(data)
 
     def commit(self) -> bool:
-        self.store.chunks[self.chunk.key] = self.chunk
+        self.store.blocks[self.block.key] = self.block
         return True
 
     def abort(self) -> None:
-        self.chunk.blocks.clear()
+        self.block.layers_read.clear()
 
 
 @dataclass
@@ -68,7 +68,7 @@ class MemoryTier:
 
     namespace: str
     layers: int
-    chunks: dict[bytes, MemoryChunk] = field(default_factory=dict)
+    blocks: dict[bytes, MemoryBlock] = field(default_factory=dict)
     texts: dict[str, bytes] = field(default_factory=dict)
     last_error: str = ""
     closed: bool = False
@@ -79,25 +79,25 @@ class MemoryTier:
 
     @property
     def bytes_used(self) -> int:
-        return sum(len(block) for chunk in list(self.chunks.values()) for block in chunk.blocks.values())
+        return sum(len(data) for block in list(self.blocks.values()) for data in block.layers_read.values())
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self.chunks
+        return key in self.blocks
 
-    def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> MemoryChunk | None:
-        chunk = self.chunks.get(chunk_key(parent, provenance_key, tokens))
-        return chunk if chunk is not None and chunk.tokens == tokens else None
+    def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> MemoryBlock | None:
+        block = self.blocks.get(block_key(parent, provenance_key, tokens))
+        return block if block is not None and block.tokens == tokens else None
 
     def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> MemoryWriter | None:
-        key = chunk_key(parent, provenance_key, tokens)
-        return None if key in self.chunks else MemoryWriter(self, MemoryChunk(key, tokens, {}))
+        key = block_key(parent, provenance_key, tokens)
+        return None if key in self.blocks else MemoryWriter(self, MemoryBlock(key, tokens, {}))
 
     def remove(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            self.chunks.pop(key, None)
+            self.blocks.pop(key, None)
 
     def retain(self, keys: Container[bytes], space: str | None = None) -> int:
-        gone = [key for key in self.chunks if key not in keys]
+        gone = [key for key in self.blocks if key not in keys]
         self.remove(gone)
         return len(gone)
 
@@ -147,8 +147,8 @@ def open_store(llm: LLM, kept: dict[str, MemoryTier]) -> SessionStore:
 
     def open_tier(namespace: str, layers: int) -> StorageTier:
         before = kept.get(namespace)
-        chunks, texts = (before.chunks, before.texts) if before is not None else ({}, {})
-        kept[namespace] = MemoryTier(namespace, layers, chunks, texts)
+        blocks, texts = (before.blocks, before.texts) if before is not None else ({}, {})
+        kept[namespace] = MemoryTier(namespace, layers, blocks, texts)
         return kept[namespace]
 
     return SessionStore(llm.runner, open_tier)
@@ -193,7 +193,7 @@ def test_a_queue_forks_and_discards_on_a_tier_from_outside(kept: dict[str, Memor
     queue.close()
 
 
-def test_reading_a_chunk_through_says_whether_it_is_there(kept: dict[str, MemoryTier]) -> None:
+def test_reading_a_block_through_says_whether_it_is_there(kept: dict[str, MemoryTier]) -> None:
     store = open_store(make_llm(), kept)
     session = store.open("s")
     answer(session, TURNS[0])
@@ -201,6 +201,6 @@ def test_reading_a_chunk_through_says_whether_it_is_there(kept: dict[str, Memory
     name = session.kv.names(64)[0]
     assert read_through(store.context.storage, name)
     assert not read_through(
-        store.context.storage, NamedChunk(0, name.parent, "another provenance", name.tokens, name.key)
+        store.context.storage, NamedBlock(0, name.parent, "another provenance", name.tokens, name.key)
     )
     session.close()

@@ -28,21 +28,21 @@ POLICIES: dict[str, dict[str, Any]] = {
     "int8 rows": {"policy": "full", "kv_cache_dtype": "int8"},
 }
 LAYERS = 3
-CHUNK_BYTES = LAYERS * 2 * 2 * 64 * 16 * 8
+BLOCK_BYTES = LAYERS * 2 * 2 * 64 * 16 * 8
 MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=LAYERS)
 
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
-def make_llm(chunks: int = 400, **options: Any) -> LLM:
-    """Create an LLM whose pool has `chunks` blocks."""
+def make_llm(blocks: int = 400, **options: Any) -> LLM:
+    """Create an LLM whose pool has `blocks` blocks."""
     chosen = {"policy": "full"} | options
-    size = CHUNK_BYTES
+    size = BLOCK_BYTES
     if "kv_cache_dtype" in options:
-        size = LLM(MODEL, dtype="float64", host_memory="1MiB", **chosen).runner.pool.chunk_bytes
-    llm = LLM(MODEL, dtype="float64", host_memory=chunks * size, **chosen)
-    assert llm.runner.pool.chunk_count == chunks
+        size = LLM(MODEL, dtype="float64", host_memory="1MiB", **chosen).runner.pool.block_bytes
+    llm = LLM(MODEL, dtype="float64", host_memory=blocks * size, **chosen)
+    assert llm.runner.pool.block_count == blocks
     return llm
 
 
@@ -162,16 +162,16 @@ def test_windows_are_the_papers(tmp_path: Path) -> None:
     C_mem is the size of the pool, C_disk the limit of the store, and S_kv the mean size of a session.
     """
     llm = make_llm(40)
-    queue = llm.turns(tmp_path, limit=80 * CHUNK_BYTES)
+    queue = llm.turns(tmp_path, limit=80 * BLOCK_BYTES)
     pool, sessions = llm.runner.pool, [queue.store.session(name) for name in NAMES]
-    for session, chunks in zip(sessions, (2, 4, 6, 8), strict=True):
-        session.history.tokens = [1] * 64 * chunks
+    for session, blocks in zip(sessions, (2, 4, 6, 8), strict=True):
+        session.history.tokens = [1] * 64 * blocks
     rows = [session.kv for session in sessions]
-    capacity = pool.chunk_count
+    capacity = pool.block_count
     assert queue.store.host.windows(rows) == (capacity // 5, (capacity + 80) // 5)
-    blocks = pool.new_block_table(64 * (capacity - 12))
+    table = pool.new_block_table(64 * (capacity - 12))
     assert queue.store.host.windows(rows)[0] == 12 // 5
-    pool.release(blocks)
+    pool.release(table)
     for session in sessions:
         session.history.tokens = []
     queue.close()
@@ -191,7 +191,7 @@ def test_a_part_of_host_memory_stays_free(tmp_path: Path) -> None:
     pool, host = llm.runner.pool, queue.store.host
     host.look_ahead(())
     evicted, ada = host.stats.evicted, queue.store.session("ada").kv
-    assert host.free_bytes >= 0.5 * pool.chunk_count * pool.chunk_bytes and evicted >= 1
+    assert host.free_bytes >= 0.5 * pool.block_count * pool.block_bytes and evicted >= 1
     assert len(host.parked) == 4 - evicted and ada not in host.parked
     host.look_ahead([ada])
     assert ada in host.parked and host.stats.evicted == evicted, "what is fetched takes the room that was kept"
@@ -231,7 +231,7 @@ def test_idle_sessions_give_way_to_one_that_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("found", ["before the turn", "meanwhile"])
-def test_damaged_chunks_start_the_turn_again(found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_blocks_start_the_turn_again(found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = alone(tmp_path / "alone", NAMES[:2], 2)
     queue = make_llm().turns(tmp_path / "q")
     for name in NAMES[:2]:
@@ -285,11 +285,11 @@ def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can
     list(queue.run())
     real, refused = llm.runner.pool.check_spare, []
 
-    def refuse(chunks: int) -> None:
+    def refuse(blocks: int) -> None:
         if len(refused) < 2:
-            refused.append(chunks)
+            refused.append(blocks)
             raise PoolFullError("not now")
-        real(chunks)
+        real(blocks)
 
     with monkeypatch.context() as patch:
         patch.setattr(llm.runner.pool, "check_spare", refuse)
@@ -354,10 +354,10 @@ def test_the_disk_keeps_what_waiting_turns_need(tmp_path: Path) -> None:
     """
     answers, again = {}, {}
     for policy in ("lookahead", "lru"):
-        queue = make_llm(7).turns(tmp_path / policy, max_num_seqs=1, policy=policy, limit=9 * (CHUNK_BYTES + 4096))
+        queue = make_llm(7).turns(tmp_path / policy, max_num_seqs=1, policy=policy, limit=9 * (BLOCK_BYTES + 4096))
         queued = [queue.add(name, turn(name, i)[:64], SHORT) for i in range(3) for name in NAMES]
         for _ in drain(queue):
-            assert queue.store.context.storage.bytes_used <= 9 * (CHUNK_BYTES + 4096)
+            assert queue.store.context.storage.bytes_used <= 9 * (BLOCK_BYTES + 4096)
         answers[policy] = [one.token_ids for one in queued]
         again[policy] = queue.stats.computed_tokens
         with warnings.catch_warnings():

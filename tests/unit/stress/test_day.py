@@ -178,7 +178,7 @@ def test_a_day(tmp_path: Path) -> None:
     print(json.dumps({"seconds": SECONDS, "processes": seed, "killed": killed, **total, "most": most}))
     assert most["bytes"] <= LIMIT + (1 << 20), "temporaries of the dead and documents of both generations included"
     assert most["files"] <= 4 * SESSIONS + LIMIT // 4096, (
-        "generations, sinks and damaged ones of every name, and chunks"
+        "generations, sinks and damaged ones of every name, and blocks"
     )
     assert all(note["pool"] == 0 for note in notes if note["ended"])
     third = len(notes) // 3

@@ -116,7 +116,7 @@ def test_any_call_may_fail(after: bool, saved: tuple[Path, list[int]], tmp_path:
             shutil.rmtree(folder)
 
 
-def test_a_turn_ends_while_the_disk_blocks_its_chunks(
+def test_a_turn_ends_while_the_disk_blocks_its_blocks(
     saved: tuple[Path, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The turn completes while the saver thread waits for the disk. Replacing its last block and closing wait for

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support.batches import OPTIONS, begun, compiled, make
-from support.device_link import staged
 from support.outputs import completed
+from support.staged_transfer import staged
 from support.tiny_models import tiny_model, tiny_prompt
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -89,7 +89,7 @@ def graphed(**options: Any) -> tuple[Runner, list[Repeating]]:
     return runner, made
 
 
-REPLAYED: dict[str, dict[str, Any]] = {"dense": {"dense_layers": (0,)}, "tail": {"tail": "int4"}}
+REPLAYED: dict[str, dict[str, Any]] = {"dense": {"dense_layers": (0,)}, "tail": {"approximate_kv": "int4"}}
 if "OFFLOAD_RT_STRESS" in os.environ:
     REPLAYED["partial"] = {"scorer": "partial", "source": "attention_input"}
 
@@ -188,7 +188,7 @@ def test_a_module_that_asks_the_device_something_is_not_captured(caplog: pytest.
 def test_graphs_need_a_cuda_device() -> None:
     runner = make()
     with pytest.raises(ConfigError, match="cuda_graphs=True needs a CUDA device"):
-        Runner(runner.model, runner.policy, runner.pool, runner.link, EngineConfig(cuda_graphs=True))
+        Runner(runner.model, runner.policy, runner.pool, runner.transfer, EngineConfig(cuda_graphs=True))
 
 
 @pytest.mark.gpu

@@ -223,7 +223,7 @@ def test_a_sequence_that_has_ended_reads_and_writes_nothing_more(fetches: bool) 
         assert last.k.isnan().all(), "the stream is late"
         reading = sim.engine.queues[1].entries
         if fetches:
-            runner.link.rows.fetch_range(sequence.blocks, 1, range(20))
+            runner.transfer.rows.fetch_range(sequence.blocks, 1, range(20))
             assert reading
         runner.free(sequence)
         assert not last.k.isnan().any() and not reading
@@ -246,15 +246,15 @@ def test_rows_move_behind_what_reads_them(within: bool, read: bool) -> None:
         runner.decode([sequence])
         reading = sim.engine.queues[1].entries
         if read:
-            runner.link.rows.fetch_range(sequence.blocks, 1, range(20))
+            runner.transfer.rows.fetch_range(sequence.blocks, 1, range(20))
             assert reading
         if within:
             before = len(sim.syncs)
-            runner.link.storage.displace(sequence.blocks, 1, 20, 4)
+            runner.transfer.storage.displace(sequence.blocks, 1, 20, 4)
             assert reading and len(sim.syncs) == before
-            runner.link.storage.settle(sequence.blocks)
+            runner.transfer.storage.settle(sequence.blocks)
         else:
-            runner.link.storage.move(sequence.blocks, 1, 20, 4)
+            runner.transfer.storage.move(sequence.blocks, 1, 20, 4)
         assert not reading
         [moved], [row] = (runner.pool.runs(sequence.blocks, 1, range(at, at + 1)) for at in (4, 20))
         assert not row.k.isnan().any() and torch.equal(moved.k, row.k) and torch.equal(moved.v, row.v)
@@ -274,7 +274,7 @@ def test_lists_of_a_batch_that_is_gone_are_still_read(late: int) -> None:
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
         sequence = runner.new_sequence(tiny_prompt(22), 22)
         runner.prefill(sequence, 20)
-        batched = runner.link.batched
+        batched = runner.transfer.batched
         assert batched is not None
         lists = batched.row_lists(1, 64)
         lists.hold([sequence.blocks])
@@ -290,7 +290,7 @@ def test_lists_of_a_batch_that_is_gone_are_still_read(late: int) -> None:
         if late == 1:
             [run] = runner.pool.runs(sequence.blocks, 1, range(20))
             assert torch.equal(pending.wait()[0].cpu(), run.k), junk
-        runner.link.storage.settle(sequence.blocks)
+        runner.transfer.storage.settle(sequence.blocks)
         [last] = runner.pool.runs(sequence.blocks, 1, range(20, 21))
         assert late == 1 or torch.equal(last.k[:, 0], want), junk
         runner.free(sequence)
@@ -308,10 +308,10 @@ def test_what_a_graph_writes_back_counts_as_written() -> None:
         [inputs] = runner.modes.inputs.values()
         [last] = runner.pool.runs(sequence.blocks, 1, range(40, 41))
         inputs.rows.written(behind=False)
-        runner.link.storage.settle(sequence.blocks)
+        runner.transfer.storage.settle(sequence.blocks)
         assert last.k.isnan().all(), "nothing is marked, and the stream is late"
         inputs.rows.written(behind=True)
-        runner.link.storage.settle(sequence.blocks)
+        runner.transfer.storage.settle(sequence.blocks)
         assert not last.k.isnan().any()
         runner.free(sequence)
 

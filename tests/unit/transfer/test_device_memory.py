@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.allocations import count, device_selection
-from support.device_link import staged
 from support.outputs import completed
+from support.staged_transfer import staged
 from support.tiny_models import NAMES, depth, tiny_model, tiny_prompt
 from torch import nn
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.core import CHUNK, ModelGeometry
+from offload_rt.core import BLOCK_SIZE, ModelGeometry
 from offload_rt.errors import ConfigError, DeviceFullError, MemoryLimitError
 from offload_rt.models.shape import ModelShape, load_shape
 from offload_rt.models.weights import WeightSizes, decoder_layers, layer_bytes, weight_sizes
@@ -32,7 +32,7 @@ from offload_rt.transfer.streams import InlineStream
 from offload_rt.transfer.weights.streamed import WeightStream
 
 LAYERS, PROMPT, NEW = 12, 110, 5
-CONTEXT = 2 * CHUNK
+CONTEXT = 2 * BLOCK_SIZE
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0)
 PAIR = [tiny_prompt(PROMPT, seed=seed) for seed in (1, 2)]
 

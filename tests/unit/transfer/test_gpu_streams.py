@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.device_link import linked
 from support.outputs import completed
+from support.staged_transfer import linked
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.transfer.cuda import CudaLink
+from offload_rt.transfer.cuda import CudaTransfer
 from offload_rt.transfer.streams import DeviceStream, InlineStream, Stream
 
 CYCLES = 2_000_000
@@ -69,7 +69,7 @@ def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple
         return LateLane(plain, delay) if name in late else plain
 
     streams = (stream("prefetch"), stream("write-back"))
-    llm = linked(llm, CudaLink(runner.pool, runner.adapter.geometry, device, streams=streams))
+    llm = linked(llm, CudaTransfer(runner.pool, runner.adapter.geometry, device, streams=streams))
     if "compute" in late:
         for name in ("qkv", "after_attention", "mlp"):
             slow = getattr(runner.adapter, name)

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.device_link import staged
 from support.outputs import completed
 from support.pools import geometry as pool_geometry
+from support.staged_transfer import staged
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.core import CHUNK, Selection, VisibleTokens
+from offload_rt.core import BLOCK_SIZE, Selection, VisibleTokens
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.outputs import CompletionOutput
-from offload_rt.transfer.cpu import CpuLink
-from offload_rt.transfer.cuda import CudaLink
-from offload_rt.transfer.link import PendingFetch
+from offload_rt.transfer.base import PendingFetch
+from offload_rt.transfer.cpu import CpuTransfer
+from offload_rt.transfer.cuda import CudaTransfer
 from offload_rt.transfer.residency import Residency
 from offload_rt.transfer.streams import InlineStream
 
@@ -61,8 +61,8 @@ def test_staged_rows_equal_rows_in_place_while_slots_are_overwritten(policy: str
 
     def run(prepare: bool) -> list[int]:
         model = tiny_model("llama", dtype=torch.float64)
-        chunk = 2 * 3 * 2 * 16 * 64 * 8
-        llm = LLM(model, policy=policy, policy_options=options, host_memory=2 * chunk, dtype="float64", eviction="lru")
+        block = 2 * 3 * 2 * 16 * 64 * 8
+        llm = LLM(model, policy=policy, policy_options=options, host_memory=2 * block, dtype="float64", eviction="lru")
         ready = staged(llm) if prepare else llm
         [done] = completed(ready.generate([tiny_prompt(110)], SamplingParams(max_tokens=60, temperature=0)))
         return done.token_ids
@@ -89,19 +89,21 @@ def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_cache_dtype: A
     """Blocks of two sequences are interleaved over several slabs. A fetch returns the appended KV, including blocks
     allocated since the previous fetch."""
     geometry, cuda = tiny_llama_geometry(), device.type == "cuda"
-    pool = HostPool(geometry, torch.float32, 1 << 21, kv_cache_dtype=kv_cache_dtype, pin=cuda, slab_tokens=2 * CHUNK)
-    link = CudaLink(pool, geometry, device, streams=None if cuda else (InlineStream(), InlineStream()))
-    block_tables = [pool.new_block_table(CHUNK), pool.new_block_table(CHUNK)]
+    pool = HostPool(
+        geometry, torch.float32, 1 << 21, kv_cache_dtype=kv_cache_dtype, pin=cuda, slab_tokens=2 * BLOCK_SIZE
+    )
+    transfer = CudaTransfer(pool, geometry, device, streams=None if cuda else (InlineStream(), InlineStream()))
+    block_tables = [pool.new_block_table(BLOCK_SIZE), pool.new_block_table(BLOCK_SIZE)]
     for blocks in block_tables:
-        link.storage.open(blocks, 0, 1)
-    rows = torch.randn(2, len(block_tables), geometry.kv_heads, 3 * CHUNK, geometry.head_dim, device=device)
-    for stop in range(CHUNK, 3 * CHUNK + 1, CHUNK):
+        transfer.storage.open(blocks, 0, 1)
+    rows = torch.randn(2, len(block_tables), geometry.kv_heads, 3 * BLOCK_SIZE, geometry.head_dim, device=device)
+    for stop in range(BLOCK_SIZE, 3 * BLOCK_SIZE + 1, BLOCK_SIZE):
         for b, blocks in enumerate(block_tables):
             pool.reserve(blocks, stop)
-            k, v = rows[:, b, :, stop - CHUNK : stop]
-            link.storage.append(blocks, 1, stop - CHUNK, k, v)
+            k, v = rows[:, b, :, stop - BLOCK_SIZE : stop]
+            transfer.storage.append(blocks, 1, stop - BLOCK_SIZE, k, v)
             tokens = torch.stack([torch.randperm(stop - 1)[:40] for _ in range(geometry.kv_heads)]).to(device)
-            pending = link.rows.fetch_more(blocks, 1, Selection(tokens))
+            pending = transfer.rows.fetch_more(blocks, 1, Selection(tokens))
             (part,) = pending.wait()
             want = pool.format.decode(pool.format.encode(rows[:, b])).gather(
                 2, tokens[None, :, :, None].expand(2, -1, -1, geometry.head_dim)
@@ -109,10 +111,10 @@ def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_cache_dtype: A
             assert torch.equal(torch.stack((part.k, part.v)), want)
             assert pending.bytes == 2 * tokens.numel() * pool.layout.row_bytes
     for blocks in block_tables:
-        link.storage.close(blocks)
+        transfer.storage.close(blocks)
         pool.release(blocks)
-    link.check_integrity()
-    assert link.device_bytes == 0
+    transfer.check_integrity()
+    assert transfer.device_bytes == 0
     pool.check_integrity()
 
 
@@ -139,21 +141,21 @@ def test_a_fetch_waits_for_the_write_back_and_compute_for_the_fetch() -> None:
     prefetch, write_back = TellingStream("prefetch", told), TellingStream("write-back", told)
     geometry = tiny_llama_geometry()
     pool = HostPool(geometry, torch.float32, 1 << 21)
-    link = CudaLink(pool, geometry, torch.device("cpu"), streams=(prefetch, write_back))
-    blocks = pool.new_block_table(CHUNK)
-    link.storage.open(blocks, 2, 4)
+    transfer = CudaTransfer(pool, geometry, torch.device("cpu"), streams=(prefetch, write_back))
+    blocks = pool.new_block_table(BLOCK_SIZE)
+    transfer.storage.open(blocks, 2, 4)
     rows = torch.randn(2, geometry.kv_heads, 40, geometry.head_dim)
     visible = VisibleTokens.of(40, sinks=2, recent=4, window=None)
     some = Selection(torch.arange(5, 15).expand(geometry.kv_heads, -1))
     ways: list[Callable[[], PendingFetch]] = [
-        lambda: link.rows.fetch(blocks, 1, visible, None),
-        lambda: link.rows.fetch(blocks, 1, visible, some),
-        lambda: link.rows.fetch_range(blocks, 1, range(20)),
-        lambda: link.rows.fetch_more(blocks, 1, some),
-        lambda: link.rows.fetch_together([blocks], 1, [visible], [some])[0],
+        lambda: transfer.rows.fetch(blocks, 1, visible, None),
+        lambda: transfer.rows.fetch(blocks, 1, visible, some),
+        lambda: transfer.rows.fetch_range(blocks, 1, range(20)),
+        lambda: transfer.rows.fetch_more(blocks, 1, some),
+        lambda: transfer.rows.fetch_together([blocks], 1, [visible], [some])[0],
     ]
     for fetch in ways:
-        link.storage.append(blocks, 1, 0, *rows)
+        transfer.storage.append(blocks, 1, 0, *rows)
         written = write_back.newest
         told.clear()
         pending = fetch()
@@ -162,7 +164,7 @@ def test_a_fetch_waits_for_the_write_back_and_compute_for_the_fetch() -> None:
         told.clear()
         pending.wait()
         assert told == [("compute", arrived)]
-    link.storage.close(blocks)
+    transfer.storage.close(blocks)
     pool.release(blocks)
 
 
@@ -191,20 +193,23 @@ def test_dense_fetches_of_split_kv_do_not_disturb_each_other() -> None:
     """Slabs of two blocks split the KV of each sequence into several runs. Both fetches are read together, as a batch
     with a shared prefix does, with the head dimension of kernels that read the pool in place."""
     shape = pool_geometry(head_dim=32)
-    pool = HostPool(shape, torch.float32, 1 << 22, slab_tokens=2 * CHUNK)
-    link, tables, written = CpuLink(pool, shape), [pool.new_block_table(1) for _ in range(2)], []
+    pool = HostPool(shape, torch.float32, 1 << 22, slab_tokens=2 * BLOCK_SIZE)
+    transfer, tables, written = CpuTransfer(pool, shape), [pool.new_block_table(1) for _ in range(2)], []
     for sequence, blocks in enumerate(tables):
-        link.storage.open(blocks, 0, 1)
-        written.append(torch.randn(2, 2, 4 * CHUNK, 32) + 100 * sequence)
-    for start in range(0, 4 * CHUNK, CHUNK):
+        transfer.storage.open(blocks, 0, 1)
+        written.append(torch.randn(2, 2, 4 * BLOCK_SIZE, 32) + 100 * sequence)
+    for start in range(0, 4 * BLOCK_SIZE, BLOCK_SIZE):
         for blocks, (k, v) in zip(tables, written, strict=True):
-            pool.reserve(blocks, start + CHUNK)
-            pool.write(blocks, 0, start, k[:, start : start + CHUNK], v[:, start : start + CHUNK])
-            pool.commit(blocks, start + CHUNK)
-    visible = VisibleTokens.of(4 * CHUNK, sinks=0, recent=1, window=None)
-    fetches = [link.rows.fetch(tables[0], 0, visible, None), link.rows.fetch_range(tables[1], 0, range(4 * CHUNK))]
+            pool.reserve(blocks, start + BLOCK_SIZE)
+            pool.write(blocks, 0, start, k[:, start : start + BLOCK_SIZE], v[:, start : start + BLOCK_SIZE])
+            pool.commit(blocks, start + BLOCK_SIZE)
+    visible = VisibleTokens.of(4 * BLOCK_SIZE, sinks=0, recent=1, window=None)
+    fetches = [
+        transfer.rows.fetch(tables[0], 0, visible, None),
+        transfer.rows.fetch_range(tables[1], 0, range(4 * BLOCK_SIZE)),
+    ]
     parts = [part for fetch in fetches for part in fetch.wait()]
-    assert all(len(pool.runs(blocks, 0, range(4 * CHUNK))) > 1 for blocks in tables), "the case is what it claims"
+    assert all(len(pool.runs(blocks, 0, range(4 * BLOCK_SIZE))) > 1 for blocks in tables), "the case is what it claims"
     for read in (parts, [run for part in parts for run in part.runs]):
         sides = zip(*[(part.k, part.v) for part in read], strict=True)
         assert torch.stack([torch.cat(side, 1) for side in sides]).equal(torch.cat(written, 2))

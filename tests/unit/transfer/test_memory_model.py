@@ -14,7 +14,7 @@ from support.tiny_models import depth, tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli.tables import requirements_table, stats_table
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.models.shape import load_shape
 from offload_rt.outputs import Stats
 from offload_rt.planning.memory_model import DeviceCosts, Requirements, SystemMemory, obstacles, requirements
@@ -130,7 +130,7 @@ def test_requirements_by_hand() -> None:
     staged = token + 8 * 8 * 2  # with token ids
     needed = requirements(full, 1000, 1000)
     assert needed.kv_per_token == 4 * token
-    assert needed.kv_host == 4 * token * 16 * CHUNK  # 1000 tokens take 16 blocks
+    assert needed.kv_host == 4 * token * 16 * BLOCK_SIZE  # 1000 tokens take 16 blocks
     assert needed.resident == 4 * token
     assert needed.staging == (3 * 1000 + 1) * staged
     assert needed.device == 1000 + needed.scoring + needed.resident + max(

@@ -13,27 +13,27 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
-from offload_rt.core import CHUNK
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
 from offload_rt.transfer.plan import first_askers
 from offload_rt.transfer.working_set import Table
 
 OPTIONS: dict[str, Any] = {"preset": "rows", "sinks": 2, "recent": 8}
-CHUNK_BYTES = 2 * 3 * 2 * 16 * CHUNK * 8
+BLOCK_BYTES = 2 * 3 * 2 * 16 * BLOCK_SIZE * 8
 
 
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 2}
 """Sliding window in the last layer of a Qwen model."""
 
 
-def make(working_set: int = 0, policy: str = "infinigen", chunks: int = 64, **settings: Any) -> LLM:
+def make(working_set: int = 0, policy: str = "infinigen", blocks: int = 64, **settings: Any) -> LLM:
     model = tiny_model(settings.pop("model", "llama"), dtype=torch.float64, **settings.pop("config", {}))
     options = settings.pop("policy_options", OPTIONS)
     return LLM(
         model,
         policy=policy,
         policy_options=options,
-        host_memory=chunks * CHUNK_BYTES,
+        host_memory=blocks * BLOCK_BYTES,
         dtype="float64",
         working_set=working_set,
         **settings,
@@ -140,7 +140,7 @@ def test_tokens_are_the_same_and_fewer_bytes_cross(rows: int, policy: str, setti
         assert with_set.stats.h2d_bytes <= without.stats.h2d_bytes
         assert with_set.stats.fetched_fraction <= without.stats.fetched_fraction
     assert done[-1].stats.h2d_bytes < plain[-1].stats.h2d_bytes
-    assert llm.runner.link.device_bytes == 0
+    assert llm.runner.transfer.device_bytes == 0
 
 
 def test_hits_bytes_and_fractions_agree() -> None:
@@ -179,7 +179,7 @@ def test_a_working_set_of_everything_fetches_every_row_once() -> None:
 def test_an_overwritten_slot_is_forgotten(eviction: str, policy_options: dict[str, Any]) -> None:
     prompt, made = tiny_prompt(115), []
     for rows in (0, 30):
-        llm = make(rows, chunks=2, eviction=eviction, policy_options=policy_options)
+        llm = make(rows, blocks=2, eviction=eviction, policy_options=policy_options)
         engine = Engine(llm.runner, max_num_seqs=1)
         request = engine.add(prompt, greedy(50))
         while not engine.idle:
@@ -209,7 +209,7 @@ def test_forks_take_the_rows_along() -> None:
         runner.decode([first])
     fork = runner.fork(first, 200)
     runner.check_integrity()
-    assert runner.link.working_set_bytes(fork.blocks) == runner.link.working_set_bytes(first.blocks) > 0
+    assert runner.transfer.working_set_bytes(fork.blocks) == runner.transfer.working_set_bytes(first.blocks) > 0
     before = first.trace.bytes_to_device
     runner.decode([first])
     runner.decode([fork])
@@ -221,7 +221,7 @@ def test_forks_take_the_rows_along() -> None:
 def test_preempted_requests_start_with_an_empty_set() -> None:
     prompts = [tiny_prompt(110, seed=i) for i in range(3)]
     apart = [one.token_ids for one in completed(make().generate(prompts, greedy(30)))]
-    engine = Engine(make(20, chunks=8).runner, max_num_seqs=3)
+    engine = Engine(make(20, blocks=8).runner, max_num_seqs=3)
     requests = [engine.add(prompt, greedy(30)) for prompt in prompts]
     while not engine.idle:
         engine.step()

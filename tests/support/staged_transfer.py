@@ -6,20 +6,20 @@ import torch
 
 from offload_rt import LLM
 from offload_rt.engine.runner import Runner
-from offload_rt.transfer.cuda import CudaLink
-from offload_rt.transfer.link import Link
+from offload_rt.transfer.base import Transfer
+from offload_rt.transfer.cuda import CudaTransfer
 from offload_rt.transfer.streams import InlineStream
 
 
-def linked(llm: LLM, link: Link) -> LLM:
+def linked(llm: LLM, transfer: Transfer) -> LLM:
     """Return a runtime with the same parts but other transfers. `llm` must be unused."""
     old = llm.runner
     other = LLM.__new__(LLM)
-    other._begin(Runner(old.model, old.policy, old.pool, link, old.config, old.plan, old.weights), llm._family)
+    other._begin(Runner(old.model, old.policy, old.pool, transfer, old.config, old.plan, old.weights), llm._family)
     return other
 
 
 def staged(llm: LLM) -> LLM:
     """Return the runtime with transfers to device memory. Their streams run inline on the CPU."""
     runner, inline = llm.runner, (InlineStream(), InlineStream())
-    return linked(llm, CudaLink(runner.pool, runner.adapter.geometry, torch.device("cpu"), streams=inline))
+    return linked(llm, CudaTransfer(runner.pool, runner.adapter.geometry, torch.device("cpu"), streams=inline))

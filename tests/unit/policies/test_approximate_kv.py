@@ -33,7 +33,7 @@ def full_tokens(name: str, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_with_a_budget_of_everything_nothing_is_estimated(name: str) -> None:
-    options = {"tail": "int2", "budget": 1.0, "dense_layers": (), "recent": 8}
+    options = {"approximate_kv": "int2", "budget": 1.0, "dense_layers": (), "recent": 8}
     prompt = tiny_prompt(150)
     [found] = completed(make_llm(name, options).generate([prompt], GREEDY))
     assert list(found.token_ids) == full_tokens(name, prompt)
@@ -82,7 +82,7 @@ def test_an_estimate_without_rounding_is_full(
         kept[layer] = keys[layer], torch.cat((kept[layer][1][:, :start], v), 1) if start else v.clone()
         write_values(self, layer, v, start)
 
-    options = {"tail": "int2", "budget": budget, "dense_layers": (), "recent": 8, "source": source}
+    options = {"approximate_kv": "int2", "budget": budget, "dense_layers": (), "recent": 8, "source": source}
     llm, prompt = make_llm(name, options), tiny_prompt(150)
     monkeypatch.setattr(LowBitRows, "write", spy)
     monkeypatch.setattr(LowBitRows, "write_values", spy_values)
@@ -96,7 +96,7 @@ def test_an_estimate_without_rounding_is_full(
 @pytest.mark.parametrize("tail", ["int4", "int2"])
 def test_samples_and_beams_are_what_each_is_alone(tail: str) -> None:
     """Forks share low-bit KV until one of them writes."""
-    options = {"tail": tail, "budget": 0.3, "recent": 8, "dense_layers": ()}
+    options = {"approximate_kv": tail, "budget": 0.3, "recent": 8, "dense_layers": ()}
     llm, prompt = make_llm("llama", options, torch.float64), tiny_prompt(100)
     drawn = SamplingParams(max_tokens=16, temperature=1.0, seed=5, n=3)
     samples = [c.token_ids for c in completed(llm.generate([prompt], drawn))]
@@ -112,7 +112,7 @@ def test_samples_and_beams_are_what_each_is_alone(tail: str) -> None:
 def test_low_bit_rows_take_what_is_said_of_them() -> None:
     """Keys take 4 bits, values 2 or 4, each with one byte for the step, in pages of 512 tokens."""
     for tail, bits in (("int2", 2), ("int4", 4)):
-        llm = make_llm("llama", {"tail": tail, "dense_layers": (0,)})
+        llm = make_llm("llama", {"approximate_kv": tail, "dense_layers": (0,)})
         [found] = completed(llm.generate([tiny_prompt(520)], GREEDY))
         geometry = llm.runner.adapter.geometry
         row = geometry.head_dim * (4 + bits) // 8 + 2
@@ -127,15 +127,17 @@ def test_low_bit_rows_take_what_is_said_of_them() -> None:
 def test_a_tail_scores_with_its_own_keys() -> None:
     """Other scoring keys need another preset, and the error message names it."""
     for wrong in ({"scorer": "partial"}, {"scorer": "int8"}, {"columns": "prompt"}):
-        for tail in ({}, {"tail": "int2"}):
-            with pytest.raises(ConfigError, match=r"needs tail='off' \(or preset='rows'\).* scores with its own keys"):
+        for tail in ({}, {"approximate_kv": "int2"}):
+            with pytest.raises(
+                ConfigError, match=r"needs approximate_kv='off' \(or preset='rows'\).* scores with its own keys"
+            ):
                 make_llm("llama", {**tail, **wrong})
         wanted = {"scorer": "partial", **wrong}
         assert make_llm("llama", {"preset": "rows", **wanted}).runner.policy.name == "infinigen"
     assert InfiniGenOptions().keys == InfiniGenOptions.preset("rows").keys == "int8"
     assert InfiniGenOptions.preset("paper").keys == "partial"
-    with pytest.raises(ConfigError, match="tail='int3'"):
-        make_llm("llama", {"tail": "int3"})
+    with pytest.raises(ConfigError, match="approximate_kv='int3'"):
+        make_llm("llama", {"approximate_kv": "int3"})
 
 
 def test_the_default_estimates_what_it_does_not_select() -> None:
@@ -157,12 +159,14 @@ def test_a_provenance_key_is_what_it_was_before_there_were_tails_and_auto() -> N
     )
     assert InfiniGenOptions.preset("rows").provenance_text() == before
     assert InfiniGenOptions.preset("rows", scorer="int8").provenance_text() == before
-    tailed = before.replace("0.1", "0.02").replace("(0,)", "()").replace("budget=None", "budget=None, tail='int4'")
+    tailed = (
+        before.replace("0.1", "0.02").replace("(0,)", "()").replace("budget=None", "budget=None, approximate_kv='int4'")
+    )
     assert InfiniGenOptions().provenance_text() == tailed
 
 
 def test_a_working_set_and_streamed_weights_change_no_token(tmp_path: Path) -> None:
-    options = {"tail": "int2", "budget": 0.3, "recent": 8}
+    options = {"approximate_kv": "int2", "budget": 0.3, "recent": 8}
     prompt = tiny_prompt(150)
     model = tiny_model("llama", dtype=torch.float64)
     model.save_pretrained(tmp_path)
@@ -191,6 +195,8 @@ def test_default_takes_any_even_head_dim(head_dim: int) -> None:
 
 
 def test_tails_that_cannot_be_packed_are_refused() -> None:
-    options = {"tail": "int2"}
-    with pytest.raises(ConfigError, match=r"tail='int2' .* head_dim=6 .* use tail='int4', tail='off'"):
+    options = {"approximate_kv": "int2"}
+    with pytest.raises(
+        ConfigError, match=r"approximate_kv='int2' .* head_dim=6 .* use approximate_kv='int4', approximate_kv='off'"
+    ):
         LLM(tiny_model("llama", head_dim=6), policy="infinigen", policy_options=options, host_memory="8MiB")

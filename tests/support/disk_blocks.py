@@ -54,7 +54,7 @@ def load(store: DiskStore, number: int, parent: bytes | None = None) -> list[byt
     return blocks
 
 
-def chunk_files(folder: Path) -> int:
+def block_files(folder: Path) -> int:
     """Return the number of blocks in a store's folder over all namespaces."""
     return sum(1 for _ in folder.rglob("*.kv"))
 

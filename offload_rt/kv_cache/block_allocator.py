@@ -6,10 +6,10 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 
 
-class ChunkTable:
+class BlockAllocator:
     """Allocates block ids and counts references. Has no memory of its own.
 
-    Slab `i` has the ids [i * slab_chunks, (i + 1) * slab_chunks). Runs never span two slabs, because slabs are not
+    Slab `i` has the ids [i * slab_blocks, (i + 1) * slab_blocks). Runs never span two slabs, because slabs are not
     contiguous in memory.
 
     Free runs are in two sorted lists: by start, to merge neighbours, and by size, to choose one. Each operation takes
@@ -19,13 +19,13 @@ class ChunkTable:
     next call may allocate them again.
 
     Args:
-        slab_chunks: Blocks per slab.
+        slab_blocks: Blocks per slab.
         on_free: Called with blocks that lost their last reference, before they can be allocated again.
     """
 
-    def __init__(self, slab_chunks: int, on_free: Callable[[Sequence[int]], None] = lambda chunks: None) -> None:
-        assert slab_chunks >= 1
-        self.slab_chunks, self._on_free = slab_chunks, on_free
+    def __init__(self, slab_blocks: int, on_free: Callable[[Sequence[int]], None] = lambda blocks: None) -> None:
+        assert slab_blocks >= 1
+        self.slab_blocks, self._on_free = slab_blocks, on_free
         self.free = 0
         self._refs: list[int] = []
         self._starts: list[int] = []
@@ -34,7 +34,7 @@ class ChunkTable:
 
     @property
     def slabs(self) -> int:
-        return len(self._refs) // self.slab_chunks
+        return len(self._refs) // self.slab_blocks
 
     @property
     def used(self) -> int:
@@ -44,16 +44,16 @@ class ChunkTable:
     def largest_run(self) -> int:
         return self._by_size[-1][0] if self._by_size else 0
 
-    def refs(self, chunk: int) -> int:
-        """Return the reference count of `chunk`; 0 if it is free."""
-        return self._refs[chunk]
+    def refs(self, block: int) -> int:
+        """Return the reference count of `block`; 0 if it is free."""
+        return self._refs[block]
 
     def add_slab(self) -> int:
         start = len(self._refs)
-        self._refs.extend([0] * self.slab_chunks)
-        self._insert(start, self.slab_chunks)
-        self.free += self.slab_chunks
-        return start // self.slab_chunks
+        self._refs.extend([0] * self.slab_blocks)
+        self._insert(start, self.slab_blocks)
+        self.free += self.slab_blocks
+        return start // self.slab_blocks
 
     def best_fit(self, count: int) -> list[int]:
         """Allocate `count` blocks in as few runs as possible, each from the smallest free run that fits.
@@ -71,7 +71,7 @@ class ChunkTable:
     def extend(self, last: int, count: int) -> list[int]:
         """Allocate up to `count` free blocks directly after block `last` in its slab, possibly none."""
         start = last + 1
-        if start % self.slab_chunks == 0:
+        if start % self.slab_blocks == 0:
             return []
         return self._take(start, min(count, self._size.get(start, 0)))
 
@@ -86,30 +86,30 @@ class ChunkTable:
         while len(taken) < count:
             wanted = min(count - len(taken), self.largest_run)
             size, start = self._by_size[bisect_left(self._by_size, (self.largest_run, -1))]
-            gap = 0 if start % self.slab_chunks == 0 else min(size // 2, max(size - 2 * wanted, 0))
+            gap = 0 if start % self.slab_blocks == 0 else min(size // 2, max(size - 2 * wanted, 0))
             taken += self._take(start + gap, wanted)
         return taken
 
-    def incref(self, chunks: Iterable[int]) -> None:
-        """Add a reference to each of `chunks`. They must be allocated."""
-        for chunk in chunks:
-            assert self._refs[chunk] > 0, f"block {chunk} is free"
-            self._refs[chunk] += 1
+    def incref(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each of `blocks`. They must be allocated."""
+        for block in blocks:
+            assert self._refs[block] > 0, f"block {block} is free"
+            self._refs[block] += 1
 
-    def decref(self, chunks: Sequence[int]) -> list[int]:
-        """Drop a reference on each of `chunks`. Return the blocks that became free, in ascending order."""
+    def decref(self, blocks: Sequence[int]) -> list[int]:
+        """Drop a reference on each of `blocks`. Return the blocks that became free, in ascending order."""
         freed = []
-        for chunk in chunks:
-            assert self._refs[chunk] > 0, f"block {chunk} is released twice"
-            self._refs[chunk] -= 1
-            if self._refs[chunk] == 0:
-                freed.append(chunk)
+        for block in blocks:
+            assert self._refs[block] > 0, f"block {block} is released twice"
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                freed.append(block)
         freed.sort()
         if freed:
             self._on_free(freed)
         first = 0
         for i in range(1, len(freed) + 1):
-            if i == len(freed) or freed[i] != freed[i - 1] + 1 or freed[i] % self.slab_chunks == 0:
+            if i == len(freed) or freed[i] != freed[i - 1] + 1 or freed[i] % self.slab_blocks == 0:
                 self._give(freed[first], i - first)
                 first = i
         return freed
@@ -118,12 +118,12 @@ class ChunkTable:
         """Assert that free runs and reference counts are consistent and that adjacent runs are merged."""
         assert self._starts == sorted(self._size)
         assert self._by_size == sorted((size, start) for start, size in self._size.items())
-        free = {chunk for start, size in self._size.items() for chunk in range(start, start + size)}
+        free = {block for start, size in self._size.items() for block in range(start, start + size)}
         assert len(free) == sum(self._size.values()) == self.free
-        assert all((refs == 0) == (chunk in free) and refs >= 0 for chunk, refs in enumerate(self._refs))
+        assert all((refs == 0) == (block in free) and refs >= 0 for block, refs in enumerate(self._refs))
         for start, size in self._size.items():
-            assert start // self.slab_chunks == (start + size - 1) // self.slab_chunks, "a run spans two slabs"
-            assert (start + size) % self.slab_chunks == 0 or start + size not in self._size, "two runs touch"
+            assert start // self.slab_blocks == (start + size - 1) // self.slab_blocks, "a run spans two slabs"
+            assert (start + size) % self.slab_blocks == 0 or start + size not in self._size, "two runs touch"
 
     def _take(self, start: int, count: int) -> list[int]:
         """Allocate `count` blocks from `start` on, all within one free run."""
@@ -143,10 +143,10 @@ class ChunkTable:
     def _give(self, start: int, count: int) -> None:
         self.free += count
         behind = start + count
-        if behind in self._size and behind % self.slab_chunks:
+        if behind in self._size and behind % self.slab_blocks:
             count += self._remove(behind)
         at = bisect_left(self._starts, start) - 1
-        if at >= 0 and start % self.slab_chunks:
+        if at >= 0 and start % self.slab_blocks:
             before = self._starts[at]
             if before + self._size[before] == start:
                 count += self._remove(before)

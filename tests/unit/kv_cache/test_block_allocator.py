@@ -8,7 +8,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.kv_cache.chunks import ChunkTable
+from offload_rt.kv_cache.block_allocator import BlockAllocator
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["best_fit", "roomy", "extend", "share", "drop", "slab"]), st.integers(0, 2**16)),
@@ -16,79 +16,79 @@ STEPS = st.lists(
 )
 
 
-def runs(chunks: list[int], slab_chunks: int) -> int:
+def runs(blocks: list[int], slab_blocks: int) -> int:
     """Return the number of contiguous runs within slabs."""
-    return sum(i == 0 or chunk != chunks[i - 1] + 1 or chunk % slab_chunks == 0 for i, chunk in enumerate(chunks))
+    return sum(i == 0 or block != blocks[i - 1] + 1 or block % slab_blocks == 0 for i, block in enumerate(blocks))
 
 
-def free_runs(refs: list[int], slab_chunks: int) -> list[int]:
+def free_runs(refs: list[int], slab_blocks: int) -> list[int]:
     """Return the lengths of the free runs from a plain scan."""
     lengths = [0]
-    for chunk, count in enumerate(refs):
-        if chunk % slab_chunks == 0 or count:
+    for block, count in enumerate(refs):
+        if block % slab_blocks == 0 or count:
             lengths.append(0)
         lengths[-1] += count == 0
     return [length for length in lengths if length]
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps=STEPS, slab_chunks=st.integers(1, 9))
-def test_table_against_a_list_of_counts(steps: list[tuple[str, int]], slab_chunks: int) -> None:
-    table = ChunkTable(slab_chunks)
+@given(steps=STEPS, slab_blocks=st.integers(1, 9))
+def test_table_against_a_list_of_counts(steps: list[tuple[str, int]], slab_blocks: int) -> None:
+    table = BlockAllocator(slab_blocks)
     refs: list[int] = []
     held: list[int] = []  # one entry per reference
     for action, number in steps:
         if action == "slab":
-            assert table.add_slab() == len(refs) // slab_chunks
-            refs += [0] * slab_chunks
+            assert table.add_slab() == len(refs) // slab_blocks
+            refs += [0] * slab_blocks
         elif action in ("best_fit", "roomy"):
             count = number % (table.free + 1)
-            lengths = sorted(free_runs(refs, slab_chunks))
+            lengths = sorted(free_runs(refs, slab_blocks))
             taken = getattr(table, action)(count)
             assert len(set(taken)) == len(taken) == count
-            assert all(refs[chunk] == 0 for chunk in taken)
+            assert all(refs[block] == 0 for block in taken)
             if action == "best_fit" and count:
                 fitting = [length for length in lengths if length >= count]
-                assert (runs(taken, slab_chunks) == 1) == bool(fitting), "one run where there is one"
+                assert (runs(taken, slab_blocks) == 1) == bool(fitting), "one run where there is one"
                 most = 0
                 while count > 0:
                     count -= lengths.pop()
                     most += 1
-                assert runs(taken, slab_chunks) <= most, "as few runs as there can be"
+                assert runs(taken, slab_blocks) <= most, "as few runs as there can be"
             held += taken
-            for chunk in taken:
-                refs[chunk] = 1
+            for block in taken:
+                refs[block] = 1
         elif action == "extend" and held:
             last = held[number % len(held)]
             taken = table.extend(last, 3)
             want = []
-            for chunk in range(last + 1, min(last + 4, (last // slab_chunks + 1) * slab_chunks)):
-                if refs[chunk]:
+            for block in range(last + 1, min(last + 4, (last // slab_blocks + 1) * slab_blocks)):
+                if refs[block]:
                     break
-                want.append(chunk)
+                want.append(block)
             assert taken == want
             held += taken
-            for chunk in taken:
-                refs[chunk] = 1
+            for block in taken:
+                refs[block] = 1
         elif action == "share" and held:
-            chunk = held[number % len(held)]
-            table.incref([chunk])
-            held.append(chunk)
-            refs[chunk] += 1
+            block = held[number % len(held)]
+            table.incref([block])
+            held.append(block)
+            refs[block] += 1
         elif action == "drop" and held:
             random.Random(number).shuffle(held)
             dropped = [held.pop() for _ in range(min(len(held), 1 + number % 5))]
-            for chunk in dropped:
-                refs[chunk] -= 1
-            assert table.decref(dropped) == sorted({chunk for chunk in dropped if refs[chunk] == 0})
+            for block in dropped:
+                refs[block] -= 1
+            assert table.decref(dropped) == sorted({block for block in dropped if refs[block] == 0})
         table.check_integrity()
-        assert [table.refs(chunk) for chunk in range(len(refs))] == refs
+        assert [table.refs(block) for block in range(len(refs))] == refs
         assert table.free == refs.count(0) and table.used == len(refs) - refs.count(0)
-        assert table.largest_run == max(free_runs(refs, slab_chunks), default=0)
+        assert table.largest_run == max(free_runs(refs, slab_blocks), default=0)
 
 
 def test_best_fit_takes_the_shortest_run_that_fits() -> None:
-    table = ChunkTable(100)
+    table = BlockAllocator(100)
     table.add_slab()
     table.best_fit(100)
     table.decref([*range(10, 30), *range(40, 46), *range(50, 58)])
@@ -99,7 +99,7 @@ def test_best_fit_takes_the_shortest_run_that_fits() -> None:
 
 
 def test_growing_leaves_room_for_the_neighbour() -> None:
-    table = ChunkTable(64)
+    table = BlockAllocator(64)
     table.add_slab()
     assert table.roomy(1) == [0], "nobody grows into the start of a slab"
     assert table.roomy(1) == [32]
@@ -107,16 +107,16 @@ def test_growing_leaves_room_for_the_neighbour() -> None:
     assert table.roomy(40) == [*range(33, 64), *range(1, 10)], "what is free is found when there is no room to leave"
 
 
-def test_a_hundred_thousand_chunks_are_handled_in_microseconds() -> None:
-    table = ChunkTable(256)
+def test_a_hundred_thousand_blocks_are_handled_in_microseconds() -> None:
+    table = BlockAllocator(256)
     for _ in range(400):
         table.add_slab()
     table.best_fit(table.free)
     order = list(range(0, 102_400, 2))  # worst-case fragmentation
     random.Random(0).shuffle(order)
     began = time.process_time()
-    for chunk in order:
-        table.decref([chunk])
+    for block in order:
+        table.decref([block])
     for _ in order:
         table.best_fit(1)
     each = (time.process_time() - began) / (2 * len(order))

@@ -6,11 +6,11 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ..kv_cache.prefix_tree import chunk_key
+from ..kv_cache.prefix_tree import block_key
 
 
 @dataclass(frozen=True)
-class NamedChunk:
+class NamedBlock:
     """A KV block of a sequence with its key in a store.
 
     Attributes:
@@ -18,7 +18,7 @@ class NamedChunk:
         parent: Key of the preceding block.
         provenance_key: KV provenance, which describes how the KV was computed.
         tokens: Token ids as little-endian int64, 8 bytes each.
-        key: Digest of parent, provenance_key and tokens (`kv_cache.prefix_tree.chunk_key`).
+        key: Digest of parent, provenance_key and tokens (`kv_cache.prefix_tree.block_key`).
         group: Layer group whose KV the block holds (`kv_cache.layer_groups`).
     """
 
@@ -34,14 +34,14 @@ class NamedChunk:
         """Number of tokens n, at most 64."""
         return len(self.tokens) // 8
 
-    def window(self, group: int) -> NamedChunk:
+    def window(self, group: int) -> NamedBlock:
         """Return the block that holds the KV of the same tokens in a group of sliding-window layers."""
         provenance_key = f"{self.provenance_key} window {group}"
-        key = chunk_key(self.key, provenance_key, self.tokens)
-        return NamedChunk(self.index, self.key, provenance_key, self.tokens, key, group)
+        key = block_key(self.key, provenance_key, self.tokens)
+        return NamedBlock(self.index, self.key, provenance_key, self.tokens, key, group)
 
 
-class StoredChunk(Protocol):
+class StoredBlock(Protocol):
     """A KV block found in a store. Reading one of its layers may still fail."""
 
     @property
@@ -67,20 +67,20 @@ class StoredChunk(Protocol):
         ...
 
 
-class PlacedChunk(NamedTuple):
+class PlacedBlock(NamedTuple):
     """A stored block with its index in a block table and the layer group whose KV it holds."""
 
     place: int
-    chunk: StoredChunk
+    block: StoredBlock
     group: int = 0
 
 
-class ChunkWriter(Protocol):
+class BlockWriter(Protocol):
     """Write one KV block to a store.
 
     Call `write` once per layer, in any order and from one thread at a time, then `commit` or `abort`. The block cannot
     be found before `commit`. The data of a layer is `[Hkv, n, 2 (K, V), width]`. For full blocks, it is zero-padded to
-    the disk alignment (`kv_cache.disk.file_layout.chunk_layer_bytes`).
+    the disk alignment (`kv_cache.disk.file_layout.block_layer_bytes`).
     """
 
     def write(self, layer: int, block: memoryview) -> None:
@@ -99,7 +99,7 @@ class ChunkWriter(Protocol):
         ...
 
 
-class ChunkSink(Protocol):
+class BlockSink(Protocol):
     """Part of a store that a `Saver` uses."""
 
     @property
@@ -107,7 +107,7 @@ class ChunkSink(Protocol):
         """Layers per stored block: L, or the layers of a group in sliding-window models (`kv_cache.layer_groups`)."""
         ...
 
-    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> ChunkWriter | None:
+    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> BlockWriter | None:
         """Reserve space for a block of `layer_bytes` bytes per layer.
 
         Returns None if the block is already stored or cannot be stored.
@@ -129,7 +129,7 @@ class Document:
     damage: str = ""
 
 
-class StorageTier(ChunkSink, Protocol):
+class StorageTier(BlockSink, Protocol):
     """Storage tier below host memory: KV blocks by key, and small named documents, such as session histories.
 
     Thread-safe. Lookups return only data that was written. Damaged, evicted or mismatching blocks are misses. Documents
@@ -156,7 +156,7 @@ class StorageTier(ChunkSink, Protocol):
         """Return whether a block with this key is stored, without reading it."""
         ...
 
-    def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> StoredChunk | None:
+    def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> StoredBlock | None:
         """Return the block with these tokens (little-endian int64) that follows `parent`, or None for a miss."""
         ...
 
@@ -233,10 +233,10 @@ class StorageTier(ChunkSink, Protocol):
         ...
 
 
-def read_through(store: StorageTier, name: NamedChunk) -> bool:
+def read_through(store: StorageTier, name: NamedBlock) -> bool:
     """Read every layer of a block so that the store detects damage. Return whether the block is stored and intact."""
-    chunk = store.find(name.parent, name.provenance_key, name.tokens)
-    if chunk is None:
+    block = store.find(name.parent, name.provenance_key, name.tokens)
+    if block is None:
         return False
-    block = memoryview(bytearray(chunk.layer_bytes))
-    return all(chunk.read_layer(layer, block) for layer in range(store.layers))
+    buffer = memoryview(bytearray(block.layer_bytes))
+    return all(block.read_layer(layer, buffer) for layer in range(store.layers))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from ..core import CHUNK
-from .chunks import ChunkTable
+from ..core import BLOCK_SIZE
+from .block_allocator import BlockAllocator
 from .layer_groups import LayerGroups
 
 
-class WindowChunks:
+class WindowBlocks:
     """Maps each published block to the window blocks with the sliding-window layers' KV of the same 64 tokens.
 
     A sequence frees its window blocks when they leave its windows. This cache holds a reference on each, so that
@@ -19,7 +19,7 @@ class WindowChunks:
     Not thread-safe.
     """
 
-    def __init__(self, table: ChunkTable, groups: LayerGroups) -> None:
+    def __init__(self, table: BlockAllocator, groups: LayerGroups) -> None:
         self._table, self._groups = table, groups
         self._kept: dict[int, tuple[int, ...]] = {}
         self._of: dict[int, int] = {}
@@ -29,57 +29,57 @@ class WindowChunks:
     def idle(self) -> int:
         return len(self._idle) * self._groups.sliding
 
-    def keep(self, chunk: int, window: tuple[int, ...]) -> None:
+    def keep(self, block: int, window: tuple[int, ...]) -> None:
         """Cache the window blocks of a published block. Does nothing if the block already has some."""
-        if chunk not in self._kept:
+        if block not in self._kept:
             self._table.incref(window)
-            self._kept[chunk] = window
-            self._of[window[0]] = chunk
+            self._kept[block] = window
+            self._of[window[0]] = block
 
-    def usable(self, chunks: Sequence[int], floor: int) -> int:
-        """Return the length of the longest prefix of `chunks` after which a sequence can continue.
+    def usable(self, blocks: Sequence[int], floor: int) -> int:
+        """Return the length of the longest prefix of `blocks` after which a sequence can continue.
 
-        All window blocks that the next token sees must be cached. `chunks` is a path from the root of the tree. Tokens
+        All window blocks that the next token sees must be cached. `blocks` is a path from the root of the tree. Tokens
         before `floor` are never visible.
         """
         if not self._groups.sliding:
-            return len(chunks)
-        first = len(chunks)  # start of the gapless run that ends at the current block
+            return len(blocks)
+        first = len(blocks)  # start of the gapless run that ends at the current block
         starts = []
-        for i, chunk in enumerate(chunks):
-            first = (first if i and chunks[i - 1] in self._kept else i) if chunk in self._kept else i + 1
+        for i, block in enumerate(blocks):
+            first = (first if i and blocks[i - 1] in self._kept else i) if block in self._kept else i + 1
             starts.append(first)
         seen = self._groups.first_seen
-        fits = (n for n in range(len(chunks), 0, -1) if starts[n - 1] <= seen(n * CHUNK, floor) // CHUNK)
+        fits = (n for n in range(len(blocks), 0, -1) if starts[n - 1] <= seen(n * BLOCK_SIZE, floor) // BLOCK_SIZE)
         return next(fits, 0)
 
-    def take(self, chunks: Sequence[int], floor: int) -> dict[int, tuple[int, ...]]:
-        """Return the window blocks needed to continue after `chunks`, by index, with a reference on each."""
-        if not self._groups.sliding or not chunks:
+    def take(self, blocks: Sequence[int], floor: int) -> dict[int, tuple[int, ...]]:
+        """Return the window blocks needed to continue after `blocks`, by index, with a reference on each."""
+        if not self._groups.sliding or not blocks:
             return {}
-        first = self._groups.first_seen(len(chunks) * CHUNK, floor) // CHUNK
-        found = {i: self._kept[chunks[i]] for i in range(first, len(chunks))}
+        first = self._groups.first_seen(len(blocks) * BLOCK_SIZE, floor) // BLOCK_SIZE
+        found = {i: self._kept[blocks[i]] for i in range(first, len(blocks))}
         for i, window in found.items():
             self._table.incref(window)
-            self._idle.pop(chunks[i], None)
+            self._idle.pop(blocks[i], None)
         return found
 
     def release(self, window: tuple[int, ...]) -> None:
         """Drop the references of a sequence on the window blocks of one place."""
         self._table.decref(window)
-        chunk = self._of.get(window[0])
-        if chunk is not None and self._table.refs(window[0]) == 1:
-            self._idle[chunk] = None
+        block = self._of.get(window[0])
+        if block is not None and self._table.refs(window[0]) == 1:
+            self._idle[block] = None
 
-    def forget(self, chunks: Iterable[int]) -> None:
-        for chunk in chunks:
-            if (window := self._kept.pop(chunk, None)) is not None:
+    def forget(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if (window := self._kept.pop(block, None)) is not None:
                 del self._of[window[0]]
-                self._idle.pop(chunk, None)
+                self._idle.pop(block, None)
                 self._table.decref(window)
 
     def forget_lost(self, lost: set[int]) -> None:
-        self.forget([chunk for chunk, window in self._kept.items() if not lost.isdisjoint(window)])
+        self.forget([block for block, window in self._kept.items() if not lost.isdisjoint(window)])
 
     def evict(self, count: int) -> None:
         """Evict idle window blocks, oldest first, until `count` blocks are free or none is left."""
@@ -89,9 +89,9 @@ class WindowChunks:
 
     def check_integrity(self, known: Callable[[int], bool]) -> None:
         """Assert that all entries belong to published blocks and that idle ones have no other holder."""
-        assert self._of == {window[0]: chunk for chunk, window in self._kept.items()}
-        for chunk, window in self._kept.items():
+        assert self._of == {window[0]: block for block, window in self._kept.items()}
+        for block, window in self._kept.items():
             refs = {self._table.refs(one) for one in window}
-            assert known(chunk) and len(window) == self._groups.sliding and len(refs) == 1
-            assert (chunk in self._idle) == (refs == {1})
+            assert known(block) and len(window) == self._groups.sliding and len(refs) == 1
+            assert (block in self._idle) == (refs == {1})
         assert self._idle.keys() <= self._kept.keys()

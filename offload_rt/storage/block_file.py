@@ -40,7 +40,7 @@ _LARGEST_HEADER = 1 << 20
 
 
 @dataclass(frozen=True)
-class ChunkHeader:
+class BlockHeader:
     """Header of a block file.
 
     Attributes:
@@ -68,7 +68,7 @@ class ChunkHeader:
         return (fixed + body).ljust(self.data_offset, b"\0")
 
     @classmethod
-    def decode(cls, data: bytes) -> ChunkHeader | None:
+    def decode(cls, data: bytes) -> BlockHeader | None:
         """Return the header at the start of `data`, or None if it is damaged or of another version."""
         if len(data) < _FIXED.size:
             return None
@@ -82,7 +82,7 @@ class ChunkHeader:
             return None
 
     @classmethod
-    def _of(cls, fields: Any) -> ChunkHeader | None:
+    def _of(cls, fields: Any) -> BlockHeader | None:
         key, layer_bytes = bytes.fromhex(fields["key"]), fields["layer_bytes"]
         checksums = tuple(int(checksum, 16) for checksum in fields["checksums"])
         possible = len(key) == KEY_BYTES and type(layer_bytes) is int and layer_bytes > 0
@@ -118,8 +118,8 @@ def _body(key: bytes, layer_bytes: int, checksums: tuple[int, ...]) -> bytes:
 
 
 @dataclass(frozen=True)
-class FileChunk:
-    """A KV block in a file (`chunk_store.StoredChunk`).
+class FileBlock:
+    """A KV block in a file (`block_store.StoredBlock`).
 
     Attributes:
         key: Key of the block.
@@ -164,8 +164,8 @@ class FileChunk:
         return False
 
 
-class FileChunkWriter:
-    """Write one KV block to a part of a file (`chunk_store.ChunkWriter`).
+class FileBlockWriter:
+    """Write one KV block to a part of a file (`block_store.BlockWriter`).
 
     Args:
         layers: Layers of the block.

@@ -198,7 +198,7 @@ class BatchedRows(Protocol):
         ...
 
 
-class Link(Protocol):
+class Transfer(Protocol):
     """Transfers KV of any number of sequences. Not thread-safe: each engine has its own."""
 
     @property
