@@ -158,8 +158,8 @@ def read_weights(
         if source.folder is None:
             raise ModelError(f"{source} has packed weights, which are only read from a folder: download it first")
         with one_error(f"cannot load the weights of {source}"):
-            packed = read_checkpoint(source.folder, config, dtype, source.hub.trust_remote_code)
-        return packed.to(device)
+            own = dtype or torch.bfloat16
+            return read_checkpoint(source.folder, config, own, device, source.hub.trust_remote_code)
     # Without a map, packed weights are put on a CUDA device even if they must stay in host memory.
     on_cpu = None if method is None else {"": "cpu"}
     hint = f" (packed by {method}; call transformers' from_pretrained to see which kernel or package is missing)"

@@ -130,8 +130,9 @@ def _one_reader() -> Iterator[Any]:
 
 def _tensor_names(skeleton: PreTrainedModel, reader: Any) -> tuple[dict[str, str], Any]:
     """Return the name of each tensor in transformers, and transformers' processor of tensors."""
-    from transformers import modeling_gguf_pytorch_utils as loader
+    from transformers import modeling_gguf_pytorch_utils
 
+    loader: Any = modeling_gguf_pytorch_utils
     architecture = loader.read_field(reader, "general.architecture")[0]
     processor = loader.TENSOR_PROCESSORS.get(architecture, loader.TensorProcessor)(config=skeleton.config.to_dict())
     try:

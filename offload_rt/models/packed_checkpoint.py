@@ -65,9 +65,9 @@ def write_checkpoint(
 
 
 def read_checkpoint(
-    folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, trust_remote_code: bool
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """Load a packed checkpoint in host memory. Weights that are not packed get `dtype` (None: that of the file).
+    """Load a packed checkpoint. Weights that are not packed get `dtype`. On a CPU, the file is mapped.
 
     Raises:
         ModelError: The weights are damaged or do not belong to the configuration.
@@ -80,9 +80,8 @@ def read_checkpoint(
     if not (folder / DIGEST).exists() or (folder / DIGEST).read_text() != _digest(folder / WEIGHTS):
         raise ModelError(damaged)
     auto: Any = AutoModelForCausalLM
-    chosen = dtype or config.dtype or torch.bfloat16
     with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = auto.from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
+        model: Any = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     formats: dict[str, Any] = config.quantization_config["weights"]
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118
@@ -90,18 +89,19 @@ def read_checkpoint(
             if target in formats:
                 bits, group, has_minima, offset, ins = formats[target]
                 form, module = PackedFormat(ins, bits, group, has_minima, offset), model.get_submodule(target)
-                hold_packed(module, nn.Parameter(tensor, requires_grad=False), form, chosen)
+                hold_packed(module, nn.Parameter(tensor, requires_grad=False), form, dtype)
             else:
                 owner, _, own = name.rpartition(".")
                 holder = model.get_submodule(owner)
-                value = tensor.to(chosen) if tensor.is_floating_point() else tensor
+                value = tensor.to(dtype) if tensor.is_floating_point() else tensor
                 if own in dict(holder.named_parameters(recurse=False)):
                     value = nn.Parameter(value, requires_grad=False)
                 setattr(holder, own, value)
-    _tie(model, chosen)
+    _tie(model, dtype)
     if absent := sorted(name for name, weight in model.named_parameters() if weight.is_meta):
         raise ModelError(f"{damaged} (it lacks {', '.join(absent[:3])})")
-    return model.eval().requires_grad_(False)
+    loaded: PreTrainedModel = model.eval().requires_grad_(False).to(device)
+    return loaded
 
 
 def _tie(model: Any, dtype: torch.dtype) -> None:
