@@ -5,7 +5,7 @@ them, so that the products of a group are exact sums of whole numbers, which one
 The error is 2^-16 of the largest of 32 numbers, less than that of bfloat16. Minima are multiplied with the sums of x.
 This reads 14 million 4-bit weights in 0.5 ms on one core with AVX-512 or AVX2, torch's operator in 0.8 or 1.7 ms.
 
-A row of weights is [codes][scales][minima], in models/linear/packed_format.py. Each 64 codes are 32 bytes of their
+A row of weights is [codes][scales][minima], in packed_format.py. Each 64 codes are 32 bytes of their
 lower 4 bits (code i and code 32 + i in byte i). Behind all of these, codes of 5 bits have 8 bytes for each 64 (bit i of
 them belongs to code i), and codes of 6 bits have 32 for each 128 (bits 2k and 2k + 1 of byte i belong to code 32k + i).
 Codes of 8 bits are plain bytes. Scales and minima are float16. */

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from . import native, team
-
-if TYPE_CHECKING:
-    from ..models.linear.packed_format import PackedFormat
+from .packed_format import PackedFormat
 
 MAX_ROWS = 16
 """Rows up to which this is faster than torch's product with unpacked weights."""

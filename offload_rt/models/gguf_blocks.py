@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from .linear.packed_format import PackedFormat
+from ..kernels.packed_format import PackedFormat
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Codes uint8 `[n, values]`, and scales and minima (or None) float32 `[n, groups]`, of n blocks."""

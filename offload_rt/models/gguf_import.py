@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..kernels.packed_format import PackedFormat
 from ..utils.progress import Progress
 from .checkpoint import architecture_of, build_skeleton, one_error, read_config, read_tokenizer, require_gguf
 from .fingerprint import cache_folder, file_identity
 from .gguf_blocks import can_pack, packed_format, packed_rows
 from .gguf_header import check_complete
 from .linear.packed import can_hold_packed
-from .linear.packed_format import PackedFormat
 from .packed_checkpoint import cached_folder, write_checkpoint
 from .source import ModelSource
 

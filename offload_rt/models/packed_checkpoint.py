@@ -20,10 +20,10 @@ import xxhash
 from torch import nn
 
 from ..errors import ModelError
+from ..kernels.packed_format import PackedFormat
 from ..utils.private_files import make_private_folder
 from ..utils.units import parse_size
 from .linear.packed import PACKED, hold_packed
-from .linear.packed_format import PackedFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...kernels import packed_products
+from ...kernels.packed_format import PackedFormat
 from .backend import BackendLinear, LinearBackend
 from .dense import product_by_tiles
-from .packed_format import PackedFormat
 
 
 class PackedWeights(LinearBackend):

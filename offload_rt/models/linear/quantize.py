@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...kernels.packed_format import PackedFormat
 from .packed import hold_packed
-from .packed_format import PackedFormat
 
 GROUP = 32
 _ROUTERS = ("gate", "router")

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from offload_rt.kernels import packed_products, team
+from offload_rt.kernels.packed_format import PackedFormat
 from offload_rt.models.linear.packed import hold_packed
-from offload_rt.models.linear.packed_format import PackedFormat
 
 FORMATS = [
     *(PackedFormat(192, bits, 32, True) for bits in (4, 5, 8)),

@@ -18,11 +18,11 @@ from torch import nn
 
 from offload_rt import LLM, EngineConfig, SamplingParams
 from offload_rt.errors import ConfigError, ModelError
+from offload_rt.kernels.packed_format import PackedFormat
 from offload_rt.models import gguf_import, packed_checkpoint
 from offload_rt.models.fingerprint import cache_folder
 from offload_rt.models.gguf_blocks import packed_format, packed_rows
 from offload_rt.models.linear.packed import PackedEmbedding
-from offload_rt.models.linear.packed_format import PackedFormat
 from offload_rt.models.loading import load_model
 from offload_rt.models.shape import load_shape
 from offload_rt.models.weights import layer_bytes

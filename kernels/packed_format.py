@@ -15,7 +15,7 @@ class PackedFormat:
     """The layout of one packed weight, `[out, row_bytes]` in bytes. Both C code and torch read it in place.
 
     A weight is `code * scale + minimum`. Each row is [lower bits of codes][higher bits][scales][minima]; scales and
-    minima are float16. `kernels/packed_products.c` describes the order of the codes.
+    minima are float16. `packed_products.c` describes the order of the codes.
 
     Attributes:
         ins: Input features, a multiple of 64 (of 128 with 6 bits).
