@@ -46,10 +46,15 @@ def packed_source(source: ModelSource) -> ModelSource:
     assert source.gguf is not None
     path = _local_path(source)
     key = hashlib.sha256(repr((_VERSION, version("transformers"), file_identity(path))).encode()).hexdigest()[:32]
+    home = cache_folder() / "packed"
+    refused = home / f"{key}.refused"  # so that later starts do not try again
+    if refused.exists():
+        return source
     try:
-        folder = cached_folder(cache_folder() / "packed" / key, functools.partial(_convert, source=source, path=path))
+        folder = cached_folder(home / key, functools.partial(_convert, source=source, path=path))
     except CannotPackError as error:
         _log.info("the weights of %s are dequantised: %s", path.name, error)
+        refused.touch()
         return source
     except OSError as error:
         _log.warning("the weights of %s are dequantised, because they cannot be cached: %s", path.name, error)

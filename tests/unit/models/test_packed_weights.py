@@ -97,7 +97,7 @@ def test_a_file_stays_packed(kind: str, architecture: str, output: bool, tmp_pat
 def test_streamed_layers_give_the_same_tokens(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_tiny_gguf(path, "Q4_1", **SHAPE | {"num_hidden_layers": 8})
-    options = {"budget": 1.0, "tail": "off"}
+    options = {"budget": 1.0, "approximate_kv": "off"}
     config = EngineConfig("infinigen", options, max_model_len=192, host_memory="16MiB", dtype="float32")
     shape = load_shape(path, dtype="float32", device="cpu")
     rest = plan_for(replace(config, device_memory=1 << 30), shape).costs.total([192])
@@ -121,6 +121,20 @@ def test_a_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert again.tokenizer is not None and first.tokenizer is not None
     assert again.tokenizer.encode("he the") == first.tokenizer.encode("he the")
     assert again.tokenizer.chat_template == first.tokenizer.chat_template
+
+
+def test_an_architecture_that_cannot_be_packed_is_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path, "Q8_0", **SHAPE)
+    tried = []
+
+    def refuse(*given: Any) -> None:
+        tried.append(given)
+        raise gguf_import.CannotPackError
+
+    monkeypatch.setattr(gguf_import, "_tensor_names", refuse)
+    shapes = [load_shape(path, device="cpu") for _ in range(2)]
+    assert shapes[0] == shapes[1] == load_shape(path, device="cpu", quantize="none") and len(tried) == 1
 
 
 def test_damaged_packed_weights_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
