@@ -29,7 +29,10 @@ def run(args: argparse.Namespace) -> int:
     from ..utils.native_libraries import native_status
     from .tables import requirements_table
 
-    shape = load_shape(args.model, device=config.device, dtype=config.dtype, hub=hub_of(config), max_model_len=context)
+    shape = load_shape(
+        args.model, device=config.device, dtype=config.dtype, hub=hub_of(config), max_model_len=context,
+        quantize=config.quantize,
+    )  # fmt: skip
     context = context or shape.geometry.max_positions
     config = replace(config, max_model_len=context)
     disk, geometry = disk_plan(config, shape), shape.geometry
@@ -42,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, context, graphs)
     Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk, shape))
     found, notes = obstacles(needed, machine, shape.host_bytes if plan is None else plan.host_bytes), []
-    if find_source(args.model).gguf is not None:
+    if find_source(args.model).gguf is not None and shape.packing is None:
         notes.append(f"Note: {GGUF_NOTE}.")
     if context > geometry.max_positions:
         length = f"The context length of the model is {geometry.max_positions:,} tokens"
