@@ -361,8 +361,8 @@ class StoreOptions:
 
     Attributes:
         limit: Hard limit on the total size of the store's files in bytes; None is no limit.
-        policy: Eviction policy. "lookahead" keeps KV that queued turns will use, and is LRU otherwise. "lru" and "fifo"
-            ignore the queue and do not prefetch.
+        policy: Eviction policy. "lookahead" keeps KV that queued turns will use, and evicts the rest by last use and
+            recomputation cost. "lru" and "fifo" ignore the queue and the cost, and do not prefetch.
         ttl: Seconds after the last use until stored KV is deleted, and KV in host memory is released; None is never.
         free_host: Fraction of the host KV cache kept free, so that loading a session need not wait for evictions.
         overflow: If a turn would outgrow the model's maximum length: "truncate" drops the oldest half of the

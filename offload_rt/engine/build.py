@@ -39,6 +39,7 @@ from ..transfer.weights.experts import keep_experts
 from ..transfer.weights.host_weights import HostWeights
 from ..transfer.weights.streamed import StreamedAdapter, WeightStream
 from ..utils.progress import Progress
+from .checks import check_keeps_no_state
 from .runner import Runner
 from .speculative.draft_model import check_same_tokens
 
@@ -117,6 +118,7 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
     )  # fmt: skip
     small = _load(config.exact.model, own)
     check_same_tokens(loaded, small)
+    check_keeps_no_state("a draft model", small.adapter.geometry)
     share = 1 / (1 + loaded.adapter.geometry.kv_bytes(1, dtype) / small.adapter.geometry.kv_bytes(1, dtype))
     pool = _build_pool(small, own, share)
     policy = build_policy(small, own.policy, {}, artifact_loader(small, own))

@@ -30,12 +30,6 @@ from .source import ModelSource
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-MERGE = (
-    "merge the adapter with peft.PeftModel.from_pretrained(model, ADAPTER).merge_and_unload(), and pass the result or "
-    "the folder where it is saved"
-)
-"""Advice for PEFT adapters, for error messages."""
-
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "spiece.model", "sentencepiece.*", "tekken.json")
 
 
@@ -50,12 +44,8 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
 
     if source.gguf is not None:
         return _read_gguf_config(source)
-    place, folder = source.place, source.folder
-    if folder is not None and not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise ModelError(f"{source} is a PEFT adapter, not a model; {MERGE}", reason="peft")
-        expected = "a model folder contains config.json and *.safetensors, or one GGUF file"
-        raise ModelError(f"{source} has no config.json; {expected}")
+    place = source.place
+    source.check_folder()
     options, trusted = source.hub.options, source.hub.trust_remote_code
     with one_error(f"cannot read the configuration of {source}"):
         raw = dict(PreTrainedConfig.get_config_dict(place, **options)[0])

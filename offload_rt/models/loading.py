@@ -16,9 +16,9 @@ from ..config import Quantize, Verify
 from ..errors import ConfigError, ModelError
 from ..sampling_params import SamplingParams
 from ..utils.openmp import stop_spinning
+from ..utils.progress import report
 from .adapter import ModelAdapter
 from .checkpoint import (
-    MERGE,
     architecture_of,
     build_skeleton,
     one_error,
@@ -35,7 +35,7 @@ from .linear.quantize import quantize_layers
 from .multimodal import is_multimodal, text_config
 from .registry import adapter_for, architectures, refuse_unverified
 from .rotary import fix_rope_scaling
-from .source import DEFAULT_HUB, Hub, ModelSource, find_source
+from .source import DEFAULT_HUB, MERGE, Hub, ModelSource, find_source
 from .verification import verify_model, verify_once
 from .weights import ON_DEVICE, HostEmbedding, Placement, decoder_layers, lone_embedding, place_weights, weight_bytes
 
@@ -159,6 +159,7 @@ def _read_checkpoint(
     """Read the weights. Arguments and errors are those of `load_model`."""
     config = read_config(source)
     _refuse_early(source, config, verify, max_model_len)
+    report("reading the weights")
     landing, moved = torch.device("cpu") if placement else device, bool(placement)
     loaded = read_weights(source, config, landing, resolve_dtype(dtype, source, config, device), moved=moved)
     fix_rope_scaling(loaded, max_model_len)
@@ -252,6 +253,7 @@ def _verify(
 ) -> LoadedModel:
     """Return a model after the verification that `verify` requests. `identify` returns its fingerprint."""
     adapter = adapter_for(model)  # refuses unsupported models before their weights are digested
+    report("computing the fingerprint of the weights")
     identity = identify(model)
     own_code = not type(model).__module__.startswith("transformers.")  # may change after it was verified
     if verify == "always" or (verify == "auto" and own_code):
