@@ -169,7 +169,9 @@ class EngineConfig:
     policy_options: Mapping[str, Any] = option(None, help="options of the policy by name", plans=True)
     device: str = option("auto", help="compute device", metavar="auto|cpu|cuda", group="device", plans=True)
     dtype: str = option("auto", help="compute dtype", plans=True)
-    quantize: Quantize = option("auto", help="format of the weights (none: dequantise GGUF files)", plans=True)
+    quantize: Quantize = option(
+        "auto", help="format of the weights (none: dequantise GGUF files)", group="device", plans=True
+    )
     device_memory: Size | None = option(
         None, help="limit on device memory; weights beyond it are streamed", group="device", plans=True
     )

@@ -94,22 +94,25 @@ def test_threads_share_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_code
-@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
-def test_numbers_that_are_not_finite_give_nan(odd: float, level: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_inputs_that_are_not_finite_give_results_that_are_not(dtype: torch.dtype, level: str) -> None:
     rows, _ = random_rows(FORMATS[0], 3)
-    code = packed_products.compiled_for(torch.float32)
-    x = torch.zeros(2, 192)
-    x[0, 77] = odd
+    code = packed_products.compiled_for(dtype)
     assert code is not None
-    out = code.linear(x, rows, FORMATS[0], None)
-    assert out[0].isnan().all() and out[1].equal(torch.zeros(3))
+    for odd in (torch.nan, torch.inf, -torch.inf):
+        x = torch.zeros(2, 192, dtype=dtype)
+        x[0, 77] = odd
+        out = code.linear(x, rows, FORMATS[0], None)
+        assert not out[0].isfinite().any() and out[1].equal(torch.zeros(3, dtype=dtype))
 
 
 @needs_code
-@pytest.mark.parametrize("size", [1e-40, 1e-30, 1e30])
-def test_tiny_and_large_inputs(size: float, level: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiny_and_large_inputs(dtype: torch.dtype, level: str) -> None:
     rows, weights = random_rows(FORMATS[0], 3)
-    code: Any = packed_products.compiled_for(torch.float32)
-    x = torch.randn(1, 192) * size
-    error = code.linear(x, rows, FORMATS[0], None).double() - x.double() @ weights.T
-    assert (error.abs() <= 1e-4 * x.double().norm() * weights.norm(dim=1) + 1e-36).all()
+    code: Any = packed_products.compiled_for(dtype)
+    for size in (1e-40, 1e-30, 1e30):
+        x = (torch.randn(1, 192) * size).to(dtype)
+        error = code.linear(x, rows, FORMATS[0], None).double() - x.double() @ weights.T
+        allowed = 2**-8 if dtype == torch.bfloat16 else 1e-5
+        assert (error.abs() <= allowed * x.double().norm() * weights.norm(dim=1) + 1e-34).all()
