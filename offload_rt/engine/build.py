@@ -87,7 +87,7 @@ def _load(
 ) -> LoadedModel:
     return load_model(
         model, tokenizer=tokenizer, device=config.device, dtype=config.dtype, placement=placement,
-        verify=config.verify, hub=hub_of(config), max_model_len=config.max_model_len,
+        verify=config.verify, hub=hub_of(config), max_model_len=config.max_model_len, quantize=config.quantize,
     )  # fmt: skip
 
 
@@ -155,8 +155,9 @@ def _plan(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placem
         return None, ON_DEVICE
     options = default_options(config.skew, config.policy, config.policy_options, fingerprint=None)
     shape = load_shape(
-        model, device=config.device, dtype=config.dtype, hub=hub_of(config), max_model_len=config.max_model_len
-    )
+        model, device=config.device, dtype=config.dtype, hub=hub_of(config), max_model_len=config.max_model_len,
+        quantize=config.quantize,
+    )  # fmt: skip
     if config.device_memory is None:
         return None, requested_placement(config, shape)
     plan = plan_for(replace(config, policy_options=options), shape)

@@ -76,7 +76,7 @@ class Runner:
         self.order = order or PoolOrder()
         self.adapter = model.adapter
         best = prefill_slices(config, self.adapter.device)[0]
-        self._slice_tokens = best if plan is None else plan.costs.slice
+        self.slice_tokens = best if plan is None else plan.costs.slice
         usual = MISSED_MASS_EVERY if self.adapter.device.type == "cpu" and pool.file is None else 0
         self._missed_mass_every = usual if config.missed_mass_every is None else config.missed_mass_every
         self.cache_manager = CacheManager(pool, policy, config, recurrent=bool(self.adapter.geometry.states))
@@ -189,14 +189,19 @@ class Runner:
             self._register(fork, sequence)
         return fork
 
-    def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0) -> BlockTable:
+    def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0, *, exact_only: bool = False) -> BlockTable:
         """Return cached blocks of a session's tokens, computed exactly or under this policy; never all of them.
 
-        `floor` is the first token that sliding layers can see.
+        Args:
+            tokens: Tokens of the session.
+            provenance: Part of the KV provenance key from the cache salt and truncations.
+            floor: First token that sliding layers can see.
+            exact_only: Leave out blocks that were computed under this policy.
         """
         if not self.cache_manager.shares:
             return BlockTable(floor=floor)
-        return self.pool.match(tokens, EXACT + provenance, self.provenance_key + provenance, floor=floor)
+        keys = [EXACT + provenance, *([] if exact_only else [self.provenance_key + provenance])]
+        return self.pool.match(tokens, *keys, floor=floor)
 
     def adopt(
         self,
@@ -323,9 +328,9 @@ class Runner:
             stop,
             self.adapter,
             self.transfer.storage,
-            slice_tokens=self._slice_tokens,
+            slice_tokens=self.slice_tokens,
             logits_of=int(want_logits),
-            segment_tokens=segment_tokens(self.pool, self.policy, self.adapter, self._slice_tokens),
+            segment_tokens=segment_tokens(self.pool, self.policy, self.adapter, self.slice_tokens),
             before_layer=before_layer,
             after_layer=after_layer,
             every_logits=every_logits,

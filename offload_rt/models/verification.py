@@ -25,6 +25,7 @@ import torch
 
 from ..core import KVPart
 from ..errors import ModelError
+from ..utils.progress import report
 from .adapter import ModelAdapter
 from .checkpoint import one_error
 from .fingerprint import cache_folder
@@ -135,6 +136,7 @@ class _Verification:
         stops = [*starts[1:], len(seen.hidden) - 1]
         self._compare("the embedding", torch.zeros_like(embedded), embedded, seen.hidden[starts[0]])
         for layer, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            report("verifying the model against transformers (once)", layer, len(starts))
             given = seen.hidden[start]
             found = self._through(layer, self._layer(layer, given))
             self._compare(f"layer {layer}", given, found, seen.hidden[stop])
@@ -145,7 +147,10 @@ class _Verification:
         """Run transformers' own forward and record its results."""
         seen = _Observed()
         layers = decoder_layers(self._model)
-        known = inspect.signature(self._model.forward).parameters
+        parameters = inspect.signature(self._model.forward).parameters
+        known = set(parameters)
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            known.add("position_ids")  # a subclass may pass on all arguments without naming them
         options = {"position_ids": self._positions[None], "use_cache": False, "logits_to_keep": _DECODE_TOKENS}
 
         def enter(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -160,7 +160,8 @@ def lone_embedding(model: Any) -> nn.Module | None:
     Every token reads the whole matrix of a tied head, so it must stay on the device.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is None or getattr(head, "weight", None) is embedding.weight
+    own = {id(weight) for weight in embedding.parameters()}
+    tied = head is None or any(id(weight) in own for weight in head.parameters())
     return None if tied else embedding
 
 

@@ -13,6 +13,7 @@ from offload_rt.model_runner.cuda_graphs import GraphSteps
 from offload_rt.models.shape import load_shape
 from offload_rt.planning.memory_model import DeviceCosts
 from offload_rt.policies.registry import memory_demand
+from offload_rt.sessions.whole_prompts import WholePrompts
 from offload_rt.transfer.weights.streamed import BUFFERS
 
 from .cuda_simulator import Late, Lazy, Schedule, Seeded
@@ -130,6 +131,24 @@ def session(make: Callable[..., LLM], folder: Path) -> Answers:
     return found
 
 
+def stored(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Answer prompts of two runtimes on one store. The prefill has two segments, and begins with KV from disk."""
+    found = []
+    for prompt in (tiny_prompt(150), tiny_prompt(150)[:140] + tiny_prompt(30, seed=1)):
+        llm = make(prefill_chunk_size=64)
+        prompts, engine = WholePrompts(llm.session_store(folder), [].append), llm.make_engine()
+        params = SamplingParams(max_tokens=3, temperature=0)
+        request = prompts.prompt(engine.next_id(), prompt, params, None, "")
+        engine.submit(request)
+        while not engine.idle:
+            engine.step()
+        found.append([request.cached_tokens, *request.new_tokens])
+        prompts.prompt_ended(request)
+        prompts.close()
+        llm.runner.check_integrity()
+    return found
+
+
 def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> Answers:
     """Return greedy answers, each with its host-to-device bytes. Check the integrity of the runtime."""
     done = completed(llm.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0)))
@@ -144,7 +163,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 """Sliding windows in all layers, and in the second layer only."""
 
 LAYERS, STREAMED_LAYERS, CONTEXT = 2, 5, 128
-BLOCK_BYTES = 2 * LAYERS * 2 * 16 * 64 * 4
+BLOCK_BYTES = 2 * LAYERS * 2 * 32 * 64 * 4
 
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
@@ -226,7 +245,7 @@ SHORT: dict[str, Any] = {"sinks": 1, "recent": 1, "dense_layers": ()}
 
 PAPER: dict[str, Any] = {"preset": "paper", "alpha": 2.0}
 TAIL: dict[str, Any] = WINDOW | {"approximate_kv": "int4", "budget": 0.4, "dense_layers": (0,)}
-"""With a budget, approximate KV is computed per sequence."""
+"""A budget with approximate KV."""
 
 LOW_BITS: dict[str, Any] = WINDOW | {"alpha": 2.0, "max_fraction": 0.1}
 """The default preset for short contexts. Approximate KV is computed in batches."""
@@ -250,6 +269,8 @@ _CELLS = [
     Cell("default, forks", "infinigen", forked, LOW_BITS),
     Cell("default, sessions", "infinigen", session, LOW_BITS),
     Cell("default, graphs", "infinigen", replayed, LOW_BITS, GRAPHS),
+    *(Cell(f"{name}, graphs", name, replayed, POLICIES[name], GRAPHS) for name in ("quest", "h2o", "streaming")),
+    Cell("tail, graphs", "infinigen", replayed, TAIL, GRAPHS),
     Cell("paper, batch", "infinigen", ragged, PAPER),
     Cell(
         "int4 scorer, batch",
@@ -280,6 +301,8 @@ _CELLS = [
     Cell("sessions, full", "full", session),
     Cell("sessions", "infinigen", session, SPARSE),
     Cell("sessions, tail", "infinigen", session, TAIL),
+    Cell("prompts", "infinigen", stored, SPARSE),
+    Cell("prompts, a window", "full", stored, model="qwen2"),
     Cell("windows, full", "full", slid, model="mistral"),
     Cell("a window, full", "full", slid, model="qwen2"),
     Cell("a window", "quest", slid, POLICIES["quest"], model="qwen2"),
@@ -308,6 +331,10 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "quest, batch": ("late prefetch",),
     "h2o": ("lazy",),
     "h2o, batch": ("late write-back",),
+    "h2o, graphs": ("seed 0",),
+    "quest, graphs": ("late prefetch",),
+    "streaming, graphs": ("seed 1",),
+    "tail, graphs": ("late compute",),
     "streaming": ("seed 1",),
     "oracle": ("lazy",),
     "default": ("seed 0",),
@@ -332,6 +359,8 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "forks, full": ("late write-back",),
     "sessions, full": ("late write-back", "seed 0"),
     "sessions, tail": ("late prefetch",),
+    "prompts": ("late prefetch",),
+    "prompts, a window": ("late write-back", "seed 0"),
     "streamed, full": ("late prefetch",),
     "exact": ("late write-back",),
 }

@@ -23,7 +23,7 @@ from offload_rt.sessions.store import SessionStore
 from offload_rt.sessions.whole_prompts import WholePrompts
 
 SHORT = SamplingParams(max_tokens=6, temperature=0)
-MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
 NAMES = [
     "kitchen.sinks", "kitchen", "a/b", "../../up", "/etc/passwd", ".", "..", "a@llama", "lock", "x.doc", "x.before",
     "x.damaged", "x.1.1.tmp", "x.kv", "Case", "case",
@@ -34,7 +34,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(MODEL, dtype="float64", host_memory="16MiB", policy="full")
+    return LLM(MODEL, dtype="float32", host_memory="16MiB", policy="full")
 
 
 answer = partial(take_turn, params=SHORT)
@@ -193,7 +193,7 @@ def test_a_file_that_cannot_be_deleted_is_an_error(llm: LLM, tmp_path: Path, mon
 def test_a_server_deletes_what_it_cannot_open(llm: LLM, tmp_path: Path) -> None:
     """Delete a damaged session, a closed one, an open one and one that does not exist."""
     store = SessionStore.on_disk(llm.runner, tmp_path)
-    sessions = WholePrompts(store)
+    sessions = WholePrompts(store, [].append)
     for name in ("damaged", "stored", "open"):
         session = store.open(name)
         answer(session, tiny_prompt(70))
