@@ -117,8 +117,8 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
         device=str(device), dtype=str(dtype),
     )  # fmt: skip
     small = _load(config.exact.model, own)
-    check_same_tokens(loaded, small)
     check_keeps_no_state("a draft model", small.adapter.geometry)
+    check_same_tokens(loaded, small)
     share = 1 / (1 + loaded.adapter.geometry.kv_bytes(1, dtype) / small.adapter.geometry.kv_bytes(1, dtype))
     pool = _build_pool(small, own, share)
     policy = build_policy(small, own.policy, {}, artifact_loader(small, own))

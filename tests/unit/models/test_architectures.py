@@ -301,7 +301,7 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
     "no shared MLP": ("granite_hybrid", lambda a: setattr(a._layers[0], "_shared_mlp", None), "layer 0"),
     "no mixer beside the attention": ("falcon_h1", lambda a: setattr(a._layers[1], "_mixer", None), "layer 1"),
     "no multiplier of keys": ("falcon_h1", lambda a: setattr(a._projections[0], "_key_multiplier", 1.0), "layer 0"),
-    "a recurrent layer skipped": ("bamba", lambda a: setattr(a, "_attention_at", [0, *a._attention_at]), "layer 0"),
+    "a recurrent layer skipped": ("bamba", lambda a: setattr(a, "_attention_at", [0, 2]), "the embedding"),
     "one after the other": ("gpt_neox", lambda a: setattr(a._layers[1], "_parallel", False), "layer 1"),
 }  # fmt: skip
 """For each fault: the model, the change to its adapter, and the part named in the error."""
