@@ -24,7 +24,7 @@ class OffloadError(Exception):
 
 
 class ConfigError(OffloadError, ValueError):
-    """An option has an invalid value, or no such option exists."""
+    """An option has an invalid value or does not exist."""
 
 
 class InputError(OffloadError, ValueError):

@@ -37,8 +37,8 @@ class EvictionOrder(Generic[K]):
     """Eviction order of the items of one tier.
 
     The least recently used item is evicted first; with "fifo", the oldest one. With "lookahead", items in the eviction
-    window follow after all others, those needed last first (CachedAttention §3.3.2). If no requests wait, the order is
-    LRU. A live store cannot look beyond the request queue.
+    window are evicted after all others, starting with the item that is needed last (CachedAttention §3.3.2). If no
+    requests wait, the order is LRU, because the store knows only requests in the queue.
 
     Args:
         policy: One of `LIVE_POLICIES`. Raises ConfigError for any other policy.
