@@ -89,10 +89,10 @@ def write_rows(
     The row is `newest[b]` (int64 `[B]`) plus `planes[0, h]` for K and `planes[1, h]` for V (int64 `[2, Hkv]`).
     Sequences with a negative `newest[b]` are skipped.
     """
-    meant = newest >= 0
-    ids = (newest[meant].unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
+    valid = newest >= 0
+    ids = (newest[valid].unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
     for of, source in zip(ids, (k, v), strict=True):
-        rows[of] = source.unflatten(0, (len(newest), -1))[meant].flatten(0, 1).to(rows.device)
+        rows[of] = source.unflatten(0, (len(newest), -1))[valid].flatten(0, 1).to(rows.device)
 
 
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:

@@ -66,8 +66,8 @@ class Pages:
         while at < tokens.stop:
             page = at // PAGE_TOKENS
             first, stop = page * PAGE_TOKENS, min(tokens.stop, (page + 1) * PAGE_TOKENS)
-            meant = slice(at - first, stop - first)
-            yield self.tensors[page][self.layer], meant, slice(at - tokens.start, stop - tokens.start)
+            valid = slice(at - first, stop - first)
+            yield self.tensors[page][self.layer], valid, slice(at - tokens.start, stop - tokens.start)
             at = stop
 
 

@@ -39,8 +39,8 @@ def _known(part: KVPart) -> KVPart:
     """Return a part without `counts`. Waits for the device if there are any."""
     if part.counts is None:
         return part
-    meant = int(part.counts[0])
-    return KVPart(part.k[:, :meant], part.v[:, :meant])
+    valid = int(part.counts[0])
+    return KVPart(part.k[:, :valid], part.v[:, :valid])
 
 
 def _attend_part(

@@ -156,7 +156,7 @@ def find_stored(folder: Path, name: str, model: str | None = None) -> StoredSess
     one = _find(folder, name, model)
     if isinstance(one, DamagedSession):
         raise StoreError(
-            f"nothing of the history of session {name!r} can be read ({one.document}{DOCUMENTS} in the store): "
+            f"the history of session {name!r} cannot be read ({one.document}{DOCUMENTS} in the store): "
             "put a copy of the file back, or delete the session"
         )
     return one

@@ -157,8 +157,8 @@ class Session:
             An iterator over the answer's tokens.
 
         Raises:
-            InputError, PoolFullError: As `LLM.stream`.
-            ModelError: As `LLM.stream`, or the conversation would exceed the model's positions and
+            InputError, PoolFullError: See `LLM.stream`.
+            ModelError: See `LLM.stream`. Also if the conversation would exceed the model's positions and
                 `StoreOptions.overflow` is "error".
         """
         self.check_idle()
@@ -263,7 +263,7 @@ class Session:
             )
             reason = self.context.storage.last_error or limit
             warnings.warn(
-                f"session {self.name!r} is not saved whole ({reason}): what is missing will be computed again",
+                f"session {self.name!r} is not saved completely ({reason}): the missing KV will be computed again",
                 stacklevel=3,
             )
 

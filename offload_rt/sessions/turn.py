@@ -221,7 +221,7 @@ class Turn(SampledRequest):
     def drop(self, runner: Runner) -> None:
         """Release the turn's memory and restore the session.
 
-        The session's KV is released too, if the prefill has computed any KV.
+        The session's KV is released too, unless the prefill has not changed it and no block is damaged.
         """
         if self.sequence is None:
             return

@@ -21,8 +21,8 @@ from .streams import Event
 class _PendingFetch(PendingFetch):
     """A pending fetch of KV `staged` `[2, Hkv, n, width]` in the storage format, valid after `event`.
 
-    `state.staging` holds it as number `held`. The resident KV of `visible` comes before it and is read by `wait`,
-    because the newest token is stored after the fetch starts.
+    `state.staging` keeps the buffers alive under the number `held`. If `visible` is given, `wait` returns its resident
+    KV first. It is read only then, because the newest token is stored after the fetch starts.
     """
 
     state: DeviceState
@@ -70,7 +70,7 @@ class CudaBatches(BatchedRows):
         return self._lists[key]
 
     def forget(self, blocks: BlockTable) -> None:
-        """Drop the cached lists of a sequence that closes."""
+        """Drop the cached lists of a closed sequence."""
         self._lists = {held: lists for held, lists in self._lists.items() if id(blocks) not in held}
 
 

@@ -15,7 +15,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
-from offload_rt.transfer.plan import first_askers
+from offload_rt.transfer.plan import first_occurrences
 from offload_rt.transfer.working_set import Table
 
 OPTIONS: dict[str, Any] = {"preset": "rows", "sinks": 2, "recent": 8}
@@ -107,7 +107,7 @@ def test_a_table_is_a_plain_dict(data: st.DataObject) -> None:
 @given(st.lists(st.integers(-1, 6), min_size=1, max_size=20))
 def test_the_first_asker_of_a_row(ids: list[int]) -> None:
     want = [-1 if row < 0 or ids.index(row) == at else ids.index(row) for at, row in enumerate(ids)]
-    assert first_askers(torch.tensor(ids)).tolist() == want
+    assert first_occurrences(torch.tensor(ids)).tolist() == want
 
 
 @pytest.mark.parametrize("rows", [1, 30])
