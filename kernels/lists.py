@@ -1,8 +1,8 @@
 """Operations of the decode step over lists, in torch: the reference definitions of the Triton kernels.
 
 A list is one KV head of one sequence. There are P = B * Hkv lists, sequence-major. Lists of a batch differ in length.
-int32 tensors (`starts`, `stops`, `counts`) mark the valid part, so shapes are static and the host is never asked. Data
-that a sequence keeps between steps lies in a tensor of its own (`PointerTable`).
+int32 tensors (`starts`, `stops`, `counts`) mark the valid part, so shapes are static and the host never waits. Data
+that a sequence keeps between steps is in a separate tensor (`PointerTable`).
 
 Scores and LSE are float32 (float64 for float64). LSE is the natural logarithm. An empty list has LSE -inf and output 0.
 """
@@ -50,7 +50,7 @@ class Scores:
 def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
     """Copy rows of `rows` `[R, w]` by row ids `[P, n]` (int64) to out `[P, n, w]`.
 
-    Only the first `counts[p]` ids of each list are copied. Entries behind them and entries with a negative id stay
+    Only the first `counts[p]` ids of each list are copied. Entries after them and entries with a negative id stay
     unchanged. `rows` may be `out` itself if no row is both read and written.
     """
     for p, count in enumerate(counts.tolist()):
@@ -263,7 +263,7 @@ def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
-    """Replace -inf, the LSE of an empty list, by the lowest finite number, so that exp(-inf - lse) is 0."""
+    """Replace -inf, the LSE of an empty list, by the lowest finite value, so that exp(-inf - lse) is 0."""
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 

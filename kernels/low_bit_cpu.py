@@ -68,7 +68,7 @@ class NativeQuery(LowBitQuery):
         unmixing: torch.Tensor,
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with that to the tokens that are not in skip (`LowBitQuery.merge`)."""
+        """Merge exact attention with approximate attention to the tokens that are not in skip (`LowBitQuery.merge`)."""
         return self.library.merge(self._found, skip, softcap, unmixing, exact)
 
 

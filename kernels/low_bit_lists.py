@@ -104,6 +104,6 @@ def merge_approximate(
 
 def _listed(chosen: torch.Tensor, counts: torch.Tensor, tokens: int) -> torch.Tensor:
     """Return which of `tokens` tokens are among the first `counts[p]` of chosen: bool `[P, tokens]`."""
-    valid = torch.arange(chosen.shape[1], device=chosen.device) < counts.unsqueeze(1)
+    meant = torch.arange(chosen.shape[1], device=chosen.device) < counts.unsqueeze(1)
     listed = torch.zeros(len(chosen), tokens + 1, dtype=torch.bool, device=chosen.device)
-    return listed.scatter_(1, torch.where(valid, chosen, tokens), True)[:, :-1]
+    return listed.scatter_(1, torch.where(meant, chosen, tokens), True)[:, :-1]

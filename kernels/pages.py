@@ -75,9 +75,8 @@ class Pages:
 class PageTable:
     """Low-bit KV of one layer of B sequences: Hkv * B lists, sequence-major.
 
-    pages: Pages of each sequence, all of one layer and on one device.
-    table: int64 `[B, M]` on that device, the addresses of the first M pages of each sequence. Entries behind the last
-    page are undefined.
+    pages: Pages of each sequence, all of one layer and on one device. table: int64 `[B, M]` on that device, the
+    addresses of the first M pages of each sequence. Entries after the last page are undefined.
 
     The caller must keep both consistent: Triton kernels read the table, torch functions the pages.
     """
