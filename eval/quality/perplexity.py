@@ -244,8 +244,8 @@ COLUMNS = (
 )
 
 NOTES = (
-    "Attended and fetched are fractions of the visible KV entries, means over layers and decoded positions. Missed mass",
-    "is attention to tokens that are not attended, over sparse layers. Standard errors and paired bootstrap intervals",
+    "Attended and fetched are fractions of the visible KV entries, means over layers and decoded positions. Missed",
+    "mass is attention to tokens that are not attended, over sparse layers. Standard errors and paired bootstrap intervals",
     "(10,000 draws) are over windows. The margins at both ends of the text are not used.",
 )
 

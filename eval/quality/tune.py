@@ -228,7 +228,7 @@ def run_tune(
     measured = {
         "max_missed_mass": limit,
         "kept": best.keeps(limit),
-        "objective": "bytes read per decode step in the layers that select: fetched KV + scoring keys + resident window",
+        "objective": "bytes read per decode step in selecting layers: fetched KV + scoring keys + resident window",
         "text": name,
         "text_digest": text_digest(text),
         "context": len(cut.tokens),

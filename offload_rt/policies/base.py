@@ -92,7 +92,7 @@ class PolicyState(Protocol):
         ...
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select the tokens of `visible.candidates` that the layer fetches, by the (speculated) query q `[H, d]`.
+        """Select the tokens of `visible.candidates` that the layer fetches, with the (speculated) query q `[H, d]`.
 
         All candidates must have been passed to `on_keys`.
         """
@@ -143,7 +143,7 @@ class PolicyState(Protocol):
     def fork_prefix(self, tokens: int) -> PolicyState | None:
         """Return a state of the first `tokens` tokens alone, for a sequence that shares their KV blocks.
 
-        None if computing the state again costs no more, or if it depends on more than the KV of these tokens.
+        None if computing the state again is as cheap, or if the state depends on more than the KV of these tokens.
         """
         ...
 
@@ -157,7 +157,7 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that `LLM(policy=...)` takes."""
+        """Name for `LLM(policy=...)`."""
         ...
 
     @property
@@ -197,9 +197,9 @@ class Policy(Protocol):
 
     @property
     def rule(self) -> Rule | None:
-        """The rule by which a batch selects with `KeyLists`, which leave counts on the device.
+        """Rule for selecting for a whole batch with `KeyLists`, or None if each sequence selects separately.
 
-        `KeyLists` then replace `on_keys` and `select` while decoding. None if each sequence selects by itself.
+        With a rule, `KeyLists` replace `on_keys` and `select` during decoding, and counts stay on the device.
         """
         ...
 
@@ -210,7 +210,8 @@ class Policy(Protocol):
 
     @property
     def provenance_key(self) -> str:
-        """KV provenance key: a digest of name and options. KV is reused only under the same key; "exact" for full."""
+        """KV provenance key: a digest of name and options. KV is reused only with the same key. "exact" for full
+        attention."""
         ...
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
@@ -218,5 +219,5 @@ class Policy(Protocol):
         ...
 
     def new_state(self, keys: KeyReader) -> PolicyState:
-        """Return the state of a sequence without tokens, whose keys `keys` reads from the pool."""
+        """Return the state of a new, empty sequence. `keys` reads its keys from the pool."""
         ...

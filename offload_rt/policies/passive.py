@@ -1,4 +1,4 @@
-"""Default methods of a policy state, which do nothing."""
+"""Default methods of a policy state: no-ops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .infinigen.scoring_keys import ScoringKeys
 
 
 class PassiveState:
-    """Base of policy states: everything but `select` and `fork`, with methods that do nothing."""
+    """Base class of policy states. Implements every method except `select` and `fork`, as a no-op."""
 
     @property
     def device_bytes(self) -> int:
@@ -41,7 +41,6 @@ class PassiveState:
         """Do nothing: no data is stored by slot."""
 
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
-        """Return None: no repair."""
         return None
 
     def merge_approximate(
@@ -53,14 +52,12 @@ class PassiveState:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out and lse: tokens that are not selected are ignored."""
         return out, lse
 
     def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
         """Ignore attention weights `[Hkv, n]`."""
 
     def fork_prefix(self, tokens: int) -> PolicyState | None:
-        """Return None: the state is computed again."""
         return None
 
     def check_integrity(self) -> None:

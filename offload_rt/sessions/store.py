@@ -197,7 +197,7 @@ class SessionStore:
         return session
 
     def session(self, name: str, *, prompts_are_whole: bool = False) -> Session:
-        """Return the session `name`, and open it if needed. Takes the arguments of `open` and raises the same errors."""
+        """Return the session `name`, and open it if needed. Arguments and errors are those of `open`."""
         check_name(name)
         return self._open.get(name) or self.open(name, prompts_are_whole=prompts_are_whole)
 

@@ -39,7 +39,10 @@ class InfiniGenState(PassiveState):
     """The scoring keys and the approximate KV of one sequence."""
 
     def __init__(self, policy: InfiniGen, keys: ScoringKeys, approximate: LowBitRows | None = None) -> None:
-        """Creates a state of scoring keys `keys`. If there is approximate KV (`approximate`), it is also `keys`."""
+        """Create a state with scoring keys `keys`.
+
+        With approximate KV, its 4-bit keys are the scoring keys, so `keys` and `approximate` are the same object.
+        """
         self._policy, self._keys, self._approximate = policy, keys, approximate
         self._asked: LowBitQuery | None = None
         """The true query as prepared by `select`, until `merge_approximate` uses it."""
@@ -85,7 +88,7 @@ class InfiniGenState(PassiveState):
         self._keys.move(layer, source, target)
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select the tokens whose score is within alpha of the largest of their head, by the query q `[H, d]`.
+        """Select the tokens whose score for q `[H, d]` is within alpha of the largest score of their head.
 
         With a `budget`, select this number of tokens with the largest scores instead.
         """
@@ -157,7 +160,10 @@ class InfiniGenState(PassiveState):
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with that to the tokens not selected, if the policy has approximate KV."""
+        """Add approximate attention to the tokens that were not selected.
+
+        Returns `out` and `lse` unchanged if the policy has no approximate KV.
+        """
         if self._approximate is None or not visible.candidates:
             return out, lse
         asked, self._asked = self._asked, None
@@ -254,7 +260,8 @@ class InfiniGen:
 
     @classmethod
     def build(cls, options: InfiniGenOptions, context: PolicyContext) -> Self:
-        """Build the policy for a model with the skew artifact of method `options.skew`. Raises as the constructor."""
+        """Build the policy for a model with the skew artifact of method `options.skew`. Raises the errors of
+        `__init__`."""
         artifact, on_host = context.artifact(options.skew), context.keys_on_host
         return cls(options, context.geometry, artifact, context.device, context.dtype, keys_on_host=on_host)
 

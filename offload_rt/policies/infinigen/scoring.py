@@ -1,8 +1,8 @@
 """Scoring keys: compressed keys of a sequence, kept on the device to score tokens.
 
-They are partial columns in the model's dtype or int8, or all columns as int4 or int2. Quantised keys are quantised when
-they are added. This selects the same tokens as full precision within the resident window would, because all candidates
-are older than the window. (A repair also estimates the attention mass of resident tokens from them.)
+They are partial columns in the model's dtype or int8, or all columns as int4 or int2. Keys are quantised as soon as
+they are added. Keeping the newest keys in full precision would not change the selection, because candidates are always
+older than the resident window. (A repair also estimates the attention mass of resident tokens from quantised keys.)
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ LEARNED_AT_ONCE = 4096
 
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
-"""Bits per number of `QuantisedKeys`, by scorer name."""
+"""Bits per element of `QuantisedKeys`, by scorer name."""
 
 
 ROW_BYTES = 16
-"""Alignment of rows of `QuantisedKeys` in bytes, the width of a vector load."""
+"""Alignment in bytes of the rows of `QuantisedKeys`: one vector load."""
 
 
 TOKENS_PER_BYTE = 4
@@ -127,7 +127,8 @@ class PartialKeys:
         return self._bases[layer]
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """Return the columns `[Hkv, r, capacity]` for writing `slots`, which are counted as written."""
+        """Return the columns `[Hkv, r, capacity]` for writing `slots`, and extend the length of the layer to include
+        them."""
         return self._keys.reserve(layer, slots.stop)
 
     def enter(
@@ -185,7 +186,8 @@ class Quantiser:
 
 
 class QuantisedKeys:
-    """Scorers "int8" (r kept columns, called d in all shapes here), "int4" and "int2" (all d columns).
+    """Keys of scorers "int8" (r kept columns), "int4" and "int2" (all columns). In shapes, d is the number of stored
+    columns.
 
     Codes of f = 8 / bits adjacent tokens are packed into bytes `[Hkv, capacity / f, w]`, so that the columns of a token
     are contiguous for an int8 product. The first d of the w = `row_width(d)` bytes of a row are used.
@@ -207,7 +209,7 @@ class QuantisedKeys:
         return self._packed.length(layer)
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Do nothing: the columns are fixed."""
+        """No-op, because the columns are fixed."""
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Skew, quantise and pack keys k `[Hkv, m, d]`. Other tokens in the same bytes keep their codes."""
@@ -219,7 +221,7 @@ class QuantisedKeys:
             start += rows.shape[1]
 
     def _write(self, layer: int, data: torch.Tensor, k: torch.Tensor, start: int, known: int) -> None:
-        """Write at most `LEARNED_AT_ONCE` keys into `data`, which has the codes of `known` tokens."""
+        """Write at most `LEARNED_AT_ONCE` keys into `data`, which already holds the codes of the first `known` tokens."""
         quantiser = self._quantisers[layer]
         (kv_heads, added, _), d = k.shape, quantiser.mean.shape[1]
         first, last = start // self._fields, -(-(start + added) // self._fields)
@@ -271,7 +273,8 @@ class QuantisedKeys:
         return self._quantisers[layer].basis
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """Return the codes `[Hkv, capacity / f, w]` for writing `slots`, which are counted as written."""
+        """Return the codes `[Hkv, capacity / f, w]` for writing `slots`, and extend the length of the layer to include
+        them."""
         return self._packed.reserve(layer, slots.stop)
 
     def enter(
