@@ -65,8 +65,10 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class SkewBasis:
-    """B_q (`query`) and B_k (`key`), float64 `[..., d, d]`, with B_q B_k^T = I and columns in order of decreasing
-    importance."""
+    """B_q (`query`) and B_k (`key`), float64 `[..., d, d]`, with B_q B_k^T = I.
+
+    Columns are in order of decreasing importance.
+    """
 
     query: torch.Tensor
     key: torch.Tensor

@@ -123,8 +123,10 @@ class Models:
         self._made: dict[str, Any] = {}
 
     def under(self, variant: Variant | None) -> Any:
-        """Return the harness model for `variant`, created on first use. None returns the transformers model of the
-        harness."""
+        """Return the harness model for `variant`, created on first use.
+
+        None returns the transformers model of the harness.
+        """
         name = OWN if variant is None else variant.label
         if name not in self._made:
             self._made[name] = self._own() if variant is None else self._ours(variant)

@@ -30,8 +30,9 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class PerplexityConfig:
-    """Settings of the evaluation. All tokens of a window after the first `decode_from` are decoded with the policy and
-    scored.
+    """Settings of the evaluation.
+
+    All tokens of a window after the first `decode_from` are decoded with the policy and scored.
 
     The margin is skipped because title pages, tables of contents and licences are not prose.
     """
@@ -245,8 +246,8 @@ COLUMNS = (
 
 NOTES = (
     "Attended and fetched are fractions of the visible KV entries, means over layers and decoded positions. Missed",
-    "mass is attention to tokens that are not attended, over sparse layers. Standard errors and paired bootstrap intervals",
-    "(10,000 draws) are over windows. The margins at both ends of the text are not used.",
+    "mass is attention to tokens that are not attended, over sparse layers. Standard errors and paired bootstrap",
+    "intervals (10,000 draws) are over windows. The margins at both ends of the text are not used.",
 )
 
 

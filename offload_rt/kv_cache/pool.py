@@ -422,8 +422,10 @@ class HostPool(StoredRows):
         self._blocks.decref(blocks)
 
     def _unkey_lost(self) -> set[int]:
-        """Remove blocks that could not be written to disk from the tree, with their descendants, and return all of
-        them."""
+        """Remove blocks that could not be written to disk from the tree, with their descendants.
+
+        Returns all removed blocks.
+        """
         if lost := self.lost:
             self._windows.forget_lost(lost)
         for block in lost if self.groups.full else ():

@@ -25,8 +25,10 @@ NEVER_PAYS = 1 << 62
 
 @dataclass(frozen=True)
 class Segment:
-    """Token slots (whole blocks) that sequences [first, stop) of the batch share. They are fetched through the block
-    table of sequence `first`."""
+    """Token slots (whole blocks) that sequences [first, stop) of the batch share.
+
+    They are fetched through the block table of sequence `first`.
+    """
 
     first: int
     stop: int

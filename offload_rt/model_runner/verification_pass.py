@@ -68,8 +68,10 @@ class VerificationPass:
     def _attend_past(
         self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer, known: int
     ) -> torch.Tensor:
-        """Compute attention `[H, m, d]` over KV in several parts. The policy state already covers the first `known`
-        tokens."""
+        """Compute attention `[H, m, d]` over KV in several parts.
+
+        The policy state already covers the first `known` tokens.
+        """
         geometry = self._adapter.geometry
         attending = BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap)
         go_through(rows.past, [attending], sequence.state, layer, known)

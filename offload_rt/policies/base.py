@@ -210,8 +210,10 @@ class Policy(Protocol):
 
     @property
     def provenance_key(self) -> str:
-        """KV provenance key: a digest of name and options. KV is reused only with the same key. "exact" for full
-        attention."""
+        """KV provenance key: a digest of name and options.
+
+        KV is reused only with the same key. "exact" for full attention.
+        """
         ...
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:

@@ -212,8 +212,10 @@ class StoreFolder:
         return freed
 
     def make_subfolder(self, path: Path) -> None:
-        """Create a subfolder that only its owner can read. Raises OSError if that fails or if the path is a symbolic
-        link."""
+        """Create a subfolder that only its owner can read.
+
+        Raises OSError if that fails or if the path is a symbolic link.
+        """
         make_private_folder(path)
         self._check_inside(path / "any")
 
@@ -298,8 +300,10 @@ def spaces(folder: Path) -> list[Path]:
 
 
 def _refuse_old(folder: Path) -> None:
-    """Raise StoreError for a store that version 0.1 wrote before 2026-11-24. Its file names contain text of the
-    user."""
+    """Raise StoreError for a store that version 0.1 wrote before 2026-11-24.
+
+    Its file names contain text of the user.
+    """
     for space in spaces(folder) if folder.is_dir() else ():
         for path in space.iterdir():
             if _FAN.fullmatch(path.name) and _is_folder(path):

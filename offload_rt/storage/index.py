@@ -86,8 +86,10 @@ class DiskIndex:
             self._mark(path)
 
     def use(self, paths: Sequence[Path]) -> None:
-        """Mark files as used now. Files at the end of `paths` are evicted before files at its start. The fifo policy
-        ignores uses."""
+        """Mark files as used now.
+
+        Files at the end of `paths` are evicted before files at its start. The fifo policy ignores uses.
+        """
         with self.mutex:
             for path in reversed(paths):
                 if self._renew and path in self.files:
@@ -101,8 +103,10 @@ class DiskIndex:
                 self._order.leave(path)
 
     def window(self, paths: Sequence[Path]) -> None:
-        """Set the files that waiting requests will use, soonest first. With "lookahead", they are evicted last, in
-        reverse order."""
+        """Set the files that waiting requests will use, soonest first.
+
+        With "lookahead", they are evicted last, in reverse order.
+        """
         with self.mutex:
             self._wanted = set(paths)
             for path in self._order.window(paths):

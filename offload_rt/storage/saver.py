@@ -133,8 +133,10 @@ class Saver:
         return saving
 
     def layer_done(self, saving: Saving, layer: int) -> None:
-        """Mark `layer` of the blocks as complete, at the latest when pending transfers end. Call it in the order of the
-        layers."""
+        """Mark `layer` of the blocks as complete, at the latest when pending transfers end.
+
+        Call it in the order of the layers.
+        """
         if self._file is not None:
             if layer < self._last:
                 return

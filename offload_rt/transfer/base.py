@@ -149,8 +149,10 @@ class KVStorage(Protocol):
         ...
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """Like `prefill_layer`, for a few new tokens. Earlier KV that is read in place and is not contiguous with them
-        is returned in `past`."""
+        """Like `prefill_layer`, for a few new tokens.
+
+        Earlier KV that is read in place and is not contiguous with them is returned in `past`.
+        """
         return self.prefill_layer(blocks, layer, start, [new])
 
 
@@ -160,8 +162,9 @@ class RowFetch(Protocol):
     def fetch(
         self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
     ) -> PendingFetch:
-        """Start fetching the selected candidates, or all candidates if `selection` is None. Resident tokens are not
-        transferred.
+        """Start fetching the selected candidates, or all candidates if `selection` is None.
+
+        Resident tokens are not transferred.
 
         The KV of a selection with counts is a separate part with the same counts.
         """

@@ -166,8 +166,10 @@ class _SplitPart(KVPart):
     """KV in several runs. One kernel call reads it in place (`paged`)."""
 
     def __init__(self, runs: list[KVPart], rows: PagedRows) -> None:
-        """Create a part from the views `runs`. `rows` describes the same entries for kernels that read them in
-        place."""
+        """Create a part from the views `runs`.
+
+        `rows` describes the same entries for kernels that read them in place.
+        """
         self._runs, self._rows = runs, rows
 
     @property

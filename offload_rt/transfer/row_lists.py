@@ -80,8 +80,10 @@ class RowLists:
             [[layout.row(place, head, kv) for head in range(layout.kv_heads)] for kv in (0, 1)] for place in places
         ]
         self._planes = to_device(torch.tensor(firsts), device)
-        """int64 `[L, 2, Hkv]`: offset, in rows, of K and V of each layer and head from the first row of a slab. Only
-        for full-attention layers."""
+        """int64 `[L, 2, Hkv]`: offset, in rows, of K and V of each layer and head from the first row of a slab.
+
+        Only for full-attention layers.
+        """
         self._held_ids: list[list[int]] = []
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []
@@ -117,8 +119,10 @@ class RowLists:
 
     @property
     def working(self) -> bool:
-        """Whether any sequence has a working set. If so, launches depend on its addresses and cannot be captured in a
-        graph."""
+        """Whether any sequence has a working set.
+
+        If so, launches depend on its addresses and cannot be captured in a graph.
+        """
         return any(one.working is not None for one in self._open)
 
     @property

@@ -260,8 +260,10 @@ class InfiniGen:
 
     @classmethod
     def build(cls, options: InfiniGenOptions, context: PolicyContext) -> Self:
-        """Build the policy for a model with the skew artifact of method `options.skew`. Raises the errors of
-        `__init__`."""
+        """Build the policy for a model with the skew artifact of method `options.skew`.
+
+        Raises the errors of `__init__`.
+        """
         artifact, on_host = context.artifact(options.skew), context.keys_on_host
         return cls(options, context.geometry, artifact, context.device, context.dtype, keys_on_host=on_host)
 

@@ -186,8 +186,9 @@ class Quantiser:
 
 
 class QuantisedKeys:
-    """Keys of scorers "int8" (r kept columns), "int4" and "int2" (all columns). In shapes, d is the number of stored
-    columns.
+    """Keys of scorers "int8" (r kept columns), "int4" and "int2" (all columns).
+
+    In shapes, d is the number of stored columns.
 
     Codes of f = 8 / bits adjacent tokens are packed into bytes `[Hkv, capacity / f, w]`, so that the columns of a token
     are contiguous for an int8 product. The first d of the w = `row_width(d)` bytes of a row are used.
@@ -221,7 +222,7 @@ class QuantisedKeys:
             start += rows.shape[1]
 
     def _write(self, layer: int, data: torch.Tensor, k: torch.Tensor, start: int, known: int) -> None:
-        """Write at most `LEARNED_AT_ONCE` keys into `data`, which already holds the codes of the first `known` tokens."""
+        """Write at most `LEARNED_AT_ONCE` keys into `data`, which holds the codes of the first `known` tokens."""
         quantiser = self._quantisers[layer]
         (kv_heads, added, _), d = k.shape, quantiser.mean.shape[1]
         first, last = start // self._fields, -(-(start + added) // self._fields)
