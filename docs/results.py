@@ -283,6 +283,17 @@ def selecting() -> str:
     return table(("model", "context", "`full`", "`infinigen`", "ratio"), rows)
 
 
+def avx2() -> str:
+    """Time per token and memory beside transformers, restricted to AVX2."""
+    rows = []
+    for name in ("smollm2", "qwen"):
+        for row in load(f"cpu/avx2/{name}/real_speed"):
+            cells = [f"{row['prefill']:.1f}", f"{row['step']:.0f}", f"{row['step_ratio']:.1f}", f"{row['peak']:,.0f}"]
+            rows.append([NAMES[name], f"{row['context']:,}", _runtime(row["who"]), *cells])
+    head = ("prompt, s", "token, ms", "times as fast as `DynamicCache`", "peak RSS, MiB")
+    return table(("model", "context", "runtime", *head), rows)
+
+
 def drafts() -> str:
     """Lossless mode by kind of draft."""
     kinds = {"default": "`exact=True`", "lookup": '`exact="lookup"`', "sparse": '`exact="sparse"`'}
@@ -363,7 +374,7 @@ def readme() -> str:
 
 TABLES: Sequence[Callable[[], str]] = (
     perplexity, texts, ruler, ruler_tasks, questions, needles, formats, ablation, reference,
-    others, lengths, threads, selecting, drafts, disk, gpu,
+    others, lengths, avx2, threads, selecting, drafts, disk, gpu,
 )  # fmt: skip
 
 

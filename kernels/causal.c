@@ -7,6 +7,7 @@ in registers. The floor is arithmetic: 2 * HEAD_DIM products for each pair of a 
 With products of bfloat16 (AVX512-BF16), one instruction adds two products to each of 16 sums: of two channels of 16 keys
 in scores, of two tokens of 16 channels in outputs. Elsewhere keys and values are packed as float32. */
 
+#include "fields.h"
 #include "simd.h"
 
 #define KEYS 64                   /* of a block */
@@ -30,7 +31,7 @@ typedef float Query;
 #define BLOCK (2 * HALF)
 
 /* One call. Rows of q, k, v and out lie `_head` and `_token` numbers apart. Row r of a KV head's group * m queries is
-head r % group's query r / group, which sees the last `window` of the tokens up to `reach` + r / group. `begun`: out and
+head r % group's query r / group, which sees the last `window` of the tokens up to `last_visible` + r / group. `begun`: out and
 lse have the attention over other tokens, and become that over both. */
 typedef struct {
     const Number *q, *k, *v;
@@ -39,9 +40,18 @@ typedef struct {
     const float *sinks; /* [kv_heads * group], or NULL */
     float *lse;         /* [kv_heads * group][m]: the natural log of what a softmax divides by, -inf of none; or NULL */
     int64_t q_head, q_token, k_head, k_token, v_head, v_token, out_head, out_token;
-    int64_t kv_heads, group, m, n, first, window, reach, begun;
+    int64_t kv_heads, group, m, n, first, window, last_visible, begun;
     float scale, softcap; /* 0: scores are not capped */
 } Call;
+
+FIELDS_OF(Call) = {
+    FIELD(Call, q), FIELD(Call, k), FIELD(Call, v), FIELD(Call, out), FIELD(Call, packed), FIELD(Call, sinks),
+    FIELD(Call, lse), FIELD(Call, q_head), FIELD(Call, q_token), FIELD(Call, k_head), FIELD(Call, k_token),
+    FIELD(Call, v_head), FIELD(Call, v_token), FIELD(Call, out_head), FIELD(Call, out_token), FIELD(Call, kv_heads),
+    FIELD(Call, group), FIELD(Call, m), FIELD(Call, n), FIELD(Call, first), FIELD(Call, window), FIELD(Call, last_visible),
+    FIELD(Call, begun), FIELD(Call, scale), FIELD(Call, softcap),
+    END_OF_FIELDS(Call),
+};
 
 INLINE f32 load_numbers(const Number *at) {
 #if BFLOAT16
@@ -243,7 +253,7 @@ static void begin_tile(const Call *call, Tile *tile, int64_t head, int64_t from,
     memset(tile->out, 0, sizeof tile->out);
     for (int r = 0; r < padded; r++) {
         int64_t row = from + (r < count ? r : count - 1), at = row / call->group;
-        int64_t query = head * call->group + row % call->group, seen = call->reach + at;
+        int64_t query = head * call->group + row % call->group, seen = call->last_visible + at;
         if (r < count) read_query(tile->q[r], call->q + query * call->q_head + at * call->q_token);
         tile->token[r] = seen < call->n ? seen : call->n - 1;
         begin_row(call, tile, r, query, at);

@@ -41,7 +41,7 @@ def takes(q: torch.Tensor) -> ctypes.CDLL | None:
         return None
     if q.dtype == torch.bfloat16 and native.has_tiles():
         return None
-    return native.compiled("causal", HEAD_DIM=q.shape[-1], BFLOAT16=int(q.dtype == torch.bfloat16))
+    return native.compiled("causal", _Call, HEAD_DIM=q.shape[-1], BFLOAT16=int(q.dtype == torch.bfloat16))
 
 
 def attend_causal(

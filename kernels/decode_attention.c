@@ -4,6 +4,7 @@ Compiled for one head dimension and one type of rows (BFLOAT16 or float32). Keys
 so memory sets the floor: 2 * HEAD_DIM numbers of a row divided by the rate at which a thread reads. A part is a range of
 tokens of one KV head. Its result, not yet divided by the softmax's sum, is kept until `finish` merges all parts. */
 
+#include "fields.h"
 #include "simd.h"
 #include "team.h"
 
@@ -23,6 +24,15 @@ typedef struct {
     int64_t k_head, k_token, v_head, v_token, kv_heads, group, n, per_part;
     float scale, softcap; /* 0: scores are not capped */
 } Call;
+
+FIELDS_OF(Call) = {
+    FIELD(Call, q), FIELD(Call, k), FIELD(Call, v), FIELD(Call, tokens), FIELD(Call, block_rows), FIELD(Call, sinks),
+    FIELD(Call, sinks_stop), FIELD(Call, recent), FIELD(Call, recent_stop), FIELD(Call, selected), FIELD(Call, outs),
+    FIELD(Call, peaks), FIELD(Call, sums), FIELD(Call, out), FIELD(Call, lse), FIELD(Call, k_head),
+    FIELD(Call, k_token), FIELD(Call, v_head), FIELD(Call, v_token), FIELD(Call, kv_heads), FIELD(Call, group),
+    FIELD(Call, n), FIELD(Call, per_part), FIELD(Call, scale), FIELD(Call, softcap),
+    END_OF_FIELDS(Call),
+};
 
 static inline int64_t parts_of(const Call *call) { return (call->n + call->per_part - 1) / call->per_part; }
 

@@ -100,7 +100,7 @@ def takes(q: torch.Tensor) -> DecodeAttention | None:
     or there is no compiled code."""
     if q.dtype not in (torch.bfloat16, torch.float32) or q.device.type != "cpu" or q.shape[-1] % 32:
         return None
-    library = native.compiled("decode_attention", HEAD_DIM=q.shape[-1], BFLOAT16=int(q.dtype == torch.bfloat16))
+    library = native.compiled("decode_attention", _Call, HEAD_DIM=q.shape[-1], BFLOAT16=int(q.dtype == torch.bfloat16))
     return None if library is None else _code(library)
 
 

@@ -6,18 +6,21 @@ define the results and shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from . import lists, low_bit, low_bit_cpu, low_bit_lists, norm, rotary, segments
 from .lists import Scores
 from .low_bit import Layout, LowBitQuery
-from .pages import Pages, PageTable
-from .pointer_table import PointerTable
-from .segments import Run
+from .pages import Pages
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FEW = 32
 """Largest number of tokens for which a norm or a rotation is one launch: in a decode step, launching takes longer than
@@ -27,6 +30,23 @@ computing."""
 def _compiled(tensor: torch.Tensor) -> bool:
     """Return whether Triton runs operations on `tensor`."""
     return tensor.is_cuda and tensor.dtype != torch.float64 and find_spec("triton") is not None
+
+
+def _by_device(definition: Callable[P, T], triton: str, on: int = 0) -> Callable[P, T]:
+    """Return `definition`, with the function of that name in module `triton` if argument `on` is on CUDA.
+
+    Arguments up to `on` are positional. Rows of the pool may be in device memory or in page-locked host memory.
+    """
+
+    @wraps(definition)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        given: Any = args[on]
+        function = definition
+        if _compiled(given.scores if isinstance(given, Scores) else given):
+            function = getattr(import_module(f".{triton}", __package__), definition.__name__)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -47,179 +67,26 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     return rotated
 
 
-def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy the rows ids `[P, n]` of `rows` `[R, w]` to out `[P, n, w]`: the first `counts[p]` of each list.
-
-    `rows` may have any dtype. It lies in device memory or in page-locked host memory. Without Triton, the ids are read
-    on the host.
-    """
-    module: Any = lists
-    if _compiled(ids):
-        from . import triton_gather as module
-    module.gather_rows(rows, ids, counts, out)
-
-
-def gather_tokens(
-    rows: torch.Tensor,
-    tokens: torch.Tensor,
-    counts: torch.Tensor | None,
-    bases: torch.Tensor,
-    planes: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """Copy K and V of tokens `[P, n]` from `rows` `[R, w]` to out `[2, P, n, w]`.
-
-    Only the first `counts[p]` tokens of each list are copied (all if None). `bases` `[B, C]` are the first rows of
-    their blocks, `planes` `[2, Hkv]` the offsets of layer and head. `rows` may lie in the memory that `gather_rows`
-    accepts.
-    """
-    module: Any = lists
-    if _compiled(tokens):
-        from . import triton_gather as module
-    module.gather_tokens(rows, tokens, counts, bases, planes, out)
-
-
-def write_rows(
-    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
-) -> None:
-    """Write the newest stored vectors k, v `[P, w]` to `rows` `[R, w]` at offsets `newest` `[B]` plus `planes` `[2,
-    Hkv]`.
-
-    `rows` may lie in the memory that `gather_rows` accepts.
-    """
-    module: Any = lists
-    if _compiled(newest):
-        from . import triton_gather as module
-    module.write_rows(rows, k, v, newest, planes)
-
-
-def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """Write the newest k, v `[P, d]` to position `places[b]` of the KV that each sequence keeps on the device."""
-    module: Any = lists
-    if _compiled(k):
-        from . import triton_append as module
-    module.keep_rows(k, v, kept, places)
-
-
-def partial_scores(
-    q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
-) -> Scores:
-    """Score queries q `[P, G, r]` with partial keys at tokens [start, stop) of each list."""
-    module: Any = lists
-    if _compiled(q):
-        from . import triton_scores as module
-    found: Scores = module.partial_scores(q, keys, starts, stops, tokens)
-    return found
-
-
-def quantised_scores(
-    q: torch.Tensor,
-    packed: PointerTable,
-    mean: torch.Tensor,
-    step: torch.Tensor,
-    bits: int,
-    starts: torch.Tensor,
-    stops: torch.Tensor,
-    tokens: int,
-) -> Scores:
-    """Score queries q `[P, G, d]` with keys packed in `bits` bits at tokens [start, stop) of each list."""
-    module: Any = lists
-    if _compiled(q):
-        from . import triton_scores as module
-    found: Scores = module.quantised_scores(q, packed, mean, step, bits, starts, stops, tokens)
-    return found
-
-
-def select_tokens(
-    found: Scores,
-    starts: torch.Tensor,
-    stops: torch.Tensor,
-    kv_heads: int,
-    alpha: float,
-    limits: torch.Tensor,
-    cap: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select tokens by threshold and best score. Return ids `[P, cap]` and the number of valid ids `[P]`."""
-    module: Any = lists
-    if _compiled(found.scores):
-        from . import triton_select as module
-    chosen: tuple[torch.Tensor, torch.Tensor] = module.select_tokens(found, starts, stops, kv_heads, alpha, limits, cap)
-    return chosen
-
-
-def attend_counted(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[P, G, d]` to the first `counts[p]` of k, v `[P, n, d]`. Return out and lse."""
-    module: Any = lists
-    if _compiled(q):
-        from . import triton_attention as module
-    part: tuple[torch.Tensor, torch.Tensor] = module.attend_counted(q, k, v, counts, scale)
-    return part
-
-
-def attend_kept(
-    q: torch.Tensor,
-    kept: PointerTable,
-    starts: torch.Tensor,
-    stops: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    counts: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[P, G, d]` to kept and fetched KV together. Return out and lse.
-
-    Kept KV are the positions [start, stop) of each list. Fetched KV are the first `counts[p]` of k, v `[P, n, d]`.
-    """
-    module: Any = lists
-    if _compiled(q):
-        from . import triton_resident as module
-    whole: tuple[torch.Tensor, torch.Tensor] = module.attend_kept(q, kept, starts, stops, k, v, counts, scale)
-    return whole
-
-
-def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the outputs and lses of S parts by log-sum-exp into one output `[R, d]` and lse `[R]`."""
-    module: Any = lists
-    if _compiled(outs):
-        from . import triton_attention as module
-    whole: tuple[torch.Tensor, torch.Tensor] = module.merge_parts(outs, lses)
-    return whole
-
-
-def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
-    """Skew the newest key k `[P, d]` of each list and write it as column `slots[p]` of its partial keys."""
-    module: Any = lists
-    if _compiled(k):
-        from . import triton_append as module
-    module.append_partial(k, basis, keys, slots)
-
-
-def append_quantised(
-    k: torch.Tensor,
-    basis: torch.Tensor,
-    mean: torch.Tensor,
-    step: torch.Tensor,
-    bits: int,
-    packed: PointerTable,
-    slots: torch.Tensor,
-) -> None:
-    """Skew and quantise the newest key k `[P, d]` of each list and pack it into slot `slots[p]`."""
-    module: Any = lists
-    if _compiled(k):
-        from . import triton_append as module
-    module.append_quantised(k, basis, mean, step, bits, packed, slots)
-
-
-def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[H, B, d]` to runs of KV that neighbouring sequences share. Return out `[H, B, d]` and lse `[H,
-    B]`."""
-    module: Any = segments
-    if _compiled(q):
-        from . import triton_segments as module
-    whole: tuple[torch.Tensor, torch.Tensor] = module.attend_runs(q, runs, scale)
-    return whole
+gather_rows = _by_device(lists.gather_rows, "triton_gather", on=1)
+gather_tokens = _by_device(lists.gather_tokens, "triton_gather", on=1)
+write_rows = _by_device(lists.write_rows, "triton_gather", on=3)
+keep_rows = _by_device(lists.keep_rows, "triton_append")
+read_lists = _by_device(lists.read_lists, "triton_entries", on=2)
+write_lists = _by_device(lists.write_lists, "triton_entries", on=2)
+append_entries = _by_device(lists.append_entries, "triton_entries", on=2)
+within = _by_device(lists.within, "triton_entries")
+partial_scores = _by_device(lists.partial_scores, "triton_scores")
+quantised_scores = _by_device(lists.quantised_scores, "triton_scores")
+select_tokens = _by_device(lists.select_tokens, "triton_select")
+attend_counted = _by_device(lists.attend_counted, "triton_attention")
+attend_kept = _by_device(lists.attend_kept, "triton_resident")
+merge_parts = _by_device(lists.merge_parts, "triton_attention")
+append_partial = _by_device(lists.append_partial, "triton_append")
+append_quantised = _by_device(lists.append_quantised, "triton_append")
+attend_runs = _by_device(segments.attend_runs, "triton_segments")
+append_low_bit = _by_device(low_bit_lists.append_rows, "triton_low_bit_rows")
+score_low_bit = _by_device(low_bit_lists.scores, "triton_low_bit")
+merge_approximate = _by_device(low_bit_lists.merge_approximate, "triton_low_bit")
 
 
 def ask_low_bit(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> LowBitQuery:
@@ -237,65 +104,3 @@ def store_low_bit(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, 
     """Quantise KV `[Hkv, m, d]` into the slots from `start` on, as keys or as values."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(rows) else low_bit
     module.store_rows(pages, layout, rows, start, values=values)
-
-
-def append_low_bit(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    basis: torch.Tensor,
-    mean: torch.Tensor,
-    mixing: torch.Tensor,
-    layout: Layout,
-    table: PageTable,
-    slots: torch.Tensor,
-) -> None:
-    """Quantise the newest k, v `[P, d]` of each list into slot `slots[p]` of its low-bit KV."""
-    module: Any = low_bit_lists
-    if _compiled(k):
-        from . import triton_low_bit_rows as module
-    module.append_rows(k, v, basis, mean, mixing, layout, table, slots)
-
-
-def score_low_bit(
-    q: torch.Tensor,
-    mean: torch.Tensor,
-    layout: Layout,
-    table: PageTable,
-    starts: torch.Tensor,
-    stops: torch.Tensor,
-    tokens: int,
-) -> Scores:
-    """Score queries q `[P, G, d]` with low-bit keys at tokens [start, stop) of each list."""
-    module: Any = low_bit_lists
-    if _compiled(q):
-        from . import triton_low_bit as module
-    found: Scores = module.scores(q, mean, layout, table, starts, stops, tokens)
-    return found
-
-
-def merge_approximate(
-    q: torch.Tensor,
-    mean: torch.Tensor,
-    mixing: torch.Tensor,
-    layout: Layout,
-    table: PageTable,
-    starts: torch.Tensor,
-    stops: torch.Tensor,
-    chosen: torch.Tensor,
-    counts: torch.Tensor,
-    tokens: int,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge exact and low-bit attention into one softmax. Return out `[P, G, d]` and lse `[P, G]`.
-
-    The arguments `out` and `lse` are those of the exact KV. The low-bit part covers the tokens [start, stop) of each
-    list except the first `counts[p]` of chosen `[P, n]`.
-    """
-    module: Any = low_bit_lists
-    if _compiled(q):
-        from . import triton_low_bit as module
-    whole: tuple[torch.Tensor, torch.Tensor] = module.merge_approximate(
-        q, mean, mixing, layout, table, starts, stops, chosen, counts, tokens, out, lse
-    )
-    return whole

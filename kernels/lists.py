@@ -16,7 +16,7 @@ import torch
 
 from ..core import BLOCK_SIZE
 from .pointer_table import PointerTable
-from .selection import floor_share, group_scores, pack, quantise, skew, top_tokens_reference, unpack
+from .selection import pack, quantise, select_tokens_reference, skew, unpack
 from .selection import quantised_scores as packed_scores
 
 
@@ -107,6 +107,39 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
             rows.index_copy_(1, place.view(1), own.unsqueeze(1))
 
 
+# --------------------------------------------------------------------------------------------------------- entries
+
+
+def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int = 1) -> torch.Tensor:
+    """Return the first `rows` rows of the tensors `[X, n_b, w]` of a batch as lists `[X * B, rows, w]`.
+
+    A row holds `page` tokens. Rows behind the first `counts[b]` (int `[B]`) tokens are 0.
+    """
+    first = table.tensors[0]
+    lists = first.new_zeros(len(table.tensors), table.heads, rows, first.shape[2])
+    for own, there, count in zip(table.tensors, lists, (-(-counts // page)).tolist(), strict=True):
+        there[:, :count] = own[:, : min(count, rows)]
+    return lists.flatten(0, 1)
+
+
+def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor, page: int = 1) -> None:
+    """Write entries `[X * B, rows, w]` of the first `counts[b]` tokens to the tensors `[X, n_b, w]` of a batch."""
+    numbers = (-(-counts // page)).tolist()
+    for own, there, count in zip(table.tensors, entries.split(table.heads), numbers, strict=True):
+        own[:, : min(count, entries.shape[1])] = there[:, :count]
+
+
+def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
+    """Store entries `[P, w]` of the newest tokens in row `slots[p] // page` (int64 `[P]`) of `[X, n_b, w]`.
+
+    If the row holds earlier tokens of the page, the result is the minimum. Lists with negative slots are skipped.
+    """
+    for own, there, slot in zip(table.tensors, entries.split(table.heads), slots[:: table.heads].tolist(), strict=True):
+        if slot >= 0:
+            row = own[:, slot // page]
+            row.copy_(there if slot % page == 0 else torch.minimum(row, there))
+
+
 # ---------------------------------------------------------------------------------------------------------- scores
 
 
@@ -146,10 +179,10 @@ def quantised_scores(
     return within(scores, starts, stops)
 
 
-def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> Scores:
-    """Set scores `[P, G, N]` outside [start, stop) of each list to -inf and compute their statistics."""
-    token = torch.arange(scores.shape[2], device=scores.device)
-    outside = (token < starts[:, None]) | (token >= stops[:, None])
+def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
+    """Set scores `[P, G, N]` of pages without a token in [start, stop) to -inf and compute their statistics."""
+    token = torch.arange(scores.shape[2], device=scores.device) * page
+    outside = (token + page <= starts[:, None]) | (token >= stops[:, None])
     scores = scores.masked_fill(outside.unsqueeze(1), -math.inf)
     maxima = scores.amax(-1, keepdim=True)
     return Scores(scores, maxima, (scores - finite(maxima)).exp().sum(-1, keepdim=True))
@@ -181,28 +214,15 @@ def select_tokens(
     lists, group, _ = found.scores.shape
     tokens = torch.zeros(lists, cap, dtype=torch.int64, device=found.scores.device)
     counts = torch.zeros(lists, dtype=torch.int32, device=found.scores.device)
-    maximum, lses = found.maximum, found.lse
+    lses = found.lse.masked_fill(found.lse.isneginf(), 0).unsqueeze(-1)
     for b, limit in enumerate(limits.tolist()):
         own = slice(b * kv_heads, (b + 1) * kv_heads)
         start, stop = int(starts[own.start]), int(stops[own.start])
-        if start >= stop or limit == 0:
-            continue
-        scores = found.scores[own, :, start:stop]
-        passing = scores >= maximum[own].unsqueeze(-1) - alpha
-        n = min(-(-int(passing.sum()) // (kv_heads * group)), limit, cap)
-        passed = passing.flatten(0, 1).any(0).nonzero().squeeze(1)
-        lse = lses[own].masked_fill(lses[own].isneginf(), 0).unsqueeze(-1)
-        values = group_scores(scores, None if group == 1 else lse)
-        chosen = passed[top_tokens_reference(values[:, passed], n)] + start
-        tokens[own, :n] = chosen.sort(1).values
-        counts[own] = n
+        lse = None if group == 1 else lses[own]
+        chosen = select_tokens_reference(found.scores[own, :, start:stop], alpha, min(limit, cap), lse)
+        counts[own] = n = chosen.shape[1]
+        tokens[own, :n] = chosen.sort(1).values + start
     return tokens, counts
-
-
-def selection_limit(candidates: int, max_fraction: float) -> int:
-    """Return how many of its `candidates` a sequence may select: floor of the fraction, but at least 1 if there are
-    any."""
-    return max(min(1, candidates), floor_share(max_fraction, candidates))
 
 
 # ------------------------------------------------------------------------------------------------------- attention

@@ -13,10 +13,11 @@ twice, about 14 instructions of LANES each. */
 #if HEAD_DIM * VALUE_BITS / 8 % 16
 #define NARROW_VECTORS
 #endif
-#include "best_scores.h"
 #include "code_products.h"
+#include "fields.h"
 #include "low_bit_layout.h"
 #include "low_bit_store.h"
+#include "team.h"
 #include "value_products.h"
 
 #define QUADS (HEAD_DIM / 4)
@@ -46,6 +47,15 @@ typedef struct {
     const float *unmixing;         /* [HEAD_DIM][HEAD_DIM]: values * unmixing are values of the model */
     float *outs, *lses_of_outs;    /* [heads][group][HEAD_DIM], [heads][group]: exact attention, then merged */
 } Call;
+
+FIELDS_OF(Call) = {
+    FIELD(Call, pages), FIELD(Call, offset), FIELD(Call, heads), FIELD(Call, group), FIELD(Call, start),
+    FIELD(Call, stop), FIELD(Call, per_part), FIELD(Call, q), FIELD(Call, mean), FIELD(Call, scores),
+    FIELD(Call, peaks), FIELD(Call, lses), FIELD(Call, part_peaks), FIELD(Call, part_sums), FIELD(Call, skip),
+    FIELD(Call, skipped), FIELD(Call, hidden), FIELD(Call, softcap), FIELD(Call, part_outs), FIELD(Call, mixed_sums),
+    FIELD(Call, unmixing), FIELD(Call, outs), FIELD(Call, lses_of_outs),
+    END_OF_FIELDS(Call),
+};
 
 typedef struct {
     int64_t head, part, parts, first, from, to, last; /* blocks [from, to) of [first, last) */

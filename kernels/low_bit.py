@@ -218,15 +218,10 @@ class LowBitQuery:
         """Scores `[Hkv, G, n]` (`low_bit_scores`), computed once."""
         return low_bit_scores(self.q, self.mean, self.pages, self.layout, self.tokens)
 
-    def select(self, alpha: float, max_fraction: float) -> torch.Tensor:
+    def select(self, alpha: float, limit: int) -> torch.Tensor:
         """Select tokens by their scores (`selection.select_tokens`): int64 `[Hkv, n]`, relative to the first of
         `tokens`."""
-        return selection.select_tokens(self.scores, alpha, max_fraction)
-
-    def top(self, n: int) -> torch.Tensor:
-        """Return the n tokens with the largest scores (`selection.top_scored`): int64 `[Hkv, n]`, relative to the first
-        of `tokens`."""
-        return selection.top_scored(self.scores, n)
+        return selection.select_tokens(self.scores, alpha, limit)
 
     def approximate(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend to the tokens that are not in skip `[Hkv, n]`: out `[Hkv, G, d]` and lse `[Hkv, G]`

@@ -16,7 +16,7 @@ from . import low_bit, native
 from .low_bit import KEY_BITS, Layout, LowBitQuery, decode_steps, unpack_rows
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 from .reference import capped
-from .selection import floor_share, quantise_query
+from .selection import quantise_query
 
 
 def suits(q: torch.Tensor) -> bool:
@@ -50,16 +50,11 @@ class NativeQuery(LowBitQuery):
         """Scores `[Hkv, G, n]`."""
         return self._found.scores
 
-    def select(self, alpha: float, max_fraction: float) -> torch.Tensor:
+    def select(self, alpha: float, limit: int) -> torch.Tensor:
         """Select tokens by threshold and best score: rising int64 `[Hkv, n]`."""
-        return self.library.select(self._found, alpha, max(1, floor_share(max_fraction, len(self.tokens))))
-
-    def top(self, n: int) -> torch.Tensor:
-        """Return the n tokens with the largest scores: rising int64 `[Hkv, n]`."""
-        if n == 0:
-            return torch.empty(self.q.shape[0], 0, dtype=torch.int64)
-        # Every token passes an infinite threshold, so the best n remain.
-        return self.library.select(self._found, math.inf, min(n, len(self.tokens)))
+        found = self._found
+        chosen = native.select(found.scores, found.peak, found.lse, alpha, limit)
+        return super().select(alpha, limit) if chosen is None else chosen
 
     def merge(
         self,

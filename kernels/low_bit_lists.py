@@ -6,13 +6,12 @@ keys, the mean of keys and the mixing of values are the same for all sequences.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from .lists import Scores, finite, merge_parts, within
-from .low_bit import KEY_BITS, Layout, dequantise_rows, low_bit_scores, quantise_rows
-from .pages import BLOCK, PAGE_TOKENS, PageTable
+from .lists import Scores, within
+from .low_bit import Layout, approximate_attention, low_bit_scores, store_rows
+from .pages import PAGE_TOKENS, PageTable
+from .reference import merge_lse
 from .selection import skew
 
 
@@ -31,17 +30,15 @@ def append_rows(
     Keys are multiplied with basis `[Hkv, d, d]`, and mean `[Hkv, d]` is subtracted. Values are multiplied with mixing
     `[d, d]`. Sequences with negative slots are skipped.
     """
-    heads, every = table.heads, torch.arange(table.heads, device=k.device)
-    keys = skew(k.view(-1, heads, k.shape[1]).transpose(0, 1), basis) - mean.unsqueeze(1)
-    values = (v.to(mixing.dtype) @ mixing).view(-1, heads, v.shape[1])
-    for own, key, value, slot in zip(table.pages, keys.unbind(1), values.unbind(0), slots.split(heads), strict=True):
-        data = (*quantise_rows(key, KEY_BITS), *quantise_rows(value, layout.value_bits))
-        block, row = slot % PAGE_TOKENS // BLOCK, slot % BLOCK
-        for index, page in enumerate(own.tensors):
-            here, blocks = slot // PAGE_TOKENS == index, page[own.layer]
-            for part, new in zip((*layout.keys(blocks), *layout.values(blocks)), data, strict=True):
-                shown = here.view(-1, *[1] * (new.dim() - 1))
-                part[every, block, row] = torch.where(shown, new, part[every, block, row])
+    heads, d = table.heads, k.shape[1]
+    keys = skew(k.view(-1, heads, d).transpose(0, 1), basis) - mean.unsqueeze(1)
+    values = (v.to(mixing.dtype) @ mixing).view(-1, heads, d).transpose(0, 1)
+    for own, key, value, slot in zip(
+        table.pages, keys.split(1, 1), values.split(1, 1), slots[::heads].tolist(), strict=True
+    ):
+        if slot >= 0:
+            store_rows(own, layout, key, slot, values=False)
+            store_rows(own, layout, value, slot, values=True)
 
 
 def scores(
@@ -86,24 +83,13 @@ def merge_approximate(
     list except the first `counts[p]` (int32) of chosen int64 `[P, n]`, in rising order. q, mean and tokens are those of
     `scores`. The values were multiplied with mixing.
     """
-    found = scores(q, mean, layout, table, starts, stops, tokens).scores
-    found = found.masked_fill(_listed(chosen, counts, tokens).unsqueeze(1), -math.inf)
-    tail_lse = torch.logsumexp(found, -1)
-    weights = (found - finite(tail_lse).unsqueeze(-1)).exp()
-    tail = torch.zeros_like(out)
-    heads, bits = table.heads, layout.value_bits
-    for own, weight, there in zip(table.pages, weights.split(heads), tail.split(heads), strict=True):
-        for blocks, slots, at in own.parts(range(min(tokens, len(own.tensors) * PAGE_TOKENS))):
-            packed, steps = (part.flatten(1, 2)[:, slots] for part in layout.values(blocks))
-            there += torch.bmm(weight[:, :, at], dequantise_rows(packed, steps, bits, out.dtype))
-        there[:] = there @ mixing.T
-    outs, lses = torch.stack((out, tail)).flatten(1, 2), torch.stack((lse, tail_lse)).flatten(1)
-    whole, total = merge_parts(outs, lses)
-    return whole.view_as(out), total.view_as(lse)
-
-
-def _listed(chosen: torch.Tensor, counts: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return which of `tokens` tokens are among the first `counts[p]` of chosen: bool `[P, tokens]`."""
-    meant = torch.arange(chosen.shape[1], device=chosen.device) < counts.unsqueeze(1)
-    listed = torch.zeros(len(chosen), tokens + 1, dtype=torch.bool, device=chosen.device)
-    return listed.scatter_(1, torch.where(meant, chosen, tokens), True)[:, :-1]
+    place = torch.arange(chosen.shape[1], device=q.device)
+    skip = chosen.masked_fill(place >= counts.unsqueeze(1), -1)
+    merged = []
+    for b, own in enumerate(table.pages):
+        lists = slice(b * table.heads, (b + 1) * table.heads)
+        candidates = range(int(starts[lists.start]), int(stops[lists.start]))
+        tail, tail_lse = approximate_attention(q[lists], mean, own, layout, candidates, skip[lists])
+        merged.append(merge_lse((out[lists], tail @ mixing.T), (lse[lists], tail_lse)))
+    outs, lses = zip(*merged, strict=True)
+    return torch.cat(outs), torch.cat(lses)

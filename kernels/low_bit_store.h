@@ -3,6 +3,7 @@
 #ifndef OFFLOAD_RT_LOW_BIT_STORE_H
 #define OFFLOAD_RT_LOW_BIT_STORE_H
 
+#include "fields.h"
 #include "low_bit_layout.h"
 
 /* rows [heads][count][HEAD_DIM] take the slots from `slot` on: as keys, or as values. */
@@ -12,6 +13,12 @@ typedef struct {
     const float *rows;
     int32_t values;
 } StoreCall;
+
+FIELDS_OF(StoreCall) = {
+    FIELD(StoreCall, pages), FIELD(StoreCall, offset), FIELD(StoreCall, heads), FIELD(StoreCall, slot),
+    FIELD(StoreCall, count), FIELD(StoreCall, rows), FIELD(StoreCall, values),
+    END_OF_FIELDS(StoreCall),
+};
 
 /* The levels of a row as codes of `bits` bits, packed to bytes. */
 INLINE void pack_row(const float *row, float step, const int bits, uint8_t *packed) {

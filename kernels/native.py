@@ -11,7 +11,7 @@ import torch
 
 from ..utils import native_libraries
 from ..utils.allocator import RecycledMemory
-from ..utils.native_code import processor_level
+from ..utils.native_code import check_structure, processor_level
 from . import team
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 
@@ -31,7 +31,7 @@ RANKED_TOKENS = 4096
 """Tokens of a part of `rank`, whose intermediate results stay in the first-level cache."""
 
 PADDING = 64
-"""Numbers that `best_scores.h` may read or write behind the last one."""
+"""Numbers that `best_scores.c` may read or write behind the last one."""
 
 SCRATCH = RecycledMemory()
 """Memory for intermediate values of a context's tokens, reused by every layer and shared by the process."""
@@ -64,7 +64,7 @@ class _StoreCall(ctypes.Structure):
 
 
 class _Ranking(ctypes.Structure):
-    """`Ranking` of best_scores.h."""
+    """`Ranking` of best_scores.c."""
 
     _fields_: ClassVar = [
         ("scores", ctypes.c_void_p),
@@ -119,22 +119,6 @@ class LowBitLibrary:
         shift = first * BLOCK
         return ScoredTokens(scores[:, :, start - shift : stop - shift], small[0], small[1], call)
 
-    def select(self, found: ScoredTokens, alpha: float, limit: int) -> torch.Tensor:
-        """Select at most `limit` tokens as `selection.select_tokens` does: int64 `[Hkv, m]`, rising."""
-        heads, group, n = found.scores.shape
-        parts, size, words = -(-n // RANKED_TOKENS), heads * (n + PADDING), -(-n // BLOCK)
-        room = SCRATCH.empty((2 * (words + parts) + 3 * size,), torch.int32)
-        chosen = torch.empty(heads * min(limit, n), dtype=torch.int64)
-        within = room.data_ptr() + 8 * words
-        values = within + 8 * parts
-        call = _Ranking(
-            found.scores.data_ptr(), found.scores.stride(1), heads, group, n, RANKED_TOKENS, found.peak.data_ptr(),
-            found.lse.data_ptr(), alpha, 0, values, room.data_ptr(), within, values + 4 * size, values + 8 * size,
-            chosen.data_ptr(),
-        )  # fmt: skip
-        most = self.library.select_all(ctypes.byref(call), limit, team.runner(), _threads(heads * group * n))
-        return chosen[: heads * most].view(heads, most)
-
     def merge(
         self,
         found: ScoredTokens,
@@ -155,7 +139,7 @@ class LowBitLibrary:
         blocks = found.scores.stride(1) // BLOCK
         _, parts = _parts(blocks)
         skip, results = skip.contiguous(), heads * group * parts
-        out, lse = (x.float().contiguous() for x in exact)
+        out, lse = exact[0].float().contiguous(), exact[1].float().contiguous()
         room = torch.empty(heads * blocks * 2 + results * (self.head_dim + 1), dtype=torch.float32)
         call.skip, call.skipped, call.hidden = skip.data_ptr(), skip.shape[1], room.data_ptr()
         call.softcap, call.unmixing = softcap or 0.0, unmixing.data_ptr()
@@ -171,6 +155,41 @@ class LowBitLibrary:
         heads, count, _ = rows.shape
         call = _StoreCall(pages.addresses.data_ptr(), pages.offset, heads, start, count, rows.data_ptr(), values)
         team.run(self.library.store_rows, call, heads, _threads(rows.numel()))
+
+
+def select(
+    scores: torch.Tensor, peak: torch.Tensor, lse: torch.Tensor | None, alpha: float, limit: int
+) -> torch.Tensor | None:
+    """Select at most `limit` tokens as `selection.select_tokens` does: int64 `[Hkv, m]`, rising.
+
+    Args:
+        scores: Float32 `[Hkv, G, n]`.
+        peak: Largest score of each query, `[Hkv, G]`.
+        lse: Log of the sum of e^score of each query, `[Hkv, G]`, or None if G = 1.
+        alpha: Largest distance of a passing score from the peak.
+        limit: Largest number of tokens.
+
+    Returns:
+        The tokens, or None without the C code.
+    """
+    library = _best_scores()
+    if library is None:
+        return None
+    heads, group, n = scores.shape
+    if scores.stride(2) != 1 or scores.stride(0) != group * scores.stride(1):
+        scores = scores.contiguous()
+    lse = torch.zeros(heads, group) if lse is None else lse.contiguous()
+    peak, parts, size, words = peak.contiguous(), -(-n // RANKED_TOKENS), heads * (n + PADDING), -(-n // BLOCK)
+    room = SCRATCH.empty((2 * (words + parts) + 3 * size,), torch.int32)
+    chosen = torch.empty(heads * min(limit, n), dtype=torch.int64)
+    within = room.data_ptr() + 8 * words
+    values = within + 8 * parts
+    call = _Ranking(
+        scores.data_ptr(), scores.stride(1), heads, group, n, RANKED_TOKENS, peak.data_ptr(), lse.data_ptr(), alpha,
+        0, values, room.data_ptr(), within, values + 4 * size, values + 8 * size, chosen.data_ptr(),
+    )  # fmt: skip
+    most = library.select_all(ctypes.byref(call), limit, team.runner(), _threads(heads * group * n))
+    return chosen[: heads * most].view(heads, most)
 
 
 def _parts(blocks: int) -> tuple[int, int]:
@@ -192,20 +211,28 @@ def low_bit(head_dim: int, value_bits: int, group: int) -> LowBitLibrary | None:
 def _low_bit(head_dim: int, value_bits: int) -> LowBitLibrary | None:
     if head_dim % 32:
         return None
-    library = compiled("low_bit", HEAD_DIM=head_dim, VALUE_BITS=value_bits, PAGE_BLOCKS=PAGE_BLOCKS)
+    library = compiled("low_bit", _Call, _StoreCall, HEAD_DIM=head_dim, VALUE_BITS=value_bits, PAGE_BLOCKS=PAGE_BLOCKS)
     if library is None:
         return None
     pointer = ctypes.c_void_p
     library.score_all.argtypes, library.score_all.restype = [pointer, pointer, ctypes.c_int], None
     library.mix_all.argtypes, library.mix_all.restype = [pointer, pointer, ctypes.c_int], None
-    library.select_all.argtypes = [pointer, ctypes.c_int64, pointer, ctypes.c_int]
-    library.select_all.restype = ctypes.c_int64
     return LowBitLibrary(library, head_dim)
+
+
+@functools.cache
+def _best_scores() -> ctypes.CDLL | None:
+    library = compiled("best_scores", _Ranking)
+    if library is not None:
+        library.select_all.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
+        library.select_all.restype = ctypes.c_int64
+    return library
 
 
 def forget() -> None:
     """Unload the compiled code. The next call loads it for the current processor level."""
     _low_bit.cache_clear()
+    _best_scores.cache_clear()
     compiled.cache_clear()
 
 
@@ -215,6 +242,14 @@ def has_tiles() -> bool:
 
 
 @functools.cache
-def compiled(name: str, **constants: int) -> ctypes.CDLL | None:
-    """Load `name`.c of this folder with these constants; None if it is not available at this processor's level."""
-    return native_libraries.load(name, **constants)
+def compiled(name: str, *structures: type[ctypes.Structure], **constants: int) -> ctypes.CDLL | None:
+    """Load `name`.c of this folder with these constants; None if it is not available at this processor's level.
+
+    Raises:
+        RuntimeError: One of `structures`, which callers fill, differs from the one in C.
+    """
+    library = native_libraries.load(name, **constants)
+    if library is not None:
+        for structure in structures:
+            check_structure(library, structure)
+    return library

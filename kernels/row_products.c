@@ -9,6 +9,7 @@ AVX2: 0.57 ms instead of 0.35).
 
 How many rows come together changes no sum: each is two sums, of alternating pieces of it. */
 
+#include "fields.h"
 #include "simd.h"
 
 #define AHEAD 4096 /* bytes: where processors stop prefetching by themselves */
@@ -29,6 +30,12 @@ typedef struct {
     Number *out;
     int64_t rows, outs, ins, size;
 } Call;
+
+FIELDS_OF(Call) = {
+    FIELD(Call, x), FIELD(Call, weight), FIELD(Call, bias), FIELD(Call, out), FIELD(Call, rows), FIELD(Call, outs),
+    FIELD(Call, ins), FIELD(Call, size),
+    END_OF_FIELDS(Call),
+};
 
 typedef struct {
     f32 even, odd;

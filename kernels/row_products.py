@@ -54,7 +54,7 @@ def takes(weight: torch.Tensor) -> RowProducts | None:
         return None
     if weight.dtype not in (torch.bfloat16, torch.float32):
         return None
-    library = native.compiled("row_products", BFLOAT16=int(weight.dtype == torch.bfloat16))
+    library = native.compiled("row_products", _Call, BFLOAT16=int(weight.dtype == torch.bfloat16))
     return None if library is None else _code(library)
 
 

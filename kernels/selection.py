@@ -1,26 +1,21 @@
 """Token selection in torch: skewed scores, thresholds and top-n. The reference definition of all faster kernels.
 
-If scores are equal, the lower token index wins. On the CPU, numpy makes the same selection on the same memory without a
-full sort and returns the same sets. Scores are float32 (float64 for float64 models) and finite or -inf.
+If scores are equal, the lower token index wins. On the CPU, C code selects the same sets without a sort, if it could be
+compiled. Scores are float32 (float64 for float64 models) and finite or -inf.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-Array = npt.NDArray[Any]
+from . import native
 
 GAUSSIAN_STEP = {2: 0.9957, 4: 0.3352, 8: 0.0308}
 """Step of the uniform quantiser with 2^bits levels and the least mean squared error for a unit Gaussian, by bits (Max,
 1960, table II; 8 bits computed in the same way)."""
-
-_SAMPLE_STRIDE = 16
 
 
 def skew(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
@@ -146,17 +141,6 @@ def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype
     return out
 
 
-def _biased_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `code_sums` for G = 1 as two int32 terms, `[Hkv, f * m]` and `[Hkv, 1]`, that the caller must add."""
-    if bits < 8:
-        sums = _code_sums_cpu(weights, packed, bits, torch.int32)[:, 0]
-        return sums, torch.zeros(len(packed), 1, dtype=torch.int32)
-    out = torch.empty(len(packed), 1, packed.shape[1], dtype=torch.int32)
-    for query, rows, into in zip(weights, packed.mT, out, strict=True):
-        torch._int_mm(query, rows, out=into)
-    return out[:, 0], 128 * weights.sum(-1, dtype=torch.int32)
-
-
 # ------------------------------------------------------------------------------------------------- counts and top-n
 
 
@@ -165,14 +149,19 @@ def floor_share(share: float, of: int) -> int:
     return math.floor(share * of + 1e-9)
 
 
-def token_count(passing: int, heads: int, candidates: int, max_fraction: float) -> int:
+def selection_limit(candidates: int, max_fraction: float) -> int:
+    """Return how many of its `candidates` a sequence may select: floor of the fraction, but at least 1 if there are
+    any."""
+    return max(min(1, candidates), floor_share(max_fraction, candidates))
+
+
+def token_count(passing: int, heads: int, limit: int) -> int:
     """Return the number of tokens that each KV head of a layer selects (paper §4.3).
 
-    It is the mean number of passing tokens over `heads` query heads (`passing` in total), rounded up. It is at most
-    `max_fraction` of the candidates, but at least 1. It is 0 if none passes, because there are no candidates or their
-    scores are NaN.
+    It is the mean number of passing tokens over `heads` query heads (`passing` in total), rounded up, and at most
+    `limit`. It is 0 if none passes, because there are no candidates or their scores are NaN.
     """
-    return min(-(-passing // heads), max(1, floor_share(max_fraction, candidates)))
+    return min(-(-passing // heads), limit)
 
 
 def group_scores(scores: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
@@ -196,204 +185,61 @@ def group_lse(scores: torch.Tensor) -> torch.Tensor | None:
 def top_tokens(values: torch.Tensor, n: int) -> torch.Tensor:
     """Return the indices int64 `[Hkv, n]` of the n largest values of each row of `[Hkv, m]`.
 
-    If values are equal, the lower index wins. The order is rising on the CPU, and best first on other devices.
+    The order is that of `select_tokens`. If values are equal, the lower index wins.
     """
-    if values.device.type == "cpu":
-        return torch.from_numpy(_top_rows(values.numpy(), n))
-    return top_tokens_reference(values, n)
+    if values.device.type != "cpu":
+        return values.sort(dim=1, descending=True, stable=True).indices[:, :n]
+    # Every value passes an infinite threshold, so the best n remain.
+    return select_tokens(values.unsqueeze(1), math.inf, n)
 
 
-def top_tokens_reference(values: torch.Tensor, n: int) -> torch.Tensor:
-    """Compute `top_tokens` by a stable sort, best first."""
-    return values.sort(dim=1, descending=True, stable=True).indices[:, :n]
-
-
-def top_scored(scores: torch.Tensor, n: int) -> torch.Tensor:
-    """Return the n tokens of each KV head with the largest scores `[Hkv, G, N]`: int64 `[Hkv, n]`.
-
-    The score of a group is its largest softmax. The order is that of `top_tokens`.
-    """
-    return top_tokens(group_scores(scores, group_lse(scores)), n)
-
-
-def select_tokens(scores: torch.Tensor, alpha: float, max_fraction: float) -> torch.Tensor:
+def select_tokens(scores: torch.Tensor, alpha: float, limit: int) -> torch.Tensor:
     """Select tokens with InfiniGen's threshold (paper §4.3).
 
     Args:
         scores: Scores `[Hkv, G, N]` of N candidates.
         alpha: Largest distance of a passing score from the maximum of its head.
-        max_fraction: Largest fraction of the candidates to select.
+        limit: Largest number of tokens to select.
 
     Returns:
-        Candidate indices int64 `[Hkv, n]`, without duplicates in a row.
+        Candidate indices int64 `[Hkv, n]`, without duplicates in a row: rising on the CPU, best first on other devices.
     """
-    if scores.device.type == "cpu":
-        return _select_cpu(scores, alpha, max_fraction)
-    return select_tokens_reference(scores, alpha, max_fraction)
+    if scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.shape[2]:
+        lse = group_lse(scores)
+        chosen = native.select(scores, scores.amax(-1), None if lse is None else lse.squeeze(2), alpha, limit)
+        if chosen is not None:
+            return chosen
+    chosen = select_tokens_reference(scores, alpha, limit)
+    return chosen.sort(1).values if scores.device.type == "cpu" else chosen
 
 
-def select_tokens_reference(scores: torch.Tensor, alpha: float, max_fraction: float) -> torch.Tensor:
-    """Compute `select_tokens` in plain torch (reference definition).
+def select_tokens_reference(
+    scores: torch.Tensor, alpha: float, limit: int, lse: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute `select_tokens` in plain torch (reference definition). `lse` is `group_lse` of the scores, if known.
 
     A token passes a query head if its score is within `alpha` of the maximum of that head. Each KV head takes the n
-    best of the tokens that pass any head of the layer. There are always at least n such tokens.
+    best of the tokens that pass any head of the layer, best first. There are always at least n such tokens.
     """
     kv_heads, group, candidates = scores.shape
     if candidates == 0:
         return torch.empty(kv_heads, 0, dtype=torch.int64, device=scores.device)
     passing = scores >= scores.amax(-1, keepdim=True) - alpha
-    n = token_count(int(passing.sum()), kv_heads * group, candidates, max_fraction)
+    n = token_count(int(passing.sum()), kv_heads * group, limit)
     tokens = passing.flatten(0, 1).any(0).nonzero().squeeze(1)
-    values = group_scores(scores, group_lse(scores))[:, tokens]
-    return tokens[top_tokens_reference(values, n)]
+    values = group_scores(scores, group_lse(scores) if lse is None else lse)[:, tokens]
+    return tokens[values.sort(dim=1, descending=True, stable=True).indices[:, :n]]
 
 
-def _select_cpu(scores: torch.Tensor, alpha: float, max_fraction: float) -> torch.Tensor:
-    """Compute `select_tokens` with numpy on shared memory.
+@dataclass(frozen=True, eq=False)
+class ScoreQuery:
+    """Scores `[Hkv, G, n]` of the tokens of one sequence."""
 
-    Two passes run over all scores (maximum, threshold). The rest handles only the tokens that passed.
-    """
-    kv_heads, group, candidates = scores.shape
-    if candidates == 0:
-        return torch.empty(kv_heads, 0, dtype=torch.int64)
-    flat: Array = scores.reshape(-1, candidates).numpy()
-    passing = flat >= flat.max(1, keepdims=True) - flat.dtype.type(alpha)
-    counts = [int(np.count_nonzero(row)) for row in passing]
-    n = token_count(sum(counts), len(flat), candidates, max_fraction)
-    if group == 1:
-        return torch.from_numpy(_best_passing(passing, counts, n, lambda head, tokens: flat[head].take(tokens)))
-    tokens = np.flatnonzero(np.bitwise_or.reduce(passing, axis=0))
-    passed = torch.from_numpy(flat.take(tokens, axis=1)).view(kv_heads, group, -1)
-    values = group_scores(passed, group_lse(scores))
-    return torch.from_numpy(tokens[_top_rows(values.numpy(), n)])
+    scores: torch.Tensor
 
-
-def _best_passing(
-    passing: Array, counts: list[int], n: int, values: Callable[[int, Array], Array]
-) -> npt.NDArray[np.int64]:
-    """Return the n best tokens int64 `[Hkv, n]` of each head, for groups of one query head.
-
-    The candidates are the tokens that pass any head (at least n). If at least n tokens pass a head, they are its best
-    and only they are ranked.
-
-    Args:
-        passing: bool `[Hkv, N]`, which tokens pass each head.
-        counts: Number of tokens that pass each head.
-        n: Number of tokens to return.
-        values: Returns values of `(head, tokens)` in the order of the scores of that head.
-    """
-    anywhere: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-    if min(counts) < n:
-        anywhere = np.flatnonzero(np.bitwise_or.reduce(passing, axis=0))
-    out = np.empty((len(passing), n), dtype=np.int64)
-    for head, count in enumerate(counts):
-        tokens = anywhere if count < n else np.flatnonzero(passing[head])
-        out[head] = tokens if len(tokens) == n else tokens.take(_top_of_row(values(head, tokens), n))
-    return out
-
-
-def select_quantised(
-    q: torch.Tensor,
-    packed: torch.Tensor,
-    mean: torch.Tensor,
-    step: torch.Tensor,
-    bits: int,
-    tokens: slice,
-    alpha: float,
-    max_fraction: float,
-) -> torch.Tensor:
-    """Select tokens as `select_tokens` does, from `quantised_scores` of `tokens`.
-
-    On a CPU with groups of one, no scores are computed: the score of a head rises with its sum of codes, so the
-    threshold is found among the integers.
-    """
-    if packed.device.type == "cpu" and q.shape[1] == 1 and tokens.stop > tokens.start:
-        chosen = _select_sums(*_affine(q, mean, step, bits), packed, bits, tokens, alpha, max_fraction)
-        if chosen is not None:
-            return chosen
-    return select_tokens(quantised_scores(q, packed, mean, step, bits)[:, :, tokens], alpha, max_fraction)
-
-
-def _select_sums(
-    weights: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor,
-    packed: torch.Tensor,
-    bits: int,
-    tokens: slice,
-    alpha: float,
-    max_fraction: float,
-) -> torch.Tensor | None:
-    """Compute `select_quantised` from the sums of codes `[Hkv, N]`, or return None if that is not possible.
-
-    If different sums could round to the same score, they are rounded as `quantised_scores` does, so even ties give the
-    same result. None means that the threshold is not among the integers near its expected position: everything passes,
-    or many sums have the same score.
-    """
-    found, bias = _biased_sums_cpu(weights, packed, bits)
-    sums, less = found[:, tokens].numpy(), bias.numpy()
-    factor, shift = scale[:, 0].numpy(), offset[:, 0].numpy()
-    with np.errstate(all="ignore"):
-        most = (sums.max(1, keepdims=True) + less).astype(factor.dtype) * factor + shift
-        least = most - factor.dtype.type(alpha)
-        near = np.ceil((least - shift) / factor) + np.arange(-2, 3, dtype=factor.dtype)
-        enough = near * factor + shift >= least
-    if enough[:, 0].any() or not enough[:, -1].all():
-        return None
-    threshold = near[np.arange(len(near)), enough.argmax(1)].astype(np.int32)
-    passing = sums >= threshold[:, None] - less
-    counts = [int(np.count_nonzero(row)) for row in passing]
-    n = token_count(sum(counts), len(sums), sums.shape[1], max_fraction)
-    largest = np.abs(shift) + factor * factor.dtype.type(weights.shape[2] * 127 * 255)
-    apart = factor > 4 * np.spacing(largest)
-
-    def values(head: int, chosen: Array) -> Array:
-        found: Array = sums[head].take(chosen)
-        if not apart[head, 0]:
-            found = (found + less[head]).astype(factor.dtype) * factor[head] + shift[head]
-        return found
-
-    return torch.from_numpy(_best_passing(passing, counts, n, values))
-
-
-def _top_rows(values: Array, n: int) -> npt.NDArray[np.int64]:
-    """Return the indices int64 `[R, n]`, rising, of the n largest values of each row of `[R, m]`."""
-    rows, width = values.shape
-    if n == width or n == 0:
-        return np.tile(np.arange(n), (rows, 1))
-    out = np.empty((rows, n), dtype=np.int64)
-    for row, of_row in enumerate(values):
-        out[row] = _top_of_row(of_row, n)
-    return out
-
-
-def _top_of_row(values: Array, n: int) -> npt.NDArray[np.int64]:
-    """Return the indices int64 `[n]`, rising, of the n largest of values `[m]`, 0 < n < m.
-
-    A sample gives a lower bound for the n-th largest value, and only the values above are sorted. If the bound is too
-    high, all values are sorted.
-    """
-    tokens: npt.NDArray[np.int64] | None = None
-    among = values
-    sample = values[::_SAMPLE_STRIDE]
-    rank = n / _SAMPLE_STRIDE
-    safe = int(rank + 3 * math.sqrt(rank)) + 2
-    if safe < len(sample) // 2:
-        bound = np.sort(sample)[len(sample) - safe]
-        above = np.flatnonzero(values >= bound)
-        if len(above) >= n:
-            tokens, among = above, values.take(above)
-    # Sort instead of partition: numpy's vectorised sort takes 4 ns per value, its partition 5 to 20 ns.
-    least = np.sort(among)[len(among) - n]
-    kept = among >= least
-    spare = int(np.count_nonzero(kept)) - n
-    if spare < 0:  # NaN sorts behind all other values
-        return np.arange(n)
-    if spare:
-        tied = np.flatnonzero(among == least)
-        kept[tied[len(tied) - spare :]] = False
-    places: npt.NDArray[np.int64] = np.flatnonzero(kept)
-    return places if tokens is None else tokens.take(places)
+    def select(self, alpha: float, limit: int) -> torch.Tensor:
+        """Select tokens by `select_tokens`. Returns int64 `[Hkv, m]`, relative to the first token."""
+        return select_tokens(self.scores, alpha, limit)
 
 
 def extend_selection(scores: torch.Tensor, attended: torch.Tensor, max_missed: float, most: int) -> torch.Tensor:

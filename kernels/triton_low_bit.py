@@ -21,7 +21,7 @@ from .low_bit import KEY_BITS, Layout, LowBitQuery
 from .pages import BLOCK, PAGE_BLOCKS, Pages, PageTable
 from .triton_attention import merge_parts
 from .triton_low_bit_rows import addressed, block_of, decoded_steps, padded_sizes
-from .triton_scores import _finish, _outputs, _rint
+from .triton_scores import _outputs, _rint, store_scores
 
 _SCORED = 4 * BLOCK
 """Tokens per program that scores. They lie in one page. A program that attends handles one page."""
@@ -93,7 +93,7 @@ def _score(
         keys = tl.load(own[None, :] + byte[:, None] * _BLOCK, mask=(byte < KEYS)[:, None] & there[None, :], other=0)
         step = decoded_steps(tl.load(own + _BLOCK * (KEYS + VALUES), mask=there, other=0))
         acc = (_products(low, high, keys) - centre[:, None]) * step[None, :] * scale[:, None] + shift[:, None]
-    _finish(acc, token, start, stop, p, piece, blocks, tokens, scores, maxima, sums, G, GROUP)
+    store_scores(acc, token, start, stop, p, piece, blocks, tokens, scores, maxima, sums, G, GROUP)
 
 
 def scores(

@@ -31,7 +31,7 @@ def _rint(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _finish(
+def store_scores(
     acc: tl.tensor, token: tl.tensor, start: tl.tensor, stop: tl.tensor, p: tl.tensor, block: tl.tensor,
     blocks: tl.tensor, tokens: tl.tensor,
     scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor, G: tl.constexpr, GROUP: tl.constexpr,
@@ -87,7 +87,7 @@ def _partial(
             weight = tl.load(q + (p * G + head) * R + column, mask=head < G, other=0.0)
             key = tl.load(keys + (column * column_step + token), mask=there, other=0.0)
             acc += weight[:, None] * key.to(tl.float32)[None, :]
-    _finish(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
+    store_scores(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def _packed(
             whole = tl.interleave(even, odd)
         middle = ((1 << BITS) - 1) / 2
         acc = whole * scale[:, None] + (centre - scale * total.to(tl.float32) * middle)[:, None]
-    _finish(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
+    store_scores(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
 
 
 def partial_scores(

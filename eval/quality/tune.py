@@ -119,7 +119,7 @@ class Search:
         return self.trials[key]
 
     def _trial(self, options: Options, scored: Scored) -> Trial:
-        from ...policies.budget import dense_layers
+        from ...policies.rule import dense_layers
 
         assert scored.missed is not None and scored.missed_worst is not None
         geometry, dtype = self.tested.geometry, self.tested.loaded.adapter.dtype

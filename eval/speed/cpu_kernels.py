@@ -4,6 +4,7 @@ One thread. The kernels' sources in `kernels/` derive the floors."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -108,11 +109,11 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
         return asked
 
     asked, n = score(), max(1, int(SHARE * tokens))
-    skip, products, exponentials = asked.top(n), scores * D, scores * EXPONENTIAL // LANES[level]
+    skip, products, exponentials = asked.select(math.inf, n), scores * D, scores * EXPONENTIAL // LANES[level]
     keys, values = (HEADS * tokens * (width + 1) for width in (layout.key_bytes, layout.value_bytes))
     yield Case("score", keys + 4 * scores, products // CODE_PRODUCTS[level] + exponentials, score)
     ranked = 4 * scores + 8 * HEADS * tokens
-    yield Case("select", ranked, scores * RANKING // LANES[level], lambda: asked.top(n))
+    yield Case("select", ranked, scores * RANKING // LANES[level], lambda: asked.select(math.inf, n))
     mixed = products // VALUE_PRODUCTS[level] + exponentials
     exact, unmixing = (torch.zeros_like(q), torch.zeros(HEADS, GROUP)), torch.eye(D)
     yield Case("mix", values + 4 * scores, mixed, lambda: asked.merge(exact, skip, unmixing))

@@ -29,7 +29,8 @@ class DecodeBatch:
         self.sequences, self.adapter, self.policy, self.transfer = sequences, adapter, policy, transfer
         self.sharing, self.geometry = sharing, adapter.geometry
         self._visible: dict[int | None, list[VisibleTokens]] = {}
-        self._whole = all(self.sees_all(sequence) for sequence in sequences)
+        whole = all(self.sees_all(sequence) for sequence in sequences)
+        self._selecting = frozenset[int]() if whole else frozenset(filter(self.learns, range(self.geometry.layers)))
 
     @property
     def tokens(self) -> list[int]:
@@ -51,7 +52,7 @@ class DecodeBatch:
 
     def selects(self, layer: int) -> bool:
         """Return whether the layer exists and selects tokens in this step for at least one sequence."""
-        return self.learns(layer) and not self._whole
+        return layer in self._selecting
 
     def slots(self, layer: int) -> list[int]:
         """Return the slot of each sequence's newest token. Sliding layers keep token t in slot t."""

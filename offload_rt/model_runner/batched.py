@@ -16,11 +16,14 @@ from itertools import chain
 
 import torch
 
-from ..core import ModelGeometry, VisibleTokens, bucket
+from ..core import KVPart, ModelGeometry, VisibleTokens, bucket
+from ..kernels import dispatch
 from ..kernels.dispatch import attend_kept
 from ..kernels.h2d_copy import copy_into
+from ..kernels.pointer_table import PointerTable
 from ..policies.base import Policy
-from ..policies.infinigen.key_lists import KeyLists, Rule, Spans
+from ..policies.infinigen.key_lists import KeyLists
+from ..policies.rule import Rule, Spans
 from ..transfer.residency import place, places
 from ..transfer.row_lists import PendingBatchFetch, RowLists
 from .attention import give_to_sinks, scores_lse
@@ -35,7 +38,7 @@ def selects_together(batch: DecodeBatch) -> bool:
     Models with capped scores attend sequence by sequence.
     """
     selects = any(batch.selects(layer) for layer in range(batch.geometry.layers)) and batch.geometry.softcap is None
-    ready = all(s.position > 0 and not batch.sees_all(s) for s in batch.sequences)
+    ready = all(s.position > 0 and s.state.scoring_keys and not batch.sees_all(s) for s in batch.sequences)
     return batch.policy.rule is not None and selects and ready
 
 
@@ -61,13 +64,13 @@ class StepInputs:
         self.keys = KeyLists(rule, selecting, size, capacity, device)
         lists = size * geometry.kv_heads
         self._newest = torch.zeros(4 * size + lists, dtype=torch.int64, device=device)
-        self._bounds = torch.zeros(4 * lists + size, dtype=torch.int32, device=device)
+        self._bounds = torch.zeros(4 * lists + 2 * size, dtype=torch.int32, device=device)
         # Newest tokens: ids, positions, slots and places in the resident KV, int64 `[B]` each; slots by head `[P]`.
         parts = self._newest.split([size, size, size, size, lists])
         self.tokens, self.positions, self.slots, self.places, self.slots_by_head = parts
-        starts, stops, limits, *resident = self._bounds.split([lists, lists, size, lists, lists])
+        starts, stops, limits, contexts, *resident = self._bounds.split([lists, lists, size, size, lists, lists])
         # Candidates of layers without a sliding window.
-        self.candidates = Spans(starts, stops, limits, capacity, rule.most(capacity))
+        self.candidates = Spans(starts, stops, limits, contexts, capacity, rule.most(capacity))
         # First and end of the places of visible resident KV, int32 `[P]` each.
         self.resident = resident[0], resident[1]
 
@@ -92,6 +95,35 @@ class StepInputs:
         candidates = chain.from_iterable(Spans.numbers(visible, heads, self._rule))
         bounds = [*candidates, *(span.start for span in resident), *(span.stop for span in resident)]
         copy_into(torch.tensor(bounds, dtype=torch.int32), self._bounds)
+
+    def attended(
+        self, q: torch.Tensor, resident: PointerTable, fetched: KVPart, tokens: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the attention weights of a layer by token `[P, capacity]`, and which tokens were attended.
+
+        Args:
+            q: Scaled queries `[P, G, d]`.
+            resident: Resident KV.
+            fetched: Fetched KV `[P, n, d]` with its counts.
+            tokens: Their token indices `[P, n]`.
+            lse: Log-sum-exp `[P, G]` of the attention.
+        """
+        (sinks, recent), lists = (self._policy.sinks, self._policy.recent), len(q)
+        first, stop = (x.unsqueeze(1) for x in self.resident)
+        kept = dispatch.read_lists(resident, resident.tensors[0].shape[1], stop[:: self._heads, 0])
+        at = torch.arange(kept.shape[1], device=q.device)
+        newest = self.slots_by_head.unsqueeze(1)
+        # Position `at` of the ring holds the newest token whose distance to the newest one fits.
+        there = torch.where(at < sinks, at, newest - (newest - at) % recent)
+        place = torch.arange(tokens.shape[1], device=q.device)
+        assert fetched.counts is not None
+        valid = torch.cat(((at >= first) & (at < stop), place < fetched.counts.unsqueeze(1)), dim=1)
+        own = kept.unflatten(0, (-1, 2, self._heads))[:, 0].flatten(0, 1)
+        keys = torch.cat((own, fetched.k), dim=1).to(q.dtype)
+        weights = (torch.bmm(q, keys.transpose(1, 2)) - lse.unsqueeze(2)).exp().sum(1).masked_fill(~valid, 0)
+        index = torch.where(valid, torch.cat((there, tokens), dim=1), self.capacity)
+        dense = weights.new_zeros(lists, self.capacity + 1).scatter_(1, index, weights)
+        return dense[:, :-1], torch.zeros_like(dense, dtype=torch.bool).scatter_(1, index, True)[:, :-1]
 
     def release(self) -> None:
         """Drop references to the sequences until the next `load`."""
@@ -224,6 +256,12 @@ class BatchedFetch:
                 keys = sequence.keys(layer, batch.visible(layer)[b].all)
                 attended = lse.view(inputs.size, -1)[b]
                 sequence.trace.enter_missed_mass(layer, attended, scores_lse(q[:, b], keys, scale))
+        if self.selected is not None and batch.policy.wants_weights:
+            fetched = KVPart(k, v, self.counts)
+            seen = inputs.attended(
+                grouped.to(lse.dtype) * scale, inputs.rows.resident(layer), fetched, self.selected, lse
+            )
+            inputs.keys.attended(layer, inputs.candidates, *seen)
         if self.selected is not None:
             chosen = self.selected, self.counts
             out, lse = inputs.keys.merge_approximate(layer, q, inputs.candidates, chosen, (out, lse))

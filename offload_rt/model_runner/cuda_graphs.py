@@ -4,10 +4,10 @@ Sequences, lengths and tokens are data in `batched.StepInputs`, so that a graph 
 sizes are rounded up; the remaining rows are padding. A launch takes the host 5 to 25 µs and a step of an 8B model makes
 1,500 of them; on an H100 a replayed step takes 10.6 ms instead of 67 (`eval/results/gpu`).
 
-A step runs eagerly if a launch depends on more than the inputs (per-sequence policies, columns chosen from the prompt,
-working sets, shared blocks, eviction, streamed weights), or if the host must read values in it (recorders, measurement
-of missed mass). The first step of each size is eager too, because it compiles kernels. If a capture fails, all later
-steps are eager, and one warning says so.
+A step runs eagerly if a launch depends on more than the inputs (policies without a `rule`, columns chosen from the
+prompt, working sets, shared blocks, eviction, streamed weights), or if the host must read values in it (recorders,
+measurement of missed mass). The first step of each size is eager too, because it compiles kernels. If a capture fails,
+all later steps are eager, and one warning says so.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class GraphSteps:
 
 def _capturable(batch: DecodeBatch) -> bool:
     """Return whether the launches of a step depend only on the inputs, and the host reads no values in it."""
-    own = batch.policy.wants_queries or batch.geometry.sliding
+    own = (batch.policy.rule is not None and batch.policy.rule.own_bases) or batch.geometry.sliding
     alone = not (batch.sharing.overlapping or batch.geometry.experts or own)
     watched = any(s.slots.listens or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
     return alone and not watched

@@ -58,14 +58,15 @@ class DecodeStep:
             fetched = fetched or mode.fetch(layer, q)
 
             upcoming = self._fetch_dense(layer + 1)
-            if self._speculates(layer + 1, "attention_input"):
+            source = self.batch.policy.query_source if self.batch.selects(layer + 1) else None
+            if source == "attention_input":
                 upcoming = self._fetch_speculated(layer + 1, attention_input)
-            if self._speculates(layer + 1, "normed_input"):
+            if source == "normed_input":
                 upcoming = self._fetch_speculated(layer + 1, adapter.attention_input(layer + 1, x))
 
             attended = fetched.attend(q)
             residual = adapter.after_attention(layer, x, attended)
-            if self._speculates(layer + 1, "residual"):
+            if source == "residual":
                 upcoming = self._fetch_speculated(layer + 1, adapter.attention_input(layer + 1, residual))
             x = adapter.mlp(layer, residual)
             fetched = upcoming
@@ -78,9 +79,6 @@ class DecodeStep:
                 self.transfer.storage.displace(sequence.blocks, layer, *moved)
                 if self.batch.learns(layer):
                     sequence.state.on_moved(layer, *moved)
-
-    def _speculates(self, layer: int, query_source: str) -> bool:
-        return self.batch.selects(layer) and self.batch.policy.query_source == query_source
 
     def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> LayerFetch:
         """Select with the query projected from a predicted `attention_input` `[B, D]`."""

@@ -133,7 +133,7 @@ class PerSequenceFetch:
         out, lse = attend(q, parts, scale, softcap)
         if batch.policy.wants_weights:
             tokens = attended_tokens(fetch.visible, selection.tokens)
-            sequence.state.on_attended(layer, tokens, group_weights(q, parts, scale, lse, softcap))
+            sequence.state.on_attended(layer, fetch.visible, tokens, group_weights(q, parts, scale, lse, softcap))
         if sequence.trace.measures_missed:
             whole = scores_lse(q, sequence.keys(layer, fetch.visible.all), scale, softcap)
             sequence.trace.enter_missed_mass(layer, lse, whole)

@@ -103,7 +103,7 @@ class DeviceCosts:
 
     def _padded(self, contexts: Sequence[int]) -> Sequence[int]:
         """Return the contexts of a batch after padding to the longest (`model_runner/batched.py`)."""
-        if self.shape.device.type == "cpu" or self.keys_on_host or not self.demand.key_bytes:
+        if self.shape.device.type == "cpu" or self.keys_on_host or len(self.demand.dense) == self.shape.geometry.layers:
             return contexts
         sequences = padded_batch(len(contexts)) if self.graphs else len(contexts)
         return sequences * [bucket(max(contexts))]
@@ -173,6 +173,7 @@ class DeviceCosts:
             # Scores, selection masks, the maximum per group, and a sort of it: values and indices.
             scored = longest * (geometry.heads * (3 * compute + 2) + geometry.kv_heads * (3 * compute + 32))
             scored += longest * geometry.kv_heads * geometry.head_dim  # keys under a mask, or unpacked
+            scored += int(longest * self.demand.copied_bytes)
             scored *= at_once
         scored = max(scored, self.working_set * geometry.kv_heads * 64)  # two sorts of its slots
         resident = (sum(geometry.resident(layer, 0, self.demand.resident)) for layer in range(geometry.layers))

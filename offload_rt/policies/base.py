@@ -25,8 +25,8 @@ from typing import Literal, Protocol
 import torch
 
 from ..core import Selection, VisibleTokens
-from .infinigen.key_lists import Rule
-from .infinigen.scoring_keys import ScoringKeys
+from .infinigen.scoring_keys import ListedKeys
+from .rule import Rule
 
 QuerySource = Literal["attention_input", "normed_input", "residual", "query"]
 """The source of the query that `select` gets for layer l. The first three are available one layer ahead and give a
@@ -38,28 +38,31 @@ KeyReader = Callable[[int, range], torch.Tensor]
 keys (oracle) and for measurements. These reads are not counted as transfers."""
 
 
-class PolicyState(Protocol):
-    """The selection data of a policy for one sequence."""
+class PolicyState:
+    """The selection data of a policy for one sequence.
+
+    Subclasses define `select` and `fork`. The other methods do nothing by default.
+    """
 
     @property
     def device_bytes(self) -> int:
         """Bytes of scoring keys and other selection data held on the compute device."""
-        ...
+        return 0
 
     @property
     def approximate_bytes(self) -> int:
         """The part of `device_bytes` that is approximate KV, which `merge_approximate` reads."""
-        ...
+        return 0
 
     @property
     def host_bytes(self) -> int:
         """Bytes of scoring keys held in host memory instead of on the device."""
-        ...
+        return 0
 
     @property
-    def scoring_keys(self) -> ScoringKeys | None:
+    def scoring_keys(self) -> ListedKeys | None:
         """The scoring keys from which `KeyLists` of a batch are built, if the policy has a `rule`."""
-        ...
+        return None
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
         """Observe the queries of a slice of the prompt.
@@ -71,36 +74,32 @@ class PolicyState(Protocol):
                 may see keys up to start + i.
             start: The first token of `q`.
         """
-        ...
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Observe keys `[Hkv, m, d]` (after RoPE) written to the slots [start, start + m) of the layer's KV cache.
 
         `start` is the end of the last call for this layer, or a slot whose token has been moved or evicted.
         """
-        ...
 
     def on_values(self, layer: int, v: torch.Tensor, start: int) -> None:
         """Observe the values `[Hkv, m, d]` that belong to the keys of the last `on_keys` of the layer."""
-        ...
 
     def on_moved(self, layer: int, source: int, target: int) -> None:
         """Move the data of the token in slot `source` to slot `target`, whose token has been evicted.
 
         `on_keys` for `source` follows. Only called if the policy is `evictable`.
         """
-        ...
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Select the tokens of `visible.candidates` that the layer fetches, with the (speculated) query q `[H, d]`.
 
         All candidates must have been passed to `on_keys`.
         """
-        ...
+        raise NotImplementedError
 
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
         """Return further candidates to fetch, disjoint from `selection`, by the true query q `[H, d]`; or None."""
-        ...
+        return None
 
     def merge_approximate(
         self,
@@ -124,32 +123,31 @@ class PolicyState(Protocol):
         Returns:
             Merged out and lse. They are unchanged if the policy ignores tokens that are not selected.
         """
-        ...
+        return out, lse
 
-    def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
+    def on_attended(self, layer: int, visible: VisibleTokens, tokens: torch.Tensor, weights: torch.Tensor) -> None:
         """Observe the attention weights that a sparse layer has just computed.
 
         Args:
             layer: The layer index.
+            visible: The tokens that the layer sees.
             tokens: Attended token indices `[Hkv, n]`, resident and newest tokens included.
             weights: Softmax weights `[Hkv, n]`, summed over the G query heads of each KV head.
         """
-        ...
 
     def fork(self, keys: KeyReader) -> PolicyState:
         """Return an independent copy for a forked sequence, whose keys `keys` reads."""
-        ...
+        raise NotImplementedError
 
     def fork_prefix(self, tokens: int) -> PolicyState | None:
         """Return a state of the first `tokens` tokens alone, for a sequence that shares their KV blocks.
 
         None if computing the state again is as cheap, or if the state depends on more than the KV of these tokens.
         """
-        ...
+        return None
 
     def check_integrity(self) -> None:
         """Assert internal consistency."""
-        ...
 
 
 class Policy(Protocol):

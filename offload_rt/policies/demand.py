@@ -15,6 +15,7 @@ class MemoryDemand:
         share: Largest fraction of the context that a sparse layer fetches, in [0, 1].
         key_bytes: Bytes of selection data per token and sparse layer.
         key_page: Tokens of a page if selection data is paged; 0 if it grows by a sixteenth.
+        copied_bytes: Bytes per token of the copies of selection data that a layer makes to score tokens.
         basis_bytes: Bytes shared by all sequences, in the same memory as the scoring keys.
         guess_bytes: Bytes of the correction of predicted queries, always on the device.
         weights_at_once: Largest number of attention weights of a prompt computed at a time; 0 if none are computed.
@@ -26,6 +27,7 @@ class MemoryDemand:
     share: float
     key_bytes: float = 0.0
     key_page: int = 0
+    copied_bytes: float = 0.0
     basis_bytes: int = 0
     guess_bytes: int = 0
     weights_at_once: int = 0

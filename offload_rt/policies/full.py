@@ -8,14 +8,13 @@ from typing import Self
 import torch
 
 from ..core import ModelGeometry, Selection, VisibleTokens
-from .base import KeyReader, QuerySource
+from .base import KeyReader, PolicyState, QuerySource
 from .demand import MemoryDemand
 from .options import FullOptions
-from .passive import PassiveState
 from .registry import PolicyContext
 
 
-class FullState(PassiveState):
+class FullState(PolicyState):
     """State of policy "full": empty, because no layer selects."""
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:

@@ -8,44 +8,44 @@ from __future__ import annotations
 
 import torch
 
-from ..core import Selection, VisibleTokens
+from ..core import ModelGeometry
 from ..kernels.reference import capped
-from ..kernels.selection import dot_scores, group_lse, group_scores, top_tokens
-from .base import KeyReader, QuerySource
-from .budget import BudgetPolicy, budget_tokens
+from ..kernels.selection import dot_scores
+from .base import KeyReader
 from .options import BudgetOptions
-from .passive import PassiveState
+from .scorer import EntryShape, ScorerPolicy, ScorerState, TokenLists
 
 
-class OracleState(PassiveState):
-    """State of policy "oracle": a reader of the keys."""
+class OracleState(ScorerState):
+    """State of policy "oracle", which reads keys from the pool instead of storing entries."""
 
-    def __init__(self, policy: Oracle, keys: KeyReader) -> None:
-        self._policy, self._keys = policy, keys
+    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
+        """Ignore keys `[Hkv, m, d]`."""
 
-    def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select the candidates of each KV head with the largest softmax weight in any of its query heads."""
-        geometry, candidates = self._policy.geometry, visible.candidates
-        n = budget_tokens(self._policy.budget, visible)
-        if n == 0:
-            return Selection(torch.empty(geometry.kv_heads, 0, dtype=torch.int64, device=q.device))
-        compute = torch.promote_types(q.dtype, torch.float32)
-        keys = self._keys(layer, candidates).to(q.device).transpose(1, 2)
-        query = q.to(compute).view(geometry.kv_heads, geometry.group, -1) * geometry.scales[layer]
-        scores = capped(dot_scores(query, keys), geometry.softcap)
-        return Selection(top_tokens(group_scores(scores, group_lse(scores)), n) + candidates.start)
-
-    def fork(self, keys: KeyReader) -> OracleState:
-        """Return a state that reads the keys of the fork."""
-        return OracleState(self._policy, keys)
+    def _stored(self, layer: int, pages: range) -> torch.Tensor:
+        return self._keys(layer, pages).to(self._policy.device)
 
 
-class Oracle(BudgetPolicy[BudgetOptions]):
-    """Policy "oracle". It selects with the true query."""
+class Oracle(ScorerPolicy[BudgetOptions]):
+    """Policy "oracle". It selects with the true query, sequence by sequence."""
 
     name = "oracle"
     evictable = True
-    query_source: QuerySource = "query"
+
+    def __init__(
+        self, options: BudgetOptions, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(options, geometry, device, dtype)
+        self.rule = None
+
+    @classmethod
+    def entry_shape(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
+        """Return the shape of empty entries."""
+        return EntryShape(0, dtype)
+
+    def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
+        """Score tokens by their largest softmax weight in any query head of the group."""
+        return keys.group_ranks(capped(dot_scores(queries, keys.entries.transpose(1, 2)), self.geometry.softcap))
 
     def new_state(self, keys: KeyReader) -> OracleState:
         """Return a state that reads `keys`."""

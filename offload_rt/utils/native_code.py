@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import platform
@@ -18,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from ..errors import ConfigError
 
@@ -106,6 +108,33 @@ def library_path(source: Path, flags: Sequence[str], level: str) -> LibraryPath:
     """Return where the library that `source` compiles to with `flags` at `level` is looked for."""
     name = library_name(source, flags, level)
     return LibraryPath(PREBUILT / name, user_cache() / "native" / name)
+
+
+class _Field(ctypes.Structure):
+    """`Field` of kernels/fields.h."""
+
+    _fields_: ClassVar = [("name", ctypes.c_char_p), ("offset", ctypes.c_int64), ("size", ctypes.c_int64)]
+
+
+def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> None:
+    """Compare a structure that Python fills with the one in the library, which has its name without underscores.
+
+    Raises:
+        RuntimeError: Fields differ in name, offset or size, so that C would read other values than Python wrote.
+    """
+    name = structure.__name__.strip("_")
+    described = ctypes.cast(ctypes.addressof(_Field.in_dll(library, f"fields_of_{name}")), ctypes.POINTER(_Field))
+    fields = itertools.takewhile(lambda field: field.name is not None, map(described.__getitem__, itertools.count()))
+    in_c = {field.name.decode(): (field.offset, field.size) for field in fields}
+    in_c["the whole"] = 0, described[len(in_c)].size
+    places = {field[0]: getattr(structure, field[0]) for field in structure._fields_}
+    in_python = {field: (place.offset, place.size) for field, place in places.items()}
+    in_python["the whole"] = 0, ctypes.sizeof(structure)
+    if unlike := [field for field in {**in_c, **in_python} if in_c.get(field) != in_python.get(field)]:
+        raise RuntimeError(
+            f"{name} in {Path(library._name).name} and {structure.__name__} in {structure.__module__} differ in "
+            f"{', '.join(unlike)}. Declare the same fields in both, or install offload-rt again."
+        )
 
 
 def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CDLL | None:

@@ -71,6 +71,7 @@ LIBRARIES = {
         _TORCH,
         {"HEAD_DIM": HEAD_DIMS, "VALUE_BITS": (2, 4), "PAGE_BLOCKS": (PAGE_BLOCKS,)},
     ),
+    "best_scores": NativeLibrary("kernels/best_scores.c", KERNEL_FLAGS, _TORCH),
     "causal": NativeLibrary("kernels/causal.c", KERNEL_FLAGS, _TORCH, {"HEAD_DIM": HEAD_DIMS, "BFLOAT16": (0, 1)}),
     "decode_attention": NativeLibrary(
         "kernels/decode_attention.c", KERNEL_FLAGS, _TORCH, {"HEAD_DIM": HEAD_DIMS, "BFLOAT16": (0, 1)}

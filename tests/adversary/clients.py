@@ -53,7 +53,7 @@ def checkpoint() -> str:
 
 
 def make() -> LLM:
-    llm = LLM(checkpoint(), dtype="float64", policy="full", verify="off", host_memory="32MiB")
+    llm = LLM(checkpoint(), dtype="float32", policy="full", verify="off", host_memory="32MiB")
     llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     return llm
 

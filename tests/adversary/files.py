@@ -39,15 +39,15 @@ ROUNDS = 5
 
 @cache
 def runtime() -> LLM:
-    model = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
-    return LLM(model, dtype="float64", host_memory="4MiB", policy="full")
+    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
+    return LLM(model, dtype="float32", host_memory="4MiB", policy="full")
 
 
 @cache
 def model_answer(tokens: tuple[int, ...]) -> list[int]:
     """Return the model's answer to `tokens` from an engine that shares no state with the sessions."""
-    model = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
-    with LLM(model, dtype="float64", host_memory="4MiB", policy="full", enable_prefix_caching=False) as llm:
+    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
+    with LLM(model, dtype="float32", host_memory="4MiB", policy="full", enable_prefix_caching=False) as llm:
         return completed(llm.generate([list(tokens)], PARAMS))[0].token_ids
 
 

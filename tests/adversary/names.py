@@ -38,8 +38,8 @@ PIECES = [
 
 @cache
 def runtime() -> LLM:
-    model = tiny_model("llama", dtype=torch.float64, num_hidden_layers=1)
-    return LLM(model, dtype="float64", host_memory="4MiB", policy="full")
+    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1)
+    return LLM(model, dtype="float32", host_memory="4MiB", policy="full")
 
 
 def random_name(rng: random.Random, known: list[str]) -> str:

@@ -22,7 +22,7 @@ static double expected_row(const Call *call, int64_t query, int64_t at, double *
     double total = call->sinks ? exp(call->sinks[query]) : 0;
     for (int c = 0; c < HEAD_DIM; c++) out[c] = 0;
     for (int64_t t = 0; t < call->n; t++) {
-        if (t > call->reach + at || t <= call->reach + at - call->window) continue;
+        if (t > call->last_visible + at || t <= call->last_visible + at - call->window) continue;
         double weight = exp(score_of(call, query, at, t));
         const Number *v = call->v + query / call->group * call->v_head + t * call->v_token;
         total += weight;
@@ -42,7 +42,7 @@ static int check_call(int64_t m, int64_t n, int64_t window, float softcap, int w
                  .lse = with_lse ? lse : NULL, .q_head = m * HEAD_DIM, .q_token = HEAD_DIM, .k_head = n * HEAD_DIM,
                  .k_token = HEAD_DIM, .v_head = n * HEAD_DIM, .v_token = HEAD_DIM, .out_head = m * HEAD_DIM,
                  .out_token = HEAD_DIM, .kv_heads = HEADS, .group = GROUP, .m = m, .n = n,
-                 .first = n - m - window + 1 > 0 ? n - m - window + 1 : 0, .window = window, .reach = n - m,
+                 .first = n - m - window + 1 > 0 ? n - m - window + 1 : 0, .window = window, .last_visible = n - m,
                  .scale = 1 / sqrtf(HEAD_DIM), .softcap = softcap};
     int64_t blocks = blocks_of(&call);
     if (tiles > 1) {

@@ -5,7 +5,7 @@ The count is complete, because tensors get memory from only three sources:
 * torch's CPU allocator reports each allocation and release to the profiler, including temporary memory of kernels.
   Memory in use before the profiler started is counted from the existing tensors.
 * `mmap` provides host memory only: the arena of the pool and the buffers of streamed weights.
-* numpy is used for selection on a CPU only. `device_selection` replaces it with the code for other devices.
+* C code selects on a CPU only, in memory of its own. `device_selection` replaces it with the code for other devices.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import torch
 from torch.autograd.profiler import profile
 
 from offload_rt.kernels import selection
-from offload_rt.policies import h2o, quest
-from offload_rt.policies.infinigen import scoring
 
 
 @contextmanager
@@ -30,25 +28,7 @@ def device_selection() -> Iterator[None]:
     """Select tokens with torch, as on other devices than CPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "select_tokens", selection.select_tokens_reference)
-        patch.setattr(scoring, "select_tokens", selection.select_tokens_reference)
-        patch.setattr(scoring, "select_quantised", _select_from_scores)
-        for module in (h2o, quest, selection):
-            patch.setattr(module, "top_tokens", selection.top_tokens_reference)
         yield
-
-
-def _select_from_scores(
-    q: torch.Tensor,
-    packed: torch.Tensor,
-    mean: torch.Tensor,
-    step: torch.Tensor,
-    bits: int,
-    tokens: slice,
-    alpha: float,
-    max_fraction: float,
-) -> torch.Tensor:
-    scores = selection.quantised_scores(q, packed, mean, step, bits)[:, :, tokens]
-    return selection.select_tokens_reference(scores, alpha, max_fraction)
 
 
 def live_storages() -> dict[int, int]:

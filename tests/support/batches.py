@@ -11,7 +11,6 @@ from offload_rt import LLM
 from offload_rt.engine.runner import Runner
 from offload_rt.kernels import dispatch
 from offload_rt.model_runner.sequence import Sequence
-from offload_rt.policies.infinigen.key_lists import Rule
 from offload_rt.policies.infinigen.policy import InfiniGen
 
 from .staged_transfer import staged
@@ -28,7 +27,7 @@ def make(counted: bool = True, **options: Any) -> Runner:
     llm = staged(LLM(model, policy_options=OPTIONS | options, host_memory="4MiB", missed_mass_every=0))
     policy = llm.runner.policy
     assert isinstance(policy, InfiniGen)
-    policy.rule = Rule(policy.alpha, policy.options.max_fraction) if counted else None
+    policy.rule = policy.selection if counted else None
     return llm.runner
 
 

@@ -29,7 +29,7 @@ from .tiny_models import assert_greedy, tiny_model, tiny_prompt
 
 POSITIONS = 512
 NAMES = ("ada", "bob", "cyd")
-MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, max_position_embeddings=POSITIONS)
+MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, max_position_embeddings=POSITIONS)
 
 prompts = st.builds(lambda length, seed: tiny_prompt(length, seed=seed), st.integers(1, 150), st.integers(0, 5))
 counts = st.integers(1, 8)
@@ -41,7 +41,7 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 def make_llm(model: PreTrainedModel, size: str) -> LLM:
-    return LLM(model, dtype="float64", policy="full", host_memory=size)
+    return LLM(model, dtype="float32", policy="full", host_memory=size)
 
 
 @dataclass

@@ -203,7 +203,7 @@ def _gather(width: int, dtype: torch.dtype) -> None:
 
 def _append() -> None:
     """Launch the kernels that append new KV on the device and in the pool, and scoring keys."""
-    from offload_rt.kernels import triton_append, triton_gather
+    from offload_rt.kernels import triton_append, triton_entries, triton_gather
 
     lists = BATCH * KV_HEADS
     k, slots = torch.empty(lists, D, dtype=torch.bfloat16), torch.empty(lists, dtype=torch.int64)
@@ -216,6 +216,10 @@ def _append() -> None:
     packed = PointerTable.of([torch.empty(KV_HEADS, TOKENS // 2, D, dtype=torch.int8) for _ in range(BATCH)])
     scale = torch.empty(KV_HEADS, D)
     triton_append.append_quantised(k, torch.empty(KV_HEADS, D, D), scale, scale, 4, packed, slots)
+    entries = PointerTable.of([torch.empty(KV_HEADS, TOKENS, D, dtype=torch.bfloat16) for _ in range(BATCH)])
+    triton_entries.append_entries(k, entries, slots, 16)
+    triton_entries.write_lists(triton_entries.read_lists(entries, 64, slots[:BATCH]), entries, slots[:BATCH])
+    triton_entries.within(torch.empty(lists, GROUP, 64), _lists(), _lists(), 16)
 
 
 def _partial(group: int) -> None:

@@ -144,7 +144,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 """Sliding windows in all layers, and in the second layer only."""
 
 LAYERS, STREAMED_LAYERS, CONTEXT = 2, 5, 128
-BLOCK_BYTES = 2 * LAYERS * 2 * 16 * 64 * 4
+BLOCK_BYTES = 2 * LAYERS * 2 * 32 * 64 * 4
 
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
@@ -226,7 +226,7 @@ SHORT: dict[str, Any] = {"sinks": 1, "recent": 1, "dense_layers": ()}
 
 PAPER: dict[str, Any] = {"preset": "paper", "alpha": 2.0}
 TAIL: dict[str, Any] = WINDOW | {"approximate_kv": "int4", "budget": 0.4, "dense_layers": (0,)}
-"""With a budget, approximate KV is computed per sequence."""
+"""A budget with approximate KV."""
 
 LOW_BITS: dict[str, Any] = WINDOW | {"alpha": 2.0, "max_fraction": 0.1}
 """The default preset for short contexts. Approximate KV is computed in batches."""
@@ -250,6 +250,8 @@ _CELLS = [
     Cell("default, forks", "infinigen", forked, LOW_BITS),
     Cell("default, sessions", "infinigen", session, LOW_BITS),
     Cell("default, graphs", "infinigen", replayed, LOW_BITS, GRAPHS),
+    *(Cell(f"{name}, graphs", name, replayed, POLICIES[name], GRAPHS) for name in ("quest", "h2o", "streaming")),
+    Cell("tail, graphs", "infinigen", replayed, TAIL, GRAPHS),
     Cell("paper, batch", "infinigen", ragged, PAPER),
     Cell(
         "int4 scorer, batch",
@@ -308,6 +310,10 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "quest, batch": ("late prefetch",),
     "h2o": ("lazy",),
     "h2o, batch": ("late write-back",),
+    "h2o, graphs": ("seed 0",),
+    "quest, graphs": ("late prefetch",),
+    "streaming, graphs": ("seed 1",),
+    "tail, graphs": ("late compute",),
     "streaming": ("seed 1",),
     "oracle": ("lazy",),
     "default": ("seed 0",),

@@ -63,7 +63,8 @@ def staged_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
     """
     with simulated(Lazy()) as sim:
         model = tiny_model("llama", num_hidden_layers=layers).to("cuda")
-        runner = LLM(model, policy=policy, policy_options=options, device="cuda", host_memory="16MiB").runner
+        settings: dict[str, Any] = {"host_memory": "16MiB", "cuda_graphs": False}
+        runner = LLM(model, policy=policy, policy_options=options, device="cuda", **settings).runner
         sequence = runner.new_sequence(tiny_prompt(STAGED + 3), STAGED + 3)
         runner.prefill(sequence, STAGED)
         runner.decode([sequence]).argmax().item()
@@ -77,8 +78,8 @@ def staged_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
 
 
 def layer_bytes() -> int:
-    """Return the bytes of the sequence's KV in one layer: float32, two KV heads of size 16."""
-    return STAGED * 2 * 2 * 16 * 4
+    """Return the bytes of the sequence's KV in one layer: float32, two KV heads of size 32."""
+    return STAGED * 2 * 2 * 32 * 4
 
 
 def show(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

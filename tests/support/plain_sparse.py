@@ -217,7 +217,7 @@ def _attend(
             parts = [KVPart(slots.exact.k[:, resident], slots.exact.v[:, resident])]
             parts.append(KVPart(slots.stored.k.gather(1, index), slots.stored.v.gather(1, index)))
             weights = group_weights(q, parts, scale, attend(q, parts, scale, softcap)[1], softcap)
-            state.on_attended(layer, attended_tokens(visible, chosen), weights)
+            state.on_attended(layer, visible, attended_tokens(visible, chosen), weights)
     sinks = loaded.adapter.sinks(layer)
     if sinks is not None:
         out = out * torch.sigmoid(lse - sinks.view_as(lse)).unsqueeze(-1)

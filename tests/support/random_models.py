@@ -24,6 +24,8 @@ HEAD_STEP = {
 """Required divisor of the head size: 2 with RoPE, more if only a part of each head is rotated, 1 without RoPE."""
 FIXED_HEADS = ("qwen2_vl", "qwen2_5_vl", "mimo_v2_flash")
 """Families with other options that depend on the head size."""
+HEAD_SIZES = (8, 18, 32, 32, 64)
+"""Half of the models have one of these instead of any size. C kernels take multiples of 32."""
 PLAIN_ROPE = ("mistral", "qwen2", "qwen3", "granite", "olmo2", "starcoder2")
 ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "default"},
@@ -40,7 +42,7 @@ ROPES: tuple[dict[str, Any], ...] = (
 
 
 def random_model(rng: random.Random) -> tuple[str, PreTrainedModel]:
-    """Return a description and a model, in float64 if transformers' kernels have it."""
+    """Return a description and a model: in float32, which C kernels take, or in float64 if transformers has it."""
     name = rng.choice(list(RUNS))
     kind = RUNS[name]
     text = kind.options.get("text_config", kind.options)
@@ -53,7 +55,7 @@ def random_model(rng: random.Random) -> tuple[str, PreTrainedModel]:
         options = kind.options | {"text_config": text | changes}
     else:
         options = kind.options | changes
-    dtype = torch.float32 if "mixture of experts" in kind.traits else torch.float64
+    dtype = torch.float64 if "mixture of experts" not in kind.traits and rng.random() < 0.4 else torch.float32
     return f"{name} {changes} {dtype}", build(kind.config, dtype, **options)
 
 
@@ -64,6 +66,8 @@ def _heads(rng: random.Random, name: str, text: dict[str, Any]) -> dict[str, Any
     kv_heads, group = rng.choice((1, 2, 3)), rng.choice((1, 2, 3, 5))
     step = HEAD_STEP.get(name, 2)
     size = step * rng.randint(1 if step > 2 else -(-3 // step), max(1, 36 // step))
+    if rng.random() < 0.5:
+        size = rng.choice([known for known in HEAD_SIZES if known % step == 0])
     changes: dict[str, Any] = {"num_attention_heads": kv_heads * group, "num_key_value_heads": kv_heads}
     if "num_kv_heads" in text:
         changes["num_kv_heads"] = kv_heads

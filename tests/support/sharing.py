@@ -1,4 +1,4 @@
-"""Create float64 runtimes with small pools in which every shared block counts as a shared prefix."""
+"""Create float32 runtimes with small pools in which every shared block counts as a shared prefix."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .staged_transfer import staged as with_staging
 from .tiny_models import depth, tiny_model
 
 LAYERS = 2
-BLOCK_BYTES = 2 * LAYERS * 2 * 16 * BLOCK_SIZE * 8
-ROW = 2 * 2 * 16 * 8
-"""Bytes of K and V of one token in one layer, two KV heads of size 16, float64."""
+BLOCK_BYTES = 2 * LAYERS * 2 * 32 * BLOCK_SIZE * 4
+ROW = 2 * 2 * 32 * 4
+"""Bytes of K and V of one token in one layer, two KV heads of size 32, float32."""
 
 
 def greedy(count: int) -> SamplingParams:
@@ -24,9 +24,9 @@ def greedy(count: int) -> SamplingParams:
 
 
 def make(name: str = "llama", *, blocks: int = 200, staged: bool = False, **options: Any) -> LLM:
-    """Create a float64 runtime in which every shared block counts as a shared prefix."""
-    model = tiny_model(name, dtype=torch.float64, **depth(name, LAYERS))
-    llm = LLM(model, **({"policy": "full", "dtype": "float64", "host_memory": blocks * BLOCK_BYTES} | options))
+    """Create a float32 runtime in which every shared block counts as a shared prefix."""
+    model = tiny_model(name, dtype=torch.float32, **depth(name, LAYERS))
+    llm = LLM(model, **({"policy": "full", "dtype": "float32", "host_memory": blocks * BLOCK_BYTES} | options))
     runner = llm.runner
     runner.prefixes = SharedPrefixes(ROW, pays_from=1)
     return with_staging(llm) if staged else llm

@@ -1,5 +1,6 @@
 """Tiny random models shared by all tests: `tiny_model("llama")`.
 
+Their head dimension is 32, which C kernels need (`support.kernel_calls`); some have 16 or 24, which they do not take.
 They avoid trivial values: norm gains are not 1, biases are not 0, and Qwen3's QK-norm is not uniform. Attention is
 peaked (scores spread by about two nats) and greedy continuations vary. No token ends a text (no EOS) unless requested.
 """
@@ -41,7 +42,7 @@ _ROPE: dict[str, Any] = _IDS | {
     "tie_word_embeddings": False,
 }
 _OPT: dict[str, Any] = _IDS | {
-    "hidden_size": 64,
+    "hidden_size": 128,
     "ffn_dim": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -50,19 +51,22 @@ _OPT: dict[str, Any] = _IDS | {
 
 CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     # GQA, untied head
-    "llama": (LlamaConfig, _ROPE),
+    "llama": (LlamaConfig, _ROPE | {"head_dim": 32}),
     # all layers use a sliding window
-    "mistral": (MistralConfig, _ROPE | {"sliding_window": 48}),
+    "mistral": (MistralConfig, _ROPE | {"head_dim": 32, "sliding_window": 48}),
     # biases of q, k, v; tied head; no sliding window (use_sliding_window=True, max_window_layers=2: layer 2)
-    "qwen2": (Qwen2Config, _ROPE | {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 48}),
-    # QK-norm; head_dim 24, not hidden / heads = 16
+    "qwen2": (
+        Qwen2Config,
+        _ROPE | {"hidden_size": 128, "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 48},
+    ),
+    # QK-norm; head_dim 24, which the C kernels do not take
     "qwen3": (Qwen3Config, _ROPE | {"head_dim": 24, "sliding_window": 48}),
     # learned positions with offset 2; pre-norm
     "opt": (OPTConfig, _OPT),
     # like OPT-350m: post-norm, no final norm, embeddings projected from 40 to 64 and back
     "opt_postnorm": (
         OPTConfig,
-        _OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 40},
+        _OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 40, "hidden_size": 64},
     ),
     # fused Conv1D; the other variant is scale_attn_by_inverse_layer_idx=True
     "gpt2": (GPT2Config, _IDS | {"n_embd": 64, "n_inner": 96, "n_layer": 3, "n_head": 4, "n_positions": 1024}),

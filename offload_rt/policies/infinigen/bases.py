@@ -34,12 +34,12 @@ class Basis:
         return skew(q.view(self.query.shape[0], -1, self.query.shape[1]), self.query).mul_(self.scale)
 
     @classmethod
-    def stacked(cls, bases: Sequence[Basis]) -> Basis:
+    def stacked(cls, bases: Sequence[Basis | None]) -> Basis | None:
         """Combine the bases of several sequences: the shared one, or `[P, d, r]` with one basis per list."""
-        first = bases[0]
-        if all(basis is first for basis in bases):
-            return first
-        return cls(torch.cat([b.query for b in bases]), torch.cat([b.key for b in bases]), first.scale)
+        each = [basis for basis in bases if basis is not None]
+        if all(basis is bases[0] for basis in bases):
+            return bases[0]
+        return cls(torch.cat([b.query for b in each]), torch.cat([b.key for b in each]), each[0].scale)
 
     def skew_queries(self, q: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """Skew and scale q `[H, B, d]` of a batch to contiguous `[P, G, r]`, by a shared or `stacked` basis."""

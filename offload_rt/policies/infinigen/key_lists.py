@@ -7,57 +7,17 @@ which may be one sequence. Each sequence gets the tokens of `kernels.selection.s
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from ...core import VisibleTokens
 from ...kernels import dispatch
-from ...kernels.lists import selection_limit
 from ...kernels.pages import PAGE_TOKENS, Pages, PageTable, table_of
 from ...kernels.pointer_table import FIELDS, PointerTable, entry
+from ..rule import Rule, Spans
+from ..scorer import ScorerState
 from .bases import Basis
 from .low_bit_rows import LowBitRows
-from .scoring_keys import ScoringKeys
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Select tokens within `alpha` of the maximum of a head, at most `max_fraction` of the candidates."""
-
-    alpha: float
-    max_fraction: float
-
-    def most(self, candidates: int) -> int:
-        """Return the largest number of tokens selected from this number of candidates."""
-        return selection_limit(candidates, self.max_fraction)
-
-
-@dataclass(frozen=True)
-class Spans:
-    """Candidates of each sequence.
-
-    Attributes:
-        starts: First candidate of each list, int32 `[P]` on the device.
-        stops: End of the candidates of each list, int32 `[P]` on the device.
-        limits: Largest number of selected tokens of each sequence, int32 `[B]` on the device.
-        tokens: Upper bound of the slots of a sequence, known to the host.
-        cap: Upper bound of the selected tokens of a list, known to the host.
-    """
-
-    starts: torch.Tensor
-    stops: torch.Tensor
-    limits: torch.Tensor
-    tokens: int
-    cap: int
-
-    @staticmethod
-    def numbers(visible: Sequence[VisibleTokens], kv_heads: int, rule: Rule) -> list[list[int]]:
-        """Return starts and stops `[P]` and limits `[B]` of sequences that see `visible`."""
-        candidates = [seen.candidates for seen in visible]
-        each = [c for c in candidates for _ in range(kv_heads)]
-        limits = [rule.most(len(c)) for c in candidates]
-        return [[c.start for c in each], [c.stop for c in each], limits]
+from .scoring_keys import ListedKeys
 
 
 class KeyLists:
@@ -72,13 +32,13 @@ class KeyLists:
         self._rule, self._at = rule, {layer: i for i, layer in enumerate(layers)}
         self._pointers = torch.zeros(len(self._at), batch, FIELDS, dtype=torch.int64, device=device)
         self._pages = torch.zeros(1, batch, -(-tokens // PAGE_TOKENS), dtype=torch.int64, device=device)
-        self._keys: list[ScoringKeys] = []
-        self._bases: list[list[Basis]] = []
+        self._keys: list[ListedKeys] = []
+        self._bases: list[list[Basis | None]] = []
         self._held: list[list[torch.Tensor | Pages]] = []
         self._storages: list[PointerTable | PageTable] = []
-        self._basis: list[Basis] = []
+        self._basis: list[Basis | None] = []
 
-    def hold(self, keys: Sequence[ScoringKeys], slots: Sequence[int]) -> torch.Tensor | None:
+    def hold(self, keys: Sequence[ListedKeys], slots: Sequence[int]) -> torch.Tensor | None:
         """Bind the lists to `keys` and reserve the slot of the newest key of each sequence.
 
         Returns:
@@ -124,8 +84,8 @@ class KeyLists:
             indices within the context.
         """
         at = self._at[layer]
-        skewed, storage = self._basis[at].skew_queries(q, self._storages[at].heads), self._storages[at]
-        found = self._keys[0].found(layer, skewed, storage, spans.starts, spans.stops, spans.tokens)
+        storage = self._storages[at]
+        found = self._keys[0].found(layer, q, self._basis[at], storage, spans)
         return dispatch.select_tokens(
             found, spans.starts, spans.stops, storage.heads, self._rule.alpha, spans.limits, spans.cap
         )
@@ -155,8 +115,13 @@ class KeyLists:
             return exact
         storage = self._storages[at]
         assert isinstance(storage, PageTable)
-        skewed = self._basis[at].skew_queries(q, storage.heads)
-        return rows.merge_approximate(layer, skewed, storage, spans.starts, spans.stops, spans.tokens, chosen, exact)
+        return rows.merge_approximate(layer, q, storage, spans, chosen, exact)
+
+    def attended(self, layer: int, spans: Spans, weights: torch.Tensor, attended: torch.Tensor) -> None:
+        """Pass the attention weights `[P, tokens]` of a step, 0 for tokens that are not `attended`, to the policy."""
+        keys, storage = self._keys[0], self._storages[self._at[layer]]
+        assert isinstance(keys, ScorerState) and isinstance(storage, PointerTable)
+        keys.attended(layer, storage, spans, weights, attended)
 
 
 def _differ(new: Sequence[Sequence[object]], old: Sequence[Sequence[object]]) -> bool:

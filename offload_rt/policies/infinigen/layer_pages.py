@@ -27,7 +27,7 @@ class LayerPages:
     def __init__(self, layers: Iterable[int], heads: int, block_bytes: int, device: torch.device) -> None:
         self._at = {layer: i for i, layer in enumerate(layers)}
         self._shape, self._device = (len(self._at), heads, PAGE_BLOCKS, block_bytes), device
-        self._lengths = dict.fromkeys(self._at, 0)
+        self.lengths = dict.fromkeys(self._at, 0)
         self._pages: list[Page] = []
         self._shown: dict[int, Pages] = {}
 
@@ -35,10 +35,6 @@ class LayerPages:
     def nbytes(self) -> int:
         """Bytes of the pages. The bytes of a shared page are divided equally among its holders."""
         return round(sum(page.rows.nbytes / len(page.holders) for page in self._pages))
-
-    def length(self, layer: int) -> int:
-        """Return the number of tokens of the layer."""
-        return self._lengths.get(layer, 0)
 
     def pages(self, layer: int) -> Pages:
         """Return the pages of the layer for reading: the same object until a page is added or copied."""
@@ -55,20 +51,20 @@ class LayerPages:
 
         Their pages are not shared. `tokens` must not start after the end of the layer.
         """
-        assert tokens.start <= self._lengths[layer], "tokens must be contiguous"
+        assert tokens.start <= self.lengths[layer], "tokens must be contiguous"
         for at in range(tokens.start // PAGE_TOKENS, -(-tokens.stop // PAGE_TOKENS)):
             if at == len(self._pages):
                 self._pages.append(Page(torch.empty(self._shape, dtype=torch.uint8, device=self._device), self))
                 self._shown = {}
             elif len(self._pages[at].holders) > 1:
                 self._copy(at)
-        self._lengths[layer] = max(self._lengths[layer], tokens.stop)
+        self.lengths[layer] = max(self.lengths[layer], tokens.stop)
         return self.pages(layer)
 
     def _copy(self, at: int) -> None:
         """Replace the shared page `at` by a copy of the blocks that contain tokens of this sequence."""
         shared = self._pages[at]
-        blocks = min(PAGE_BLOCKS, -(-max(self._lengths.values()) // BLOCK) - at * PAGE_BLOCKS)
+        blocks = min(PAGE_BLOCKS, -(-max(self.lengths.values()) // BLOCK) - at * PAGE_BLOCKS)
         own = Page(torch.empty_like(shared.rows), self)
         own.rows[:, :, :blocks] = shared.rows[:, :, :blocks]
         shared.holders.discard(self)
@@ -78,8 +74,8 @@ class LayerPages:
         """Return a copy of the first `tokens` tokens (None: all) that shares their pages."""
         twin = object.__new__(LayerPages)
         twin._at, twin._shape, twin._device, twin._shown = self._at, self._shape, self._device, {}
-        most = max(self._lengths.values(), default=0) if tokens is None else tokens
-        twin._lengths = {layer: min(length, most) for layer, length in self._lengths.items()}
+        most = max(self.lengths.values(), default=0) if tokens is None else tokens
+        twin.lengths = {layer: min(length, most) for layer, length in self.lengths.items()}
         twin._pages = self._pages[: -(-most // PAGE_TOKENS)]
         for page in twin._pages:
             page.holders.add(twin)
@@ -87,7 +83,7 @@ class LayerPages:
 
     def check_integrity(self) -> None:
         """Assert that capacity, holders of pages, and the page tables given to kernels are consistent."""
-        assert max(self._lengths.values(), default=0) <= len(self._pages) * PAGE_TOKENS
+        assert max(self.lengths.values(), default=0) <= len(self._pages) * PAGE_TOKENS
         for at, page in enumerate(self._pages):
             assert self in page.holders and page.rows.shape == self._shape
             assert all(other._pages[at] is page for other in page.holders)

@@ -21,6 +21,7 @@ from ...kernels.low_bit import Layout, LowBitQuery, mixing, packs
 from ...kernels.pages import BLOCK, Pages, PageTable
 from ...kernels.selection import skew
 from ...skewing.artifact import SkewArtifact
+from ..rule import Spans
 from .bases import Basis
 from .layer_pages import LayerPages
 from .scoring import LEARNED_AT_ONCE
@@ -114,7 +115,7 @@ class LowBitRows:
 
     def length(self, layer: int) -> int:
         """Return the number of keys of the layer."""
-        return self._rows.length(layer) + len(self._keys.get(layer, ()))
+        return self._rows.lengths.get(layer, 0) + len(self._keys.get(layer, ()))
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Write keys k `[Hkv, m, d]` to the slots from `start` on."""
@@ -127,11 +128,11 @@ class LowBitRows:
     def write_values(self, layer: int, v: torch.Tensor, start: int) -> None:
         """Write values v `[Hkv, m, d]` to the slots from `start` on, after their keys."""
         assert start + v.shape[1] <= self.length(layer), "keys come before values"
-        if start < self._rows.length(layer):
+        if start < self._rows.lengths[layer]:
             self._write_values(layer, v, start)
             return
         values = self._values.setdefault(layer, [])
-        assert start == self._rows.length(layer) + len(values)
+        assert start == self._rows.lengths[layer] + len(values)
         values.append(v)
         if len(values) >= WAITING:
             self._round(layer)
@@ -139,14 +140,14 @@ class LowBitRows:
     def _round(self, layer: int) -> None:
         """Quantise the waiting tokens."""
         if keys := self._keys.pop(layer, None):
-            start, values = self._rows.length(layer), self._values.pop(layer, None)
+            start, values = self._rows.lengths[layer], self._values.pop(layer, None)
             self._write(layer, torch.cat(keys, dim=1), start)
             if values:
                 self._write_values(layer, torch.cat(values, dim=1), start)
 
     def _rounded(self, layer: int, tokens: range) -> Pages:
         """Return the pages of the layer for reading, in which `tokens` are quantised."""
-        if tokens.stop > self._rows.length(layer):
+        if tokens.stop > self._rows.lengths[layer]:
             self._round(layer)
         return self._rows.pages(layer)
 
@@ -208,26 +209,17 @@ class LowBitRows:
         own = self._bases[layer]
         dispatch.append_low_bit(k, v, basis.key, own.mean, own.mixing, self._layout, table, slots)
 
-    def found(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        table: PageTable,
-        starts: torch.Tensor,
-        stops: torch.Tensor,
-        tokens: int,
-    ) -> Scores:
-        """Return the scores of queries q `[P, G, d]` of a batch."""
-        return dispatch.score_low_bit(q, self._bases[layer].mean, self._layout, table, starts, stops, tokens)
+    def found(self, layer: int, q: torch.Tensor, basis: Basis, table: PageTable, spans: Spans) -> Scores:
+        """Return the scores of queries q `[H, B, d]` of a batch."""
+        skewed, mean = basis.skew_queries(q, table.heads), self._bases[layer].mean
+        return dispatch.score_low_bit(skewed, mean, self._layout, table, spans.starts, spans.stops, spans.tokens)
 
     def merge_approximate(
         self,
         layer: int,
         q: torch.Tensor,
         table: PageTable,
-        starts: torch.Tensor,
-        stops: torch.Tensor,
-        tokens: int,
+        spans: Spans,
         chosen: tuple[torch.Tensor, torch.Tensor],
         exact: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,20 +227,18 @@ class LowBitRows:
 
         Args:
             layer: The layer index.
-            q: True queries `[P, G, d]` in the basis.
+            q: True queries `[H, B, d]`.
             table: The pages of the batch.
-            starts: First candidate of each list.
-            stops: End of the candidates of each list.
-            tokens: Upper bound of the slots of a sequence.
+            spans: The candidates.
             chosen: Selected tokens and counts, which are skipped.
             exact: Exact attention: out `[P, G, d]` and lse `[P, G]`.
 
         Returns:
             Merged out `[P, G, d]` and lse `[P, G]`.
         """
-        own = self._bases[layer]
+        own, skewed = self._bases[layer], self._bases[layer].basis.skew_queries(q, table.heads)
         return dispatch.merge_approximate(
-            q, own.mean, own.mixing, self._layout, table, starts, stops, *chosen, tokens, *exact
+            skewed, own.mean, own.mixing, self._layout, table, spans.starts, spans.stops, *chosen, spans.tokens, *exact
         )
 
     def fork(self, tokens: int | None = None) -> LowBitRows:

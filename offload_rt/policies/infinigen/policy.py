@@ -19,23 +19,22 @@ from ...kernels.h2d_copy import copy_into, to_device
 from ...kernels.low_bit import LowBitQuery
 from ...kernels.pages import PAGE_TOKENS
 from ...kernels.reference import capped
-from ...kernels.selection import extend_selection, floor_share
+from ...kernels.selection import extend_selection, selection_limit
 from ...skewing.artifact import SkewArtifact, artifact_bytes
 from ...skewing.guess import SOURCES
-from ..base import KeyReader, QuerySource
-from ..budget import budget_tokens, dense_layers
+from ..base import KeyReader, PolicyState, QuerySource
 from ..demand import MemoryDemand
 from ..options import InfiniGenOptions
-from ..passive import PassiveState
 from ..registry import PolicyContext
+from ..rule import ANY_SCORE, Rule, Spans, dense_layers
 from .bases import Basis, CalibratedColumns, PromptColumns, kept_columns
-from .key_lists import KeyLists, Rule, Spans
+from .key_lists import KeyLists
 from .low_bit_rows import LowBitRows, RowBasis, basis_bytes, row_bytes, row_layout
 from .scoring import BITS, PartialKeys, QuantisedKeys, Quantiser, key_bytes
 from .scoring_keys import KeyQuery, ScoringKeys
 
 
-class InfiniGenState(PassiveState):
+class InfiniGenState(PolicyState):
     """The scoring keys and the approximate KV of one sequence."""
 
     def __init__(self, policy: InfiniGen, keys: ScoringKeys, approximate: LowBitRows | None = None) -> None:
@@ -92,18 +91,15 @@ class InfiniGenState(PassiveState):
 
         With a `budget`, select this number of tokens with the largest scores instead.
         """
-        options, candidates = self._policy.options, visible.candidates
+        candidates = visible.candidates
         if not candidates:
             kv_heads = self._policy.geometry.kv_heads
             return Selection(torch.empty(kv_heads, 0, dtype=torch.int64, device=q.device))
         query = q.to(self._policy.keys_device)
         if self._policy.rule is not None:
             return self._counted(self._policy.rule, layer, query, visible)
-        asked = self._ask(layer, query, candidates)
-        if options.budget is None:
-            tokens = asked.select(self._policy.alpha, options.max_fraction)
-        else:
-            tokens = asked.top(budget_tokens(options.budget, visible))
+        selection = self._policy.selection
+        tokens = self._ask(layer, query, candidates).select(selection.alpha, selection.limit(visible))
         return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
 
     def _counted(self, rule: Rule, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
@@ -114,8 +110,10 @@ class InfiniGenState(PassiveState):
         assert moved is not None
         copy_into(moved, lists.tables)
         numbers = Spans.numbers([visible], kv_heads, rule)
-        starts, stops, limits = (to_device(torch.tensor(each, dtype=torch.int32), q.device) for each in numbers)
-        spans = Spans(starts, stops, limits, slots, numbers[2][0])
+        starts, stops, limits, contexts = (
+            to_device(torch.tensor(each, dtype=torch.int32), q.device) for each in numbers
+        )
+        spans = Spans(starts, stops, limits, contexts, slots, max(1, numbers[2][0]))
         return Selection(*lists.select(layer, q.unsqueeze(1), spans))
 
     def _ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
@@ -137,9 +135,10 @@ class InfiniGenState(PassiveState):
             The further candidates, or None if there are none.
         """
         options, candidates = self._policy.options, visible.candidates
-        limit = max(1, floor_share(options.max_fraction, len(candidates)))
-        most = min(limit, len(candidates)) - selection.count
-        if options.max_missed_mass is None or most <= 0:
+        if options.max_missed_mass is None:
+            return None
+        most = selection_limit(len(candidates), options.max_fraction) - selection.count
+        if most <= 0:
             return None
         assert self._keys.length(layer) >= visible.all.stop, "on_keys comes before repair"
         estimated = self._keys.ask(layer, q.to(self._policy.keys_device), visible.all).scores
@@ -169,8 +168,8 @@ class InfiniGenState(PassiveState):
         asked, self._asked = self._asked, None
         if asked is None:
             asked = self._approximate.ask(layer, q.to(self._policy.keys_device), visible.candidates)
-        query_heads, (out, lse) = asked.q.shape[:2], (x.to(self._policy.keys_device) for x in (out, lse))
-        exact = out.unflatten(0, query_heads), lse.unflatten(0, query_heads)
+        heads, device = asked.q.shape[:2], self._policy.keys_device
+        exact = out.to(device).unflatten(0, heads), lse.to(device).unflatten(0, heads)
         skip, softcap = _meant(selection).to(self._policy.keys_device), self._policy.geometry.softcap
         merged, total = asked.merge(exact, skip, self._approximate.unmixing(layer), softcap)
         return merged.flatten(0, 1).to(q.device), total.flatten().to(q.device)
@@ -241,15 +240,14 @@ class InfiniGen:
         self.options = replace(options, alpha=self.alpha, source=self.query_source)
         self.geometry = geometry
         self.keys_device, self.keys_on_host = torch.device("cpu") if keys_on_host else device, keys_on_host
-        asks = keys_on_host or not (options.budget is options.max_missed_mass is None)
-        self.rule = None if device.type != "cuda" or asks else Rule(self.alpha, options.max_fraction)
-        """The rule of batched selection with counts on the device.
-
-        None with a budget, whose counts are known, and with repairs, which need the counts on the host.
-        """
+        self.wants_queries = options.keys == "partial" and options.columns == "prompt"
+        asks = keys_on_host or options.max_missed_mass is not None
+        alpha = self.alpha if options.budget is None else ANY_SCORE
+        self.selection = Rule(alpha, options.max_fraction, options.budget, own_bases=self.wants_queries)
+        self.rule = None if device.type != "cuda" or asks else self.selection
+        """`selection` if a batch selects with counts on the device. None with repairs, which need them on the host."""
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)
-        self.wants_queries = options.keys == "partial" and options.columns == "prompt"
         self.provenance_key = self._provenance_key(artifact)
         self._correction = self._corrections(artifact, device, dtype)
         own = artifact.to(self.keys_device)

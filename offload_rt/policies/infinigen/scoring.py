@@ -17,19 +17,17 @@ from ...kernels.lists import Scores
 from ...kernels.pointer_table import PointerTable
 from ...kernels.selection import (
     GAUSSIAN_STEP,
+    ScoreQuery,
     dot_scores,
     pack,
     quantise,
     quantised_scores,
-    select_quantised,
-    select_tokens,
     skew,
-    top_scored,
     unpack,
 )
 from ..growing import LayerTensors
+from ..rule import Spans
 from .bases import Basis, Columns, kept_columns
-from .scoring_keys import KeyQuery
 
 LEARNED_AT_ONCE = 4096
 """Keys of a prompt that are skewed and quantised at a time, to limit temporary memory."""
@@ -106,21 +104,10 @@ class PartialKeys:
         data = self._keys.reserve(layer, self.length(layer))
         data[:, :, target] = data[:, :, source]
 
-    def ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
-        """Return a query of the keys of `tokens`."""
-        return _Asked(self, layer, q, tokens)
-
-    def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
+    def ask(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
         """Return the products of the skewed query and the columns, which read r numbers per token and KV head."""
-        return dot_scores(self._bases[layer].skew_query(q), self._keys.data(layer)[:, :, tokens.start : tokens.stop])
-
-    def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
-        """Select by `select_tokens`. Returns int64 `[Hkv, n]`, relative to the first of `tokens`."""
-        return select_tokens(self.scores(layer, q, tokens), alpha, max_fraction)
-
-    def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
-        """Return the n tokens with the highest scores, int64 `[Hkv, n]`, relative to the first of `tokens`."""
-        return top_scored(self.scores(layer, q, tokens), n)
+        columns = self._keys.data(layer)[:, :, tokens.start : tokens.stop]
+        return ScoreQuery(dot_scores(self._bases[layer].skew_query(q), columns))
 
     def basis(self, layer: int) -> Basis:
         """Return the basis of the kept columns."""
@@ -143,17 +130,10 @@ class PartialKeys:
         """Skew the newest keys k `[P, d]` of a batch and store them in column `slots[p]` of their storages."""
         dispatch.append_partial(k, basis.key, storages, slots)
 
-    def found(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        storages: PointerTable,
-        starts: torch.Tensor,
-        stops: torch.Tensor,
-        tokens: int,
-    ) -> Scores:
-        """Return the scores of queries q `[P, G, r]` of a batch."""
-        return dispatch.partial_scores(q, storages, starts, stops, tokens)
+    def found(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
+        """Return the scores of queries q `[H, B, d]` of a batch."""
+        skewed = basis.skew_queries(q, storages.heads)
+        return dispatch.partial_scores(skewed, storages, spans.starts, spans.stops, spans.tokens)
 
     def fork(self) -> PartialKeys:
         """Return a copy-on-write copy."""
@@ -247,27 +227,14 @@ class QuantisedKeys:
         codes[:, place] = unpack(data[:, byte : byte + 1], self._bits)[:, field]
         data[:, into : into + 1] = pack(codes, self._bits)
 
-    def ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
-        """Return a query of the keys of `tokens`."""
-        return _Asked(self, layer, q, tokens)
-
-    def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
+    def ask(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
         """Return products of the quantised query and the codes. They read bits * d / 8 bytes per token and head."""
-        packed, within = self._bytes_of(layer, tokens)
-        quantiser = self._quantisers[layer]
-        skewed = quantiser.basis.skew_query(q)
-        return quantised_scores(skewed, packed, quantiser.mean, quantiser.step, self._bits)[:, :, within]
-
-    def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
-        """Select by `select_quantised`. Returns int64 `[Hkv, n]`, relative to the first of `tokens`."""
-        packed, within = self._bytes_of(layer, tokens)
-        quantiser = self._quantisers[layer]
-        skewed = quantiser.basis.skew_query(q)
-        return select_quantised(skewed, packed, quantiser.mean, quantiser.step, self._bits, within, alpha, max_fraction)
-
-    def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
-        """Return the n tokens with the highest scores, int64 `[Hkv, n]`, relative to the first of `tokens`."""
-        return top_scored(self.scores(layer, q, tokens), n)
+        first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
+        begin = tokens.start - first * self._fields
+        own = self._quantisers[layer]
+        packed = self._packed.data(layer)[:, first:last, : own.mean.shape[1]]
+        scores = quantised_scores(own.basis.skew_query(q), packed, own.mean, own.step, self._bits)
+        return ScoreQuery(scores[:, :, begin : begin + len(tokens)])
 
     def basis(self, layer: int) -> Basis:
         """Return the basis of the quantiser."""
@@ -291,25 +258,12 @@ class QuantisedKeys:
         own = self._quantisers[layer]
         dispatch.append_quantised(k, basis.key, own.mean, own.step, self._bits, storages, slots)
 
-    def found(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        storages: PointerTable,
-        starts: torch.Tensor,
-        stops: torch.Tensor,
-        tokens: int,
-    ) -> Scores:
-        """Return the scores of queries q `[P, G, d]` of a batch."""
-        own = self._quantisers[layer]
-        return dispatch.quantised_scores(q, storages, own.mean, own.step, self._bits, starts, stops, tokens)
-
-    def _bytes_of(self, layer: int, tokens: range) -> tuple[torch.Tensor, slice]:
-        """Return the packed keys `[Hkv, m, d]` that contain `tokens`, and the slice of `tokens` in their codes."""
-        first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
-        begin = tokens.start - first * self._fields
-        columns = self._quantisers[layer].mean.shape[1]
-        return self._packed.data(layer)[:, first:last, :columns], slice(begin, begin + len(tokens))
+    def found(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
+        """Return the scores of queries q `[H, B, d]` of a batch."""
+        own, skewed = self._quantisers[layer], basis.skew_queries(q, storages.heads)
+        return dispatch.quantised_scores(
+            skewed, storages, own.mean, own.step, self._bits, spans.starts, spans.stops, spans.tokens
+        )
 
     def fork(self) -> QuantisedKeys:
         """Return a copy-on-write copy."""
@@ -321,26 +275,3 @@ class QuantisedKeys:
     def check_integrity(self) -> None:
         """Assert that the storage of every layer holds its tokens."""
         self._packed.check_integrity()
-
-
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """The `KeyQuery` of `PartialKeys` and `QuantisedKeys`."""
-
-    keys: PartialKeys | QuantisedKeys
-    layer: int
-    q: torch.Tensor
-    tokens: range
-
-    @property
-    def scores(self) -> torch.Tensor:
-        """Scores `[Hkv, G, n]`."""
-        return self.keys.scores(self.layer, self.q, self.tokens)
-
-    def select(self, alpha: float, max_fraction: float) -> torch.Tensor:
-        """Select tokens, int64 `[Hkv, n]`."""
-        return self.keys.select(self.layer, self.q, self.tokens, alpha, max_fraction)
-
-    def top(self, n: int) -> torch.Tensor:
-        """Return the n best tokens, int64 `[Hkv, n]`."""
-        return self.keys.top(self.layer, self.q, self.tokens, n)

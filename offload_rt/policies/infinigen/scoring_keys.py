@@ -8,6 +8,7 @@ import torch
 
 from ...kernels.lists import Scores
 from ...kernels.pages import Pages
+from ..rule import Spans
 from .bases import Basis
 
 
@@ -19,19 +20,52 @@ class KeyQuery(Protocol):
         """Estimated attention scores `[Hkv, G, n]`, scaled, in float32 (float64 for a float64 model)."""
         ...
 
-    def select(self, alpha: float, max_fraction: float) -> torch.Tensor:
+    def select(self, alpha: float, limit: int) -> torch.Tensor:
         """Select tokens by `select_tokens`. Returns int64 `[Hkv, n]`, relative to the first token."""
         ...
 
-    def top(self, n: int) -> torch.Tensor:
-        """Return the n tokens with the largest softmax weight in any query head of the group.
 
-        The result is int64 `[Hkv, n]`, relative to the first token.
+class ListedKeys(Protocol):
+    """Selection data of one sequence, as far as the lists of a batch (`KeyLists`) need it."""
+
+    def basis(self, layer: int) -> Basis | None:
+        """Return the basis of the keys and queries of a layer, which must have at least one key; None for none."""
+        ...
+
+    def storage(self, layer: int, slots: range) -> torch.Tensor | Pages:
+        """Return the memory of the keys for writing `slots`, which are counted as written.
+
+        The slots are not shared until the next `fork`. The result is the same object until it is moved or grows.
         """
         ...
 
+    def enter(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        basis: Any,
+        storages: Any,
+        slots: torch.Tensor,
+    ) -> None:
+        """Write the newest keys of a batch of sequences with scoring keys of this class.
 
-class ScoringKeys(Protocol):
+        Args:
+            layer: The layer index.
+            k: The newest key of each list, `[P, d]`.
+            v: The newest value of each list, `[P, d]`, used by approximate KV only.
+            basis: The basis of the batch (`Basis.stacked`).
+            storages: A `PointerTable` or `PageTable` of the results of `storage`.
+            slots: The slot of each list, int64 `[P]`.
+        """
+        ...
+
+    def found(self, layer: int, q: torch.Tensor, basis: Any, storages: Any, spans: Spans) -> Scores:
+        """Return the scores of queries q `[H, B, d]` of such a batch, -inf outside the candidates of each list."""
+        ...
+
+
+class ScoringKeys(ListedKeys, Protocol):
     """Scoring keys of one sequence, layer by layer."""
 
     @property
@@ -57,53 +91,6 @@ class ScoringKeys(Protocol):
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
         """Return the query q `[H, d]` of the keys of `tokens`, valid until the keys change."""
-        ...
-
-    def basis(self, layer: int) -> Basis:
-        """Return the basis of the keys and queries of a layer, which must have at least one key."""
-        ...
-
-    def storage(self, layer: int, slots: range) -> torch.Tensor | Pages:
-        """Return the memory of the keys for writing `slots`, and extend the length of the layer to include them.
-
-        The memory is not shared until the next `fork`. Calls return the same object until the memory is reallocated.
-        """
-        ...
-
-    def enter(
-        self,
-        layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        basis: Basis,
-        storages: Any,
-        slots: torch.Tensor,
-    ) -> None:
-        """Write the newest keys of a batch of sequences with scoring keys of this class.
-
-        Args:
-            layer: The layer index.
-            k: The newest key of each list, `[P, d]`.
-            v: The newest value of each list, `[P, d]`, used by approximate KV only.
-            basis: The basis of the batch (`Basis.stacked`).
-            storages: A `PointerTable` or `PageTable` of the results of `storage`.
-            slots: The slot of each list, int64 `[P]`.
-        """
-        ...
-
-    def found(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        storages: Any,
-        starts: torch.Tensor,
-        stops: torch.Tensor,
-        tokens: int,
-    ) -> Scores:
-        """Return the scores of `tokens` slots for such a batch, -inf outside [start, stop) of each list.
-
-        The queries q `[P, G, r]` are in the basis.
-        """
         ...
 
     def fork(self) -> ScoringKeys:

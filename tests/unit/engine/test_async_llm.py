@@ -24,8 +24,8 @@ from offload_rt.core import BLOCK_SIZE
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 LONG = SamplingParams(max_tokens=400, temperature=0)
-BLOCK_BYTES = 2 * 2 * 2 * 16 * BLOCK_SIZE * 4
-"""Bytes of a block: K and V, two layers, two KV heads, head size 16, float32."""
+BLOCK_BYTES = 2 * 2 * 2 * 32 * BLOCK_SIZE * 4
+"""Bytes of a block: K and V, two layers, two KV heads, head size 32, float32."""
 
 
 def make_llm(blocks: int = 40, **options: Any) -> LLM:

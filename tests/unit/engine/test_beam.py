@@ -22,10 +22,10 @@ def beams(count: int, **options: Any) -> SamplingParams:
 
 
 def make(name: str = "llama", *, eos: list[int] | None = None, **options: Any) -> tuple[Any, LLM]:
-    model = tiny_model(name, dtype=torch.float64)
+    model = tiny_model(name, dtype=torch.float32)
     model.generation_config.eos_token_id = eos
     options = {"policy": "full", "host_memory": "16MiB"} | options
-    return model, LLM(model, dtype="float64", **options)
+    return model, LLM(model, dtype="float32", **options)
 
 
 RULES = [(early, penalty) for early in (True, False, "never") for penalty in (-1.0, 0.0, 1.0, 2.5)]

@@ -181,8 +181,8 @@ def test_a_template_that_refuses_says_why() -> None:
 
 
 def make_llm(name: str, tokenizer: Any = None) -> LLM:
-    model = tiny_model("llama", dtype=torch.float64, vocab_size=280)
-    return LLM(model, tokenizer=tokenizer or tokenizer_of(name), dtype="float64", host_memory="16MiB", policy="full")
+    model = tiny_model("llama", dtype=torch.float32, vocab_size=280)
+    return LLM(model, tokenizer=tokenizer or tokenizer_of(name), dtype="float32", host_memory="16MiB", policy="full")
 
 
 @pytest.mark.parametrize("how", ["length", "closed"])

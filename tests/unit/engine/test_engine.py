@@ -27,9 +27,9 @@ def beams(width: int, count: int) -> SamplingParams:
 
 
 def make_llm(blocks: int = 64, **options: object) -> LLM:
-    model = tiny_model("llama", dtype=torch.float64)
-    block_bytes = 2 * 3 * 2 * 16 * 64 * 8
-    return LLM(model, policy="full", dtype="float64", host_memory=blocks * block_bytes, **options)  # type: ignore[arg-type]
+    model = tiny_model("llama", dtype=torch.float32)
+    block_bytes = 2 * 3 * 2 * 32 * 64 * 4
+    return LLM(model, policy="full", dtype="float32", host_memory=blocks * block_bytes, **options)  # type: ignore[arg-type]
 
 
 def test_requests_join_and_leave_mid_decode() -> None:
@@ -122,7 +122,7 @@ def test_statistics_count_what_full_moves() -> None:
     llm = make_llm()
     [completion] = completed(llm.generate([tiny_prompt(50)], greedy(11)))
     stats = completion.stats
-    row_pair = 2 * 16 * 8
+    row_pair = 2 * 32 * 4
     assert stats.h2d_bytes == sum(range(50, 60)) * 3 * 2 * row_pair
     assert stats.d2h_bytes == 60 * 3 * 2 * row_pair
     assert stats.exact_fraction == 1 and stats.fetched_fraction == pytest.approx(1, abs=0.02)

@@ -223,9 +223,9 @@ def test_decoded_rows_are_named_after_their_sequence(tmp_path: Path) -> None:
 @pytest.mark.parametrize("position", [BLOCK_SIZE + 10, BLOCK_SIZE + 11, BLOCK_SIZE + 12])
 def test_blocks_that_have_left_the_window_stay_on_disk(tmp_path: Path, position: int) -> None:
     """The block table keeps a block of sliding layers until the next step. A restored table has no such block."""
-    model = architecture("gemma3", dtype=torch.float64)
+    model = architecture("gemma3", dtype=torch.float32)
     with LLM(
-        model, policy="full", dtype="float64", host_memory="4MiB", verify="off", enable_prefix_caching=False
+        model, policy="full", dtype="float32", host_memory="4MiB", verify="off", enable_prefix_caching=False
     ) as llm:
         assert llm.runner.pool.groups.window == 12
         swap = Swap(llm.runner, tmp_path)

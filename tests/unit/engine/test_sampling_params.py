@@ -30,12 +30,12 @@ BEAMS = {"num_beams": 2, "temperature": 0}
 
 @cache
 def runtime(exact: str | None = None) -> LLM:
-    """Return a two-layer float64 runtime. With `exact`, its policy drafts poorly, which must not change the tokens."""
-    model = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, **NEVER_ENDS)
+    """Return a two-layer float32 runtime. With `exact`, its policy drafts poorly, which must not change the tokens."""
+    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS)
     options: dict[str, Any] = {"policy": "full"}
     if exact is not None:
         options = {"policy": "infinigen", "policy_options": {"budget": 0.3}, "exact": exact}
-    return LLM(model, dtype="float64", host_memory="8MiB", **options)
+    return LLM(model, dtype="float32", host_memory="8MiB", **options)
 
 
 def ask(exact: str | None = None, **params: Any) -> CompletionOutput:
@@ -47,7 +47,7 @@ def ask(exact: str | None = None, **params: Any) -> CompletionOutput:
 
 def theirs(tokens: int = 16, **options: Any) -> list[int]:
     """Return transformers' greedy continuation."""
-    model, ids = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, **NEVER_ENDS), torch.tensor([PROMPT])
+    model, ids = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS), torch.tensor([PROMPT])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, **options)
     return [int(token) for token in out[0, len(PROMPT) :]]
 
@@ -69,7 +69,7 @@ def test_constraints_are_transformers_own_also_of_drafts(exact: str | None) -> N
 @pytest.mark.parametrize("exact", [None, "sparse"])
 def test_penalties_are_of_what_was_written(exact: str | None) -> None:
     """Recompute tokens from transformers' logits. The presence penalty counts once, and prompt tokens do not count."""
-    model = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, **NEVER_ENDS)
+    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS)
     few = sorted({*PROMPT[:4], 3, 4})
 
     def written(frequency: float, presence: float) -> list[int]:
@@ -93,7 +93,7 @@ def test_penalties_are_of_what_was_written(exact: str | None) -> None:
 def test_logprobs_are_the_models_before_any_filter(exact: str | None) -> None:
     done = ask(exact, logprobs=3, logit_bias={9: 30.0}, max_tokens=5)
     assert done.token_ids == [9] * 5 and done.logprobs is not None
-    model = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, **NEVER_ENDS)
+    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS)
     logits = model(torch.tensor([[*PROMPT, *done.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
     expected = torch.log_softmax(logits.float(), dim=-1)
     for place, row in zip(done.logprobs, expected, strict=True):
@@ -112,7 +112,7 @@ def test_prompt_logprobs_are_of_every_token_also_of_those_known() -> None:
     """The second request finds the prompt in the prefix tree. The answer equals that without `prompt_logprobs`."""
     llm, prompt = runtime(), tiny_prompt(200, seed=4)
     params = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=2)
-    model = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, **NEVER_ENDS)
+    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS)
     expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), dim=-1)
     for _ in range(2):
         [output] = llm.generate(prompt, params)

@@ -40,9 +40,9 @@ LARK = 'start: sum "="\nsum: NUMBER ("+" NUMBER)~2\nNUMBER: /[1-9][0-9]?/'
 def runtime(exact: str | None = None) -> LLM:
     tokenizer = load_model("reference").tokenizer
     assert tokenizer is not None
-    model = tiny_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer), dtype=torch.float64)
+    model = tiny_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer), dtype=torch.float32)
     drafts = {} if exact is None else {"policy": "infinigen", "policy_options": {"budget": 0.3}, "exact": exact}
-    return LLM(model, tokenizer=tokenizer, dtype="float64", host_memory="8MiB", **({"policy": "full"} | drafts))
+    return LLM(model, tokenizer=tokenizer, dtype="float32", host_memory="8MiB", **({"policy": "full"} | drafts))
 
 
 def ask(exact: str | None = None, seed: int = 0, **structure: Any) -> CompletionOutput:

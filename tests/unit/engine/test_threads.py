@@ -30,7 +30,7 @@ POLICIES: dict[str, dict[str, Any]] = {"full": {"policy": "full"}, "infinigen": 
 
 
 def make_llm(**options: Any) -> LLM:
-    return LLM(tiny_model("llama", dtype=torch.float64), dtype="float64", host_memory="32MiB", **options)
+    return LLM(tiny_model("llama", dtype=torch.float32), dtype="float32", host_memory="32MiB", **options)
 
 
 def work(llm: LLM, folder: Path, number: int) -> list[Any]:
@@ -90,7 +90,7 @@ def test_nobody_waits_for_what_nobody_drives(monkeypatch: pytest.MonkeyPatch) ->
 def tight(blocks: int) -> LLM:
     """Create a runtime with a pool of `blocks` blocks."""
     model = tiny_model("llama", num_hidden_layers=2)
-    return LLM(model, policy="full", host_memory=blocks * 2 * 2 * 2 * 16 * BLOCK_SIZE * 4, verify="off")
+    return LLM(model, policy="full", host_memory=blocks * 2 * 2 * 2 * 32 * BLOCK_SIZE * 4, verify="off")
 
 
 def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:

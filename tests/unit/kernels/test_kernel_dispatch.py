@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
 
-from offload_rt.kernels import dispatch, lists
+from offload_rt.kernels import dispatch, lists, low_bit_lists, segments
 
-OPERATIONS = [
-    "gather_rows", "gather_tokens", "write_rows", "keep_rows", "partial_scores", "quantised_scores", "select_tokens",
-    "attend_counted", "attend_kept", "merge_parts", "append_partial", "append_quantised",
-]  # fmt: skip
+OPERATIONS = {
+    lists: {
+        "triton_gather": ["gather_rows", "gather_tokens", "write_rows"],
+        "triton_append": ["keep_rows", "append_partial", "append_quantised"],
+        "triton_entries": ["read_lists", "write_lists", "append_entries", "within"],
+        "triton_scores": ["partial_scores", "quantised_scores"],
+        "triton_select": ["select_tokens"],
+        "triton_attention": ["attend_counted", "merge_parts"],
+        "triton_resident": ["attend_kept"],
+    },
+    segments: {"triton_segments": ["attend_runs"]},
+    low_bit_lists: {"triton_low_bit_rows": ["append_rows"], "triton_low_bit": ["scores", "merge_approximate"]},
+}
+CASES = [(a, b, name) for a, modules in OPERATIONS.items() for b, names in modules.items() for name in names]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operation_is_called_as_it_is_defined(operation: str) -> None:
-    called, defined = getattr(dispatch, operation), getattr(lists, operation)
-    assert inspect.signature(called) == inspect.signature(defined)
+@pytest.mark.parametrize(("definition", "module", "name"), CASES, ids=[name for _, _, name in CASES])
+def test_a_kernel_is_called_as_it_is_defined(definition: ModuleType, module: str, name: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    compiled = inspect.signature(getattr(import_module(f"offload_rt.kernels.{module}"), name))
+    defined = inspect.signature(getattr(definition, name))
+    given = list(compiled.parameters.values())
+    more = given[len(defined.parameters) :]
+    assert given[: len(defined.parameters)] == list(defined.parameters.values())
+    assert compiled.return_annotation == defined.return_annotation
+    assert all(parameter.default is not inspect.Parameter.empty for parameter in more)
 
 
 def test_cpu_tensors_take_the_definition() -> None:

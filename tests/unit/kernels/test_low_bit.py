@@ -210,14 +210,13 @@ def test_without_a_token_a_processor_finds_nothing(path: str) -> None:
 
 def test_a_guess_of_what_is_high_can_be_wrong(level: str) -> None:
     """The n-th largest score is estimated from every sixteenth score. Here the sampled scores are the largest."""
-    if (library := native.low_bit(32, 2, 1)) is None:
-        pytest.skip("no C compiler")
     scores = torch.randn(1, 1, 1600) - 20
     scores[..., ::16] += 20
-    found = native.ScoredTokens(scores, scores.amax(-1), scores.logsumexp(-1))
     for alpha, limit in ((math.inf, 300), (math.inf, 1600), (18.0, 300)):
-        expected = selection.select_tokens_reference(scores, alpha, limit / 1600)
-        assert library.select(found, alpha, limit).equal(expected.sort(1).values)
+        found = native.select(scores, scores.amax(-1), scores.logsumexp(-1), alpha, limit)
+        if found is None:
+            pytest.skip("no C compiler")
+        assert found.equal(selection.select_tokens_reference(scores, alpha, limit).sort(1).values)
 
 
 @pytest.mark.parametrize(("alpha", "max_fraction"), [(1.0, 0.3), (4.0, 0.5), (float("inf"), 1.0)])
@@ -228,9 +227,10 @@ def test_a_processor_selects_and_stores_what_is_defined(
     layout = Layout(64, 2)
     pages, q, mean = stored_rows(layout, 2, 600), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
     both = [ask(q, mean, pages, layout, tokens) for ask in (low_bit.LowBitQuery, low_bit_cpu.ask)]
-    chosen = [asked.select(alpha, max_fraction).sort(1).values for asked in both]
+    limit = selection.selection_limit(len(tokens), max_fraction)
+    chosen = [asked.select(alpha, limit).sort(1).values for asked in both]
     assert chosen[0].equal(chosen[1])
-    best = [asked.top(len(tokens) // 3).sort(1).values for asked in both]
+    best = [asked.select(math.inf, len(tokens) // 3).sort(1).values for asked in both]
     assert best[0].equal(best[1])
     rows = torch.randn(2, 130, 64) * torch.logspace(-2, 2, 130)[:, None]
     rows[:, 3], rows[:, 4] = 0, torch.linspace(-1, 1, 64)
@@ -251,7 +251,7 @@ def test_a_layers_scores_take_the_memory_of_the_layers_before(monkeypatch: pytes
         pytest.skip("without compiled code torch's products do it")
     for _ in range(3):
         asked = low_bit_cpu.ask(q, mean, pages, layout, tokens)
-        assert asked.top(5).shape == (2, 5) and approximate(asked, skip)[1].isfinite().all()
+        assert asked.select(math.inf, 5).shape == (2, 5) and approximate(asked, skip)[1].isfinite().all()
         assert native.SCRATCH.nbytes == 0, "a query keeps its scores"
         del asked
         assert 2 * 7 * 5504 * 4 <= native.SCRATCH.nbytes < 2 * 7 * 5504 * 4 * 1.13, "those of one layer"
@@ -268,7 +268,7 @@ def test_levels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         if native.low_bit(64, 4, 7) is None:
             pytest.skip("no C compiler")
         asked = low_bit_cpu.ask(q, mean, pages, layout, tokens)
-        chosen = asked.select(3.0, 0.2)
+        chosen = asked.select(3.0, selection.selection_limit(len(tokens), 0.2))
         found[level] = (asked.scores, chosen, *approximate(asked, chosen + 7))
     forget()
     scalar = found.pop("scalar", None)

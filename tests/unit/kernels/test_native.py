@@ -3,11 +3,13 @@ available."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import math
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +120,7 @@ def test_heads_are_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     for threads in (1, 2, 5, 64):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         asked = low_bit_cpu.ask(q, mean, storage, LAYOUT, range(70, 190))
-        chosen = asked.top(9) + 70
+        chosen = asked.select(math.inf, 9) + 70
         found.append((asked.scores, chosen, *approximate(asked, chosen)))
     assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
 
@@ -211,3 +213,25 @@ def test_code_compiles_without_warnings(name: str, level: str, tmp_path: Path) -
     for flags in {smallest, largest}:
         flags = (*flags, "-Wall", "-Wextra", "-Werror")
         native_code.compile_library(library.path, flags, level, tmp_path / "library.so")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fields: [fields[1], fields[0], *fields[2:]],
+        lambda fields: fields[:-1],
+        lambda fields: [*fields, ("more", ctypes.c_int32)],
+        lambda fields: [*fields[:-1], ("values", ctypes.c_int64)],
+        lambda fields: [("page", ctypes.c_void_p), *fields[1:]],
+    ],
+    ids=["order", "missing", "further", "size", "name"],
+)
+def test_a_structure_unlike_the_one_in_c_is_an_error(change: Callable[[list[Any]], list[Any]]) -> None:
+    """C would read other fields than Python wrote, and compute wrong numbers."""
+    if (code := native.low_bit(32, 2, 1)) is None:
+        pytest.skip("no C compiler")
+    own = native._StoreCall._fields_
+    native_code.check_structure(code.library, native._StoreCall)
+    changed = type("_StoreCall", (ctypes.Structure,), {"_fields_": change(list(own))})
+    with pytest.raises(RuntimeError, match=r"StoreCall .* differ in .* Declare the same fields in both"):
+        native_code.check_structure(code.library, changed)

@@ -13,7 +13,7 @@ from support.select_models import as_sets
 
 from offload_rt.kernels import lists
 from offload_rt.kernels.pointer_table import PointerTable
-from offload_rt.kernels.selection import floor_share, select_tokens_reference
+from offload_rt.kernels.selection import floor_share, select_tokens_reference, selection_limit
 
 KINDS = ["continuous", "ties", "equal", "minus infinity", "signed zeros", "tiny", "no numbers"]
 
@@ -51,7 +51,7 @@ def test_the_same_tokens_as_the_definition(
     starts = torch.full((4 * heads,), first, dtype=torch.int32, device=kernel_device)
     stops = torch.tensor(stop, dtype=torch.int32, device=kernel_device).repeat_interleave(heads)
     found = lists.within(scores_of(kind, (4 * heads, group, tokens), kernel_device), starts, stops)
-    limits = [lists.selection_limit(s - first, share) for s in stop]
+    limits = [selection_limit(s - first, share) for s in stop]
     limit = torch.tensor(limits, dtype=torch.int32, device=kernel_device)
     chosen, counts = select_tokens(found, starts, stops, heads, alpha, limit, tokens)
     want, want_counts = lists.select_tokens(found, starts, stops, heads, alpha, limit, tokens)
@@ -65,9 +65,9 @@ def test_the_definition_is_infinigens(group: int) -> None:
     torch.manual_seed(group)
     starts, stops = torch.full((3,), 8), torch.full((3,), 500)
     found = lists.within(torch.randn(3, group, 512) * 3, starts, stops)
-    limit = torch.tensor([lists.selection_limit(492, 0.2)])
+    limit = torch.tensor([selection_limit(492, 0.2)])
     chosen, counts = lists.select_tokens(found, starts, stops, 3, 4.0, limit, 512)
-    want = select_tokens_reference(found.scores[:, :, 8:500], 4.0, 0.2) + 8
+    want = select_tokens_reference(found.scores[:, :, 8:500], 4.0, int(limit)) + 8
     assert as_sets(chosen[:, : int(counts[0])]) == as_sets(want)
     assert floor_share(0.2, 492) == int(limit) > 0
 

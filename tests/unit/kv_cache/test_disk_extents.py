@@ -186,7 +186,7 @@ def check(folder: Path, steps: list[Any]) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- sessions
 
-MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 TURNS = [tiny_prompt(300, seed=1), tiny_prompt(120, seed=2), tiny_prompt(70, seed=3)]
 
@@ -194,7 +194,7 @@ TURNS = [tiny_prompt(300, seed=1), tiny_prompt(120, seed=2), tiny_prompt(70, see
 def make(folder: Path | None, **named: Any) -> LLM:
     """Return an engine. With a folder, host memory holds a quarter of the context."""
     limits = {} if folder is None else {"disk": folder, "host_memory": "128KiB", "disk_limit": "1MiB"}
-    return LLM(MODEL, **{"dtype": "float64", "policy": "full", **limits, **named})
+    return LLM(MODEL, **{"dtype": "float32", "policy": "full", **limits, **named})
 
 
 def say(session: Session, turn: list[int]) -> list[int]:

@@ -32,7 +32,7 @@ from offload_rt.model_runner import prefill as prefill_module
 from offload_rt.sessions.session import Session
 
 EVERY = "OFFLOAD_RT_STRESS" in os.environ
-MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
 TURNS = [tiny_prompt(150, seed=i) for i in range(4)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
@@ -41,7 +41,7 @@ def make(folder: Path | None, policy: str = "infinigen", **options: Any) -> LLM:
     """Return an engine. With a folder, host memory holds a quarter of the context."""
     limits = {} if folder is None else {"disk": folder, "host_memory": "128KiB", "disk_limit": "1MiB"}
     chosen = {"recent": 8, "budget": 0.2} if policy == "infinigen" else {}
-    return LLM(MODEL, dtype="float64", prefill_chunk_size=32, policy=policy, policy_options=chosen, **limits, **options)
+    return LLM(MODEL, dtype="float32", prefill_chunk_size=32, policy=policy, policy_options=chosen, **limits, **options)
 
 
 def written(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:

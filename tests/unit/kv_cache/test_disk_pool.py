@@ -42,7 +42,8 @@ from offload_rt.model_runner.prefill import Prefill
 from offload_rt.transfer.disk import DiskState
 from offload_rt.transfer.read_ahead import BlockRun, ReadingThread
 
-MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
+MODEL_IN_FLOAT64 = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, head_dim=16)
 LIMITS: dict[str, Any] = {"host_memory": "128KiB", "disk_limit": "1MiB"}
 """Host memory for a quarter of the context's KV. Buffers take most of it, so few KV entries are cached."""
 
@@ -56,7 +57,8 @@ def written(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY)
 
 def make(folder: Path | None, **named: Any) -> LLM:
     limits = {} if folder is None else {"disk": folder, **LIMITS}
-    return LLM(MODEL, **{"dtype": "float64", **limits, **named})
+    options = {"dtype": "float32", **limits, **named}
+    return LLM(MODEL if options["dtype"] == "float32" else MODEL_IN_FLOAT64, **options)
 
 
 # ---------------------------------------------------------------------------------------------------------- requests
@@ -255,8 +257,8 @@ def test_a_run_is_read_ahead_and_leaves_again() -> None:
 
 def test_a_block_of_a_run_lies_in_one_piece(tmp_path: Path) -> None:
     """Concatenating parts from several slabs would fill the allocator with hundreds of MB."""
-    geometry = LLM(MODEL, dtype="float64").geometry
-    pool = HostPool(geometry, torch.float64, 16 << 20, slab_tokens=2 * BLOCK_SIZE, disk=DiskTier(tmp_path, 2 << 20))
+    geometry = LLM(MODEL, dtype="float32").geometry
+    pool = HostPool(geometry, torch.float32, 16 << 20, slab_tokens=2 * BLOCK_SIZE, disk=DiskTier(tmp_path, 2 << 20))
     blocks = pool.new_block_table(1000)
     state = DiskState(pool, geometry, torch.device("cpu"))
     run = state.run(blocks, 0, range(4, 990))
@@ -311,11 +313,11 @@ def test_statistics_say_what_a_disk_was_read(tmp_path: Path) -> None:
 
 
 def test_models_with_sliding_layers_and_forks(tmp_path: Path) -> None:
-    model = tiny_model("mistral", dtype=torch.float64, num_hidden_layers=2, sliding_window=24)
+    model = tiny_model("mistral", dtype=torch.float32, num_hidden_layers=2, sliding_window=24)
     several = SamplingParams(max_tokens=6, temperature=0.8, seed=3, n=3)
     said = []
     for limits in ({}, {"disk": tmp_path, **LIMITS}):
-        with LLM(model, dtype="float64", **limits) as llm:
+        with LLM(model, dtype="float32", **limits) as llm:
             said.append([[one.token_ids for one in each.outputs] for each in llm.generate([PROMPTS[0]], several)])
             llm.runner.check_integrity()
     assert said[0] == said[1]
@@ -324,11 +326,11 @@ def test_models_with_sliding_layers_and_forks(tmp_path: Path) -> None:
 def test_eviction_overwrites_rows_on_disk(tmp_path: Path) -> None:
     said = []
     # The pool holds the prompt and 20 more tokens.
-    size = 5 * LLM(MODEL, dtype="float64").runner.pool.block_bytes
+    size = 5 * LLM(MODEL, dtype="float32").runner.pool.block_bytes
     long = SamplingParams(max_tokens=34, temperature=0, ignore_eos=True)
     options = POLICIES["infinigen"]
     for limits in ({"host_memory": size}, {"disk": tmp_path, "host_memory": "128KiB", "disk_limit": size}):
-        with LLM(MODEL, dtype="float64", eviction="counter", **limits, **options) as llm:
+        with LLM(MODEL, dtype="float32", eviction="counter", **limits, **options) as llm:
             said.append(written(llm, PROMPTS[:1], long))
             llm.runner.check_integrity()
     assert said[0] == said[1]
@@ -339,8 +341,8 @@ def test_eviction_overwrites_rows_on_disk(tmp_path: Path) -> None:
 def test_attention_over_blocks_is_causal_attention(softcap: float | None, sunk: bool) -> None:
     """The last 7 of 50 tokens attend to two past blocks and to the last 10 tokens."""
     torch.manual_seed(0)
-    q, (k, v) = torch.randn(6, 7, 16, dtype=torch.float64), torch.randn(2, 2, 50, 16, dtype=torch.float64)
-    sinks = torch.randn(6, dtype=torch.float64) if sunk else None
+    q, (k, v) = torch.randn(6, 7, 16, dtype=torch.float32), torch.randn(2, 2, 50, 16, dtype=torch.float32)
+    sinks = torch.randn(6, dtype=torch.float32) if sunk else None
     each = BlockedAttention(q, 2, 0.3, softcap)
     for first, stop in ((20, 40), (0, 20)):
         each.add(k[:, first:stop], v[:, first:stop])
@@ -348,8 +350,18 @@ def test_attention_over_blocks_is_causal_attention(softcap: float | None, sunk: 
     torch.testing.assert_close(each.result(sinks), attend_causal(q, k, v, 0.3, None, softcap, sinks))
 
 
-@pytest.mark.parametrize("policy", ["full", "infinigen, tail", "quest"])
-def test_a_prompt_goes_through_in_segments(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("policy", "dtype", "bound"),
+    [
+        ("full", "float64", 1e-9),
+        ("infinigen, tail", "float64", 1e-9),
+        ("infinigen, tail", "float32", 1e-5),
+        ("quest", "float64", 1e-9),
+    ],
+)
+def test_a_prompt_goes_through_in_segments(
+    policy: str, dtype: str, bound: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The second prompt shares its first blocks with the first one.
     monkeypatch.setitem(prefill_module.SEGMENT_BYTES, "cpu", 1)
     prompts = [PROMPTS[0], PROMPTS[0][:200] + PROMPTS[1][:61]]
@@ -358,7 +370,7 @@ def test_a_prompt_goes_through_in_segments(policy: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(Prefill, "_begin_segment", lambda self, start: passes.append(start) or real(self, start))
     for folder in (None, tmp_path):
         passes.clear()
-        with make(folder, prefill_chunk_size=32, **POLICIES[policy]) as llm:
+        with make(folder, prefill_chunk_size=32, dtype=dtype, **POLICIES[policy]) as llm:
             said.append([written(llm, [prompt]) for prompt in prompts])
             [told] = llm.generate([PROMPTS[1]], SamplingParams(max_tokens=1, prompt_logprobs=0))
             heard.append(
@@ -366,7 +378,7 @@ def test_a_prompt_goes_through_in_segments(policy: str, tmp_path: Path, monkeypa
             )
             llm.runner.check_integrity()
     assert said[0] == said[1]
-    assert heard[1] == pytest.approx(heard[0], abs=1e-9) and len(heard[0]) == len(PROMPTS[1]) - 1
+    assert heard[1] == pytest.approx(heard[0], abs=bound) and len(heard[0]) == len(PROMPTS[1]) - 1
     assert passes[:10] == list(range(0, 300, 32)) and passes[10] == 192, "ten prefill_module, then a shared prefix"
 
 
@@ -468,7 +480,7 @@ def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path, monkeypatch: py
 
 def test_info_plans_a_context_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_checkpoint(tmp_path / "model", "llama", max_position_embeddings=1 << 20)
-    flags = ["--host-memory", "64MiB", "--disk", str(tmp_path / "rows"), "--disk-limit", "512MiB"]
+    flags = ["--host-memory", "64MiB", "--disk", str(tmp_path / "rows"), "--disk-limit", "1GiB"]
     assert main(["info", model, "--context", "400000", *flags]) == 0
     told = capsys.readouterr().out
     assert "disk: KV of the context" in told and "host: KV cache of the disk" in told and "It fits in memory." in told

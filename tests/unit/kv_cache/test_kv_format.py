@@ -74,11 +74,11 @@ def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
     tokens = tiny_prompt(120)
     [exact] = make_llm("auto").score([tokens[:80]], [tokens[80:]])
     losses = []
-    for name, width in (("int8", 16 + 4), ("int4", 8 + 4), ("int2", 4 + 4)):
+    for name, width in (("int8", 32 + 4), ("int4", 16 + 4), ("int2", 8 + 4)):
         llm = make_llm(name)
         [rounded] = llm.score([tokens[:80]], [tokens[80:]])
-        assert rounded.stats.h2d_bytes * 64 == exact.stats.h2d_bytes * width
-        assert rounded.stats.kv_bytes_host * 64 == exact.stats.kv_bytes_host * width
+        assert rounded.stats.h2d_bytes * 128 == exact.stats.h2d_bytes * width
+        assert rounded.stats.kv_bytes_host * 128 == exact.stats.kv_bytes_host * width
         assert llm.runner.pool.block_bytes == 2 * 3 * 2 * BLOCK_SIZE * width
         # The first scored token attends to 79 quantised KV entries and an exact one. Prefill attends to exact KV.
         losses.append(max(abs(a - b) for a, b in zip(rounded.logprobs, exact.logprobs, strict=True)))

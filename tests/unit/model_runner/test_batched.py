@@ -28,8 +28,8 @@ from offload_rt.model_runner.decode import DecodeStep
 from offload_rt.model_runner.sequence import Sequence
 from offload_rt.models.shape import load_shape
 from offload_rt.planning.memory_model import DeviceCosts
-from offload_rt.policies.infinigen.key_lists import Rule
 from offload_rt.policies.registry import memory_demand
+from offload_rt.policies.rule import Rule
 from offload_rt.transfer.residency import place, places
 from offload_rt.transfer.row_lists import RowLists
 

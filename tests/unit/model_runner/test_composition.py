@@ -85,9 +85,9 @@ CELLS = [
     for policy, rows in itertools.product(POLICIES, ("auto", "int4"))
     for flags in itertools.product((False, True), repeat=5)
 ]
-MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
 MODEL_THAT_SLIDES = tiny_model(
-    "qwen2", dtype=torch.float64, num_hidden_layers=3, use_sliding_window=True, max_window_layers=2, sliding_window=16
+    "qwen2", dtype=torch.float32, num_hidden_layers=3, use_sliding_window=True, max_window_layers=2, sliding_window=16
 )
 STEP = int(os.environ.get("OFFLOAD_RT_CELLS", "5"))
 RIGHT = [cell for cell in CELLS if not cell.refusal]
@@ -96,7 +96,7 @@ DAILY = [cell for cell in RIGHT if not cell.slides][::STEP] + [cell for cell in 
 
 def make_llm(cell: Cell) -> LLM:
     return LLM(
-        MODEL_THAT_SLIDES if cell.slides else MODEL, dtype="float64", host_memory="8MiB", kv_cache_dtype=cell.rows,
+        MODEL_THAT_SLIDES if cell.slides else MODEL, dtype="float32", host_memory="8MiB", kv_cache_dtype=cell.rows,
         enable_prefix_caching=cell.sharing, eviction="lru" if cell.eviction else None, **POLICIES[cell.policy],
     )  # fmt: skip
 

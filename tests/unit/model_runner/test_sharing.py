@@ -27,8 +27,8 @@ REQUESTS = 500 if STRESS else 60
 
 def alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], name: str = "llama") -> list[list[int]]:
     """Return the tokens of each request run alone, without prefix caching."""
-    model = tiny_model(name, dtype=torch.float64, **depth(name, LAYERS))
-    bare = LLM(model, policy="full", dtype="float64", host_memory="16MiB", enable_prefix_caching=False)
+    model = tiny_model(name, dtype=torch.float32, **depth(name, LAYERS))
+    bare = LLM(model, policy="full", dtype="float32", host_memory="16MiB", enable_prefix_caching=False)
     bare.runner.policy = llm.runner.policy
     return [
         c.token_ids for prompt, p in zip(prompts, params, strict=True) for c in completed(bare.generate([prompt], p))

@@ -112,7 +112,7 @@ def test_a_bounded_pool(name: str, eviction: Any, start: int, more: dict[str, An
     """In two chunks, from the 129th token on over victims."""
     model, ids = tiny_model("llama").double(), tokens(160)
     layers = model.config.num_hidden_layers
-    limit = 2 * 64 * layers * 2 * 2 * (16 + 4 if more else 16 * 8)  # tokens, layers, K and V, heads, bytes
+    limit = 2 * 64 * layers * 2 * 2 * (32 + 4 if more else 32 * 8)  # tokens, layers, K and V, heads, bytes
     plain, steps = both(model, name, ids, start, host_memory=limit, eviction=eviction, **more)
     assert steps.logprobs == pytest.approx(plain.logprobs, abs=1e-9)
     assert steps.stats.exact_fraction == pytest.approx(np.mean(plain.attended), abs=1e-12)
@@ -125,7 +125,7 @@ def test_a_bounded_pool(name: str, eviction: Any, start: int, more: dict[str, An
 
 def test_a_pool_that_is_too_small() -> None:
     model, ids = tiny_model("llama").double(), tokens(150)
-    limit = 2 * 64 * model.config.num_hidden_layers * 2 * 2 * 16 * 8
+    limit = 2 * 64 * model.config.num_hidden_layers * 2 * 2 * 32 * 8
     with pytest.raises(PoolFullError, match="raise host_memory"):
         LLM(model, policy="full", host_memory=limit).score([ids[:91]], [ids[91:]], 90)
     with pytest.raises(PoolFullError, match="raise host_memory"):

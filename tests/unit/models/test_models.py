@@ -183,9 +183,10 @@ class TestPieces:
 class TestGeometry:
     @pytest.mark.parametrize("name", NAMES)
     def test_shapes(self, name: str) -> None:
-        learned, head_dim = name in ("opt", "opt_postnorm", "gpt2"), 24 if name == "qwen3" else 16
-        g = adapter_for(tiny_model(name)).geometry
-        assert (g.hidden, g.vocab, g.heads, g.kv_heads, g.head_dim) == (64, VOCAB, 4, 4 if learned else 2, head_dim)
+        learned = name in ("opt", "opt_postnorm", "gpt2")
+        head_dim = {"qwen3": 24, "opt_postnorm": 16, "gpt2": 16}.get(name, 32)
+        g, hidden = adapter_for(tiny_model(name)).geometry, 128 if name in ("qwen2", "opt") else 64
+        assert (g.hidden, g.vocab, g.heads, g.kv_heads, g.head_dim) == (hidden, VOCAB, 4, 4 if learned else 2, head_dim)
         expected = (1024, True, 4.0) if learned else (4096, False, 5.0)
         assert (g.max_positions, g.absolute_positions, g.default_alpha) == expected
         assert g.scales == pytest.approx([head_dim**-0.5] * g.layers)

@@ -97,7 +97,7 @@ def test_an_estimate_without_rounding_is_full(
 def test_samples_and_beams_are_what_each_is_alone(tail: str) -> None:
     """Forks share low-bit KV until one of them writes."""
     options = {"approximate_kv": tail, "budget": 0.3, "recent": 8, "dense_layers": ()}
-    llm, prompt = make_llm("llama", options, torch.float64), tiny_prompt(100)
+    llm, prompt = make_llm("llama", options, torch.float32), tiny_prompt(100)
     drawn = SamplingParams(max_tokens=16, temperature=1.0, seed=5, n=3)
     samples = [c.token_ids for c in completed(llm.generate([prompt], drawn))]
     first = SamplingParams(max_tokens=16, temperature=1.0, seed=5)
@@ -105,7 +105,7 @@ def test_samples_and_beams_are_what_each_is_alone(tail: str) -> None:
     assert len({tuple(sample) for sample in samples}) == 3
     beams = SamplingParams(max_tokens=16, temperature=0, num_beams=3, n=1)
     [best] = completed(llm.generate([prompt], beams))
-    assert best.token_ids == completed(make_llm("llama", options, torch.float64).generate([prompt], beams))[0].token_ids
+    assert best.token_ids == completed(make_llm("llama", options, torch.float32).generate([prompt], beams))[0].token_ids
     llm.runner.check_integrity()
 
 
@@ -168,12 +168,12 @@ def test_a_provenance_key_is_what_it_was_before_there_were_tails_and_auto() -> N
 def test_a_working_set_and_streamed_weights_change_no_token(tmp_path: Path) -> None:
     options = {"approximate_kv": "int2", "budget": 0.3, "recent": 8}
     prompt = tiny_prompt(150)
-    model = tiny_model("llama", dtype=torch.float64)
+    model = tiny_model("llama", dtype=torch.float32)
     model.save_pretrained(tmp_path)
-    [plain] = completed(make_llm("llama", options, torch.float64).generate([prompt], GREEDY))
-    for more in ({"working_set": 32}, {"device_memory": "6.7MiB", "max_model_len": 256}):
+    [plain] = completed(make_llm("llama", options, torch.float32).generate([prompt], GREEDY))
+    for more in ({"working_set": 32}, {"device_memory": "5.7MiB", "max_model_len": 256}):
         llm = LLM(
-            str(tmp_path), policy="infinigen", policy_options=options, dtype="float64", host_memory="32MiB", **more
+            str(tmp_path), policy="infinigen", policy_options=options, dtype="float32", host_memory="32MiB", **more
         )
         [found] = completed(llm.generate([prompt], GREEDY))
         assert found.token_ids == plain.token_ids

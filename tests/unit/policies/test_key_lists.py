@@ -9,9 +9,10 @@ import torch
 from support.select_models import CPU, artifact, geometry, no_keys, tokens
 
 from offload_rt.core import VisibleTokens
-from offload_rt.policies.infinigen.key_lists import KeyLists, Rule, Spans
+from offload_rt.policies.infinigen.key_lists import KeyLists
 from offload_rt.policies.infinigen.policy import InfiniGen
 from offload_rt.policies.options import InfiniGenOptions
+from offload_rt.policies.rule import Rule, Spans
 
 LENGTHS = (150, 70)
 RULE = Rule(alpha=4.0, max_fraction=0.2)
@@ -43,8 +44,8 @@ def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: 
         moved = lists.hold([state.scoring_keys for state in batched], places)
         assert (moved is None) == (step > 0), "capacity leaves room for the steps"
         visible = [VisibleTokens.of(place + 1, sinks=4, recent=8, window=None) for place in places]
-        starts, stops, limits = (torch.tensor(each) for each in Spans.numbers(visible, shape.kv_heads, RULE))
-        spans = Spans(starts, stops, limits, max(places) + 1, max(limits.tolist()))
+        numbers = [torch.tensor(each) for each in Spans.numbers(visible, shape.kv_heads, RULE)]
+        spans = Spans(*numbers, max(places) + 1, max(numbers[2].tolist()))
         for layer in range(shape.layers):
             for state, (_, k), place in zip(alone, streams, places, strict=True):
                 state.on_keys(layer, k[layer, :, place : place + 1], place)
@@ -55,7 +56,7 @@ def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: 
             for b, (state, seen) in enumerate(zip(alone, visible, strict=True)):
                 own = slice(b * shape.kv_heads, (b + 1) * shape.kv_heads)
                 q = streams[b][0][layer, :, places[b]]
-                chosen = state.scoring_keys.ask(layer, q, seen.candidates).select(RULE.alpha, RULE.max_fraction)
+                chosen = state.scoring_keys.ask(layer, q, seen.candidates).select(RULE.alpha, RULE.limit(seen))
                 expected = chosen.sort(1).values + seen.candidates.start
                 assert counts[own].tolist() == [expected.shape[1]] * shape.kv_heads
                 assert torch.equal(found[own, : expected.shape[1]], expected)

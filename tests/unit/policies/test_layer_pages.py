@@ -25,7 +25,7 @@ OPERATIONS = st.tuples(
 def rows_of(pages: LayerPages, layer: int) -> list[int]:
     """Return the values of a layer's tokens, which are equal in all heads."""
     shown = pages.pages(layer)
-    parts = [blocks.flatten(1)[:, slots] for blocks, slots, _ in shown.parts(range(pages.length(layer)))]
+    parts = [blocks.flatten(1)[:, slots] for blocks, slots, _ in shown.parts(range(pages.lengths[layer]))]
     rows = torch.cat(parts, 1) if parts else torch.empty(HEADS, 0)
     assert all(row.equal(rows[0]) for row in rows)
     return [int(x) for x in rows[0]]
@@ -64,7 +64,7 @@ def test_pages_hold_what_each_owner_wrote(operations: list[tuple[str, int, int, 
     for pages, known in owners:
         pages.check_integrity()
         for layer, rows in known.items():
-            assert pages.length(layer) == len(rows) and rows_of(pages, layer) == rows
+            assert pages.lengths[layer] == len(rows) and rows_of(pages, layer) == rows
 
 
 def test_a_fork_copies_the_page_that_it_writes_to() -> None:
@@ -96,8 +96,8 @@ def test_a_cut_fork_has_the_pages_that_hold_its_tokens() -> None:
         write(owner, layer, 0, [7] * (3 * PAGE_TOKENS))
     whole, part, none = (first.fork(tokens) for tokens in (2 * PAGE_TOKENS, PAGE_TOKENS + 1, 0))
     assert [len(own.pages(3).tensors) for own in (whole, part)] == [2, 2]
-    assert [own.length(5) for own in (whole, part, none)] == [2 * PAGE_TOKENS, PAGE_TOKENS + 1, 0]
-    assert first.length(5) == 3 * PAGE_TOKENS and none.nbytes == 0
+    assert [own.lengths[5] for own in (whole, part, none)] == [2 * PAGE_TOKENS, PAGE_TOKENS + 1, 0]
+    assert first.lengths[5] == 3 * PAGE_TOKENS and none.nbytes == 0
     part.reserve(5, range(PAGE_TOKENS + 1, PAGE_TOKENS + 2))
     assert part.pages(3).tensors[1] is not whole.pages(3).tensors[1]
     for own in (first, whole, part, none):

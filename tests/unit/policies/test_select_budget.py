@@ -14,10 +14,11 @@ from offload_rt import LLM
 from offload_rt.core import ModelGeometry, VisibleTokens
 from offload_rt.errors import ConfigError
 from offload_rt.policies import h2o
-from offload_rt.policies.h2o import H2O, H2OState
+from offload_rt.policies.h2o import H2O
 from offload_rt.policies.options import BudgetOptions, InfiniGenOptions, QuestOptions
 from offload_rt.policies.oracle import Oracle
-from offload_rt.policies.quest import Quest, QuestState
+from offload_rt.policies.quest import Quest
+from offload_rt.policies.scorer import ScorerState
 from offload_rt.policies.streaming import Streaming
 
 PROMPT = 90
@@ -61,7 +62,9 @@ def best(values: torch.Tensor, among: range, n: int) -> set[int]:
 def test_oracle_takes_the_true_best(group: int, softcap: float | None, budget: float, device: torch.device) -> None:
     shape = replace(geometry(group=group), softcap=softcap)
     q, k = tokens(shape, TOTAL)
-    state = Oracle(options(budget), shape).new_state(lambda layer, wanted: k[layer, :, wanted.start : wanted.stop])
+    state = Oracle(options(budget), shape, device, torch.float64).new_state(
+        lambda layer, wanted: k[layer, :, wanted.start : wanted.stop]
+    )
     visible = visible_of(TOTAL)
     for layer in range(shape.layers):
         weights = true_weights(shape, layer, q[layer, :, -1], k, visible.candidates).view(2, group, -1).amax(1)
@@ -72,14 +75,15 @@ def test_oracle_takes_the_true_best(group: int, softcap: float | None, budget: f
 @pytest.mark.parametrize("budget", SHARES)
 def test_streaming_takes_the_newest(budget: float, device: torch.device) -> None:
     shape = geometry()
-    state = Streaming(options(budget), shape).new_state(no_keys)
+    state = Streaming(options(budget), shape, device, torch.float64).new_state(no_keys)
+    state.on_keys(0, torch.zeros(2, TOTAL, 16, device=device), 0)
     visible = visible_of(TOTAL)
     n = count(budget, visible)
     expected = set(range(TOTAL - 8 - n, TOTAL - 8))
     assert as_sets(state.select(0, torch.zeros(2, 16, device=device), visible).tokens) == [expected] * 2
 
 
-def quest_state(budget: float, shape: ModelGeometry, k: torch.Tensor, page: int) -> QuestState:
+def quest_state(budget: float, shape: ModelGeometry, k: torch.Tensor, page: int) -> ScorerState:
     chosen = QuestOptions(budget=budget, page=page, **OPTIONS)  # type: ignore[arg-type]
     state = Quest(chosen, shape, k.device, torch.float64).new_state(no_keys)
     for layer in range(shape.layers):
@@ -124,7 +128,7 @@ def test_quest_forks_and_bytes() -> None:
     state.on_keys(0, -100 * k[0, :, :1].bfloat16(), 2048)
     for each in (state, fork):
         each.check_integrity()
-    one, other = (each._bounds.data(0)[1, :, 128] for each in (state, fork))
+    one, other = (-each._entries.data(0)[:, 128, 64:] for each in (state, fork))
     assert torch.equal(other, (100 * k[0, :, 0].bfloat16())) and torch.equal(one, -other)
 
 
@@ -157,8 +161,8 @@ class PlainH2O:
         return chosen
 
 
-def filled_h2o(shape: ModelGeometry, budget: float, q: torch.Tensor, k: torch.Tensor) -> H2OState:
-    state = H2O(options(budget), shape, k.device).new_state(no_keys)
+def filled_h2o(shape: ModelGeometry, budget: float, q: torch.Tensor, k: torch.Tensor) -> ScorerState:
+    state = H2O(options(budget), shape, k.device, torch.float64).new_state(no_keys)
     for layer in range(shape.layers):
         for start, stop in ((0, 40), (40, PROMPT)):
             state.on_queries(layer, q[layer, :, start:stop], k[layer, :, :PROMPT], start)
@@ -189,7 +193,7 @@ def test_h2o_keeps_heavy_hitters_and_drops_for_ever(
             dropped = [gone | (set(visible.candidates) - row) for gone, row in zip(dropped, chosen, strict=True)]
             attended = torch.tensor([sorted(row | set(visible.sinks) | set(visible.recent)) for row in chosen])
             weights = torch.rand(attended.shape, generator=torch.Generator().manual_seed(length))
-            state.on_attended(layer, attended.to(device), weights.to(device))
+            state.on_attended(layer, visible, attended.to(device), weights.to(device))
             for head in range(2):
                 for token, weight in zip(attended[head].tolist(), weights[head].tolist(), strict=True):
                     plain.drawn[head][token] += weight
@@ -204,7 +208,9 @@ def test_h2o_forks_are_independent() -> None:
     twin = filled_h2o(shape, 0.3, q, k)
     last = torch.arange(20, 40).expand(2, -1)
     for each in (state, twin):
-        each.on_attended(0, last, torch.full((2, 20), 50.0))
+        each.on_attended(
+            0, VisibleTokens.of(PROMPT, sinks=PROMPT, recent=1, window=None), last, torch.full((2, 20), 50.0)
+        )
     visible = visible_of(PROMPT)
     expected = as_sets(twin.select(0, q[0, :, 0], visible).tokens)
     untouched = as_sets(filled_h2o(shape, 0.3, q, k).select(0, q[0, :, 0], visible).tokens)
@@ -214,7 +220,7 @@ def test_h2o_forks_are_independent() -> None:
 
 def test_options_must_fit_the_model() -> None:
     with pytest.raises(ConfigError, match="layers 0 to 1"):
-        Oracle(BudgetOptions(dense_layers=(5,)), geometry())
+        Oracle(BudgetOptions(dense_layers=(5,)), geometry(), CPU, torch.float32)
     for options in (QuestOptions(budget=0.68), InfiniGenOptions(budget=0.68, approximate_kv="off")):
         options.check_context(102)
         with pytest.raises(

@@ -234,7 +234,7 @@ def test_half_precision_keys_are_scored_in_float32() -> None:
     rule = policy(shape, torch.bfloat16, partial_ratio=1.0)
     state = rule.new_state(no_keys)
     state.on_keys(0, k[0].bfloat16(), 0)
-    scores = state._keys.scores(0, q[0, :, -1].bfloat16(), range(64))
+    scores = state._keys.ask(0, q[0, :, -1].bfloat16(), range(64)).scores
     exact = plain_scores(rule, 0, q[0, :, -1], k, calibrated(rule)).view(2, 2, 64)
     assert scores.dtype == torch.float32
     # Queries and keys are rounded to 8 bits of mantissa: about 2^-9 of a 64-term sum of products near 16.
@@ -283,7 +283,7 @@ def test_quantised_scores_are_those_of_the_dequantised_keys(bits: int, group: in
     restored = dequantise(quantise(skewed, quantiser.mean, quantiser.step, bits), quantiser.mean, quantiser.step, bits)
     query = quantiser.basis.skew_query(q[layer, :, -1])
     exact = query @ restored.transpose(1, 2)
-    scores = state._keys.scores(layer, q[layer, :, -1].to(device), range(3, 50)).cpu()
+    scores = state._keys.ask(layer, q[layer, :, -1].to(device), range(3, 50)).scores.cpu()
     # The error of the int8 query is at most 1/254 of its largest weight per column. It is multiplied by the distance
     # of the code from the middle level.
     weights = (query * quantiser.step.unsqueeze(1)).abs().amax(-1, keepdim=True)

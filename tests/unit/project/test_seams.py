@@ -25,12 +25,11 @@ from offload_rt.models import registry as model_registry
 from offload_rt.models.decoder import DecoderAdapter
 from offload_rt.models.registry import register_architecture
 from offload_rt.policies import registry
-from offload_rt.policies.base import KeyReader, QuerySource
-from offload_rt.policies.budget import BudgetPolicy
+from offload_rt.policies.base import KeyReader, PolicyState, QuerySource
 from offload_rt.policies.demand import MemoryDemand
 from offload_rt.policies.options import BudgetOptions
-from offload_rt.policies.passive import PassiveState
 from offload_rt.policies.registry import memory_demand, options_class, parse_options, policy_names, register_policy
+from offload_rt.policies.scorer import ScorerPolicy
 from offload_rt.utils.config_fields import check, option, option_of
 
 # ------------------------------------------------------------------------------------------------------ a toy policy
@@ -47,7 +46,7 @@ class EveryNthOptions(BudgetOptions):
         check(self.stride >= 1, f"stride={self.stride} must be at least 1")
 
 
-class EveryNthState(PassiveState):
+class EveryNthState(PolicyState):
     def __init__(self, policy: EveryNth) -> None:
         self._policy = policy
 
@@ -59,19 +58,21 @@ class EveryNthState(PassiveState):
         return self
 
 
-class EveryNth(BudgetPolicy[EveryNthOptions]):
+class EveryNth(ScorerPolicy[EveryNthOptions]):
     name = "every-nth"
     query_source: QuerySource = "attention_input"
 
-    def __init__(self, options: EveryNthOptions, geometry: ModelGeometry) -> None:
-        super().__init__(options, geometry)
+    def __init__(
+        self, options: EveryNthOptions, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(options, geometry, device, dtype)
         self.stride = options.stride
 
     @classmethod
     def memory_demand(cls, options: EveryNthOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
         return replace(super().memory_demand(options, geometry, dtype), share=1 / options.stride)
 
-    def new_state(self, keys: KeyReader) -> EveryNthState:
+    def new_state(self, keys: KeyReader) -> EveryNthState:  # type: ignore[override]
         return EveryNthState(self)
 
 
@@ -84,10 +85,10 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("toy")
 def test_a_policy_from_outside_runs() -> None:
-    settings: dict[str, Any] = {"policy": "every-nth", "host_memory": "16MiB", "device": "cpu", "dtype": "float64"}
+    settings: dict[str, Any] = {"policy": "every-nth", "host_memory": "16MiB", "device": "cpu", "dtype": "float32"}
     prompt, greedy = tiny_prompt(90), SamplingParams(max_tokens=6, temperature=0)
-    model = tiny_model("llama", dtype=torch.float64)
-    [dense] = completed(LLM(model, policy="full", host_memory="16MiB", dtype="float64").generate([prompt], greedy))
+    model = tiny_model("llama", dtype=torch.float32)
+    [dense] = completed(LLM(model, policy="full", host_memory="16MiB", dtype="float32").generate([prompt], greedy))
     options = {"sinks": 2, "recent": 4, "dense_layers": ()}
     [every] = completed(LLM(model, policy_options=options | {"stride": 1}, **settings).generate([prompt], greedy))
     assert every.token_ids == dense.token_ids and every.stats.exact_fraction == 1

@@ -34,7 +34,7 @@ TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(tiny_model("llama", dtype=torch.float64), dtype="float64", host_memory="16MiB", policy="full")
+    return LLM(tiny_model("llama", dtype=torch.float32), dtype="float32", host_memory="16MiB", policy="full")
 
 
 answer = partial(take_turn, params=SHORT)
@@ -238,8 +238,8 @@ def test_a_list_says_which_session_is_not_what_it_was_last(
 
 
 def test_sinks_that_are_lost_are_computed_again_and_that_is_said(tmp_path: Path) -> None:
-    model = tiny_model("llama", dtype=torch.float64, max_position_embeddings=256)
-    llm = LLM(model, dtype="float64", host_memory="16MiB", policy="full")
+    model = tiny_model("llama", dtype=torch.float32, max_position_embeddings=256)
+    llm = LLM(model, dtype="float32", host_memory="16MiB", policy="full")
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
     session.truncate(keep_last=80)

@@ -23,7 +23,7 @@ from offload_rt.sessions.store import SessionStore
 from offload_rt.sessions.whole_prompts import WholePrompts
 
 SHORT = SamplingParams(max_tokens=6, temperature=0)
-MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
 NAMES = [
     "kitchen.sinks", "kitchen", "a/b", "../../up", "/etc/passwd", ".", "..", "a@llama", "lock", "x.doc", "x.before",
     "x.damaged", "x.1.1.tmp", "x.kv", "Case", "case",
@@ -34,7 +34,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(MODEL, dtype="float64", host_memory="16MiB", policy="full")
+    return LLM(MODEL, dtype="float32", host_memory="16MiB", policy="full")
 
 
 answer = partial(take_turn, params=SHORT)

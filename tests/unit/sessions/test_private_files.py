@@ -40,7 +40,7 @@ PRIVATE = {"0700 folder", "0600 file"}
 
 
 def test_a_store_and_everything_it_writes(tmp_path: Path) -> None:
-    llm = LLM(tiny_model("llama", dtype=torch.float64), dtype="float64", host_memory="16MiB", policy="full")
+    llm = LLM(tiny_model("llama", dtype=torch.float32), dtype="float32", host_memory="16MiB", policy="full")
     with llm.session("s", tmp_path / "new" / "store") as session:
         list(session.send(tiny_prompt(150), SamplingParams(max_tokens=3, temperature=0)))
         session.truncate(keep_last=80)

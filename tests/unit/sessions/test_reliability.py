@@ -42,7 +42,7 @@ TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed
 
 
 def make_llm(seed: int = 0) -> LLM:
-    return LLM(tiny_model("llama", dtype=torch.float64, seed=seed), dtype="float64", host_memory="16MiB", policy="full")
+    return LLM(tiny_model("llama", dtype=torch.float32, seed=seed), dtype="float32", host_memory="16MiB", policy="full")
 
 
 answer = partial(take_turn, params=SHORT)

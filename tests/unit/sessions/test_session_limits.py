@@ -28,7 +28,7 @@ from offload_rt.sessions.truncate import SINKS, last_kept
 SHORT = SamplingParams(max_tokens=6, temperature=0)
 NAMES = ("ada", "bob", "cyd")
 POSITIONS = 260
-BLOCK_BYTES = 3 * 2 * 2 * 64 * 16 * 8
+BLOCK_BYTES = 3 * 2 * 2 * 64 * 32 * 4
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
@@ -42,9 +42,9 @@ pytestmark = pytest.mark.usefixtures("no_fsync")
 def make_llm(blocks: int = 200, *, name: str = "llama", positions: int = 4096, **options: Any) -> LLM:
     """Create an LLM whose pool has `blocks` blocks."""
     key = "n_positions" if name == "gpt2" else "max_position_embeddings"
-    model = tiny_model(name, dtype=torch.float64, **{key: positions})
-    size = LLM(model, dtype="float64", host_memory="1MiB", **({"policy": "full"} | options)).runner.pool.block_bytes
-    return LLM(model, dtype="float64", host_memory=blocks * size, **({"policy": "full"} | options))
+    model = tiny_model(name, dtype=torch.float32, **{key: positions})
+    size = LLM(model, dtype="float32", host_memory="1MiB", **({"policy": "full"} | options)).runner.pool.block_bytes
+    return LLM(model, dtype="float32", host_memory=blocks * size, **({"policy": "full"} | options))
 
 
 def turn(name: str, number: int) -> list[int]:
@@ -280,8 +280,8 @@ def test_sessions_and_prompts_take_turns_in_a_small_pool(tmp_path: Path) -> None
 
 def test_idle_sessions_give_up_blocks_for_a_turn_in_sliding_layers(tmp_path: Path) -> None:
     """Evict an idle session because a turn needs more sliding-window blocks than its session holds."""
-    model = architecture("gemma3", dtype=torch.float64)
-    options: dict[str, Any] = {"policy": "full", "dtype": "float64", "verify": "off"}
+    model = architecture("gemma3", dtype=torch.float32)
+    options: dict[str, Any] = {"policy": "full", "dtype": "float32", "verify": "off"}
     size = LLM(model, host_memory="4MiB", **options).runner.pool.block_bytes
     prompts = [[token % 90 + 1 for token in tiny_prompt(length, seed=length)] for length in (60, 61, 20)]
     with LLM(model, host_memory=7 * size, **options) as llm:  # leaves 1 block for the full-attention layers

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
 def make_llm(blocks: int = 100, **options: Any) -> LLM:
-    model, size = tiny_model("llama", dtype=torch.float64), 3 * 2 * 2 * 64 * 16 * 8
-    return LLM(model, dtype="float64", host_memory=blocks * size, **({"policy": "full"} | options))
+    model, size = tiny_model("llama", dtype=torch.float32), 3 * 2 * 2 * 64 * 32 * 4
+    return LLM(model, dtype="float32", host_memory=blocks * size, **({"policy": "full"} | options))
 
 
 answer = partial(take_turn, params=SHORT)
@@ -193,7 +193,7 @@ def test_everything_has_one_line_to_be_seen_by(tmp_path: Path) -> None:
     assert repr(completion) == "CompletionOutput('', tokens=8, finish_reason='length')"
     long = dataclasses.replace(completion, text="word " * 100)
     assert len(repr(long)) < 120 and "…" in repr(long)
-    assert repr(llm) == f"LLM({llm.name!r}, policy='full', device='cpu', dtype='float64', host_memory='9.38 MiB')"
+    assert repr(llm) == f"LLM({llm.name!r}, policy='full', device='cpu', dtype='float32', host_memory='9.38 MiB')"
     session = llm.session("s", tmp_path)
     events = session.send(tiny_prompt(9), SHORT)
     next(events)

@@ -38,7 +38,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def make_llm(name: str = "llama", memory: int | str = "64MiB", **options: Any) -> LLM:
     chosen = {"policy": "full"} | options
-    return LLM(tiny_model(name, dtype=torch.float64), dtype="float64", host_memory=memory, **chosen)
+    return LLM(tiny_model(name, dtype=torch.float32), dtype="float32", host_memory=memory, **chosen)
 
 
 answer = partial(take_turn, params=GREEDY)
@@ -264,7 +264,7 @@ def cut_reference(llm: LLM, tokens: list[int], kept: list[int], more: list[int],
     Returns:
         Logits after the last new token.
     """
-    model: Any = tiny_model("llama", dtype=torch.float64)
+    model: Any = tiny_model("llama", dtype=torch.float32)
     from transformers import DynamicCache
 
     cache = DynamicCache()
@@ -310,8 +310,8 @@ def test_truncation_picks_rows_and_positions_go_on(how: str, restart: bool, tmp_
 
 def test_sinks_turn_once_when_they_would_leave_the_trained_window(tmp_path: Path) -> None:
     """Exceed the trained context length after a truncation. The original keys of the sinks are rotated by the gap."""
-    model = tiny_model("llama", dtype=torch.float64, max_position_embeddings=200)
-    llm = LLM(model, dtype="float64", policy="full", host_memory="16MiB")
+    model = tiny_model("llama", dtype=torch.float32, max_position_embeddings=200)
+    llm = LLM(model, dtype="float32", policy="full", host_memory="16MiB")
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
     computed = len(session.tokens) - 1
@@ -324,7 +324,7 @@ def test_sinks_turn_once_when_they_would_leave_the_trained_window(tmp_path: Path
     assert answer(session, TURNS[2])[0] == int(expected.argmax())
     assert session.history.sink_shift == computed - 74
     session.close()
-    again = LLM(model, dtype="float64", policy="full", host_memory="16MiB").session("s", tmp_path)
+    again = LLM(model, dtype="float32", policy="full", host_memory="16MiB").session("s", tmp_path)
     assert len(answer(again, [5])) == 12 and again.loaded_tokens > 100
     again.close()
 

@@ -129,7 +129,7 @@ class MemoryTier:
 
 
 def make_llm() -> LLM:
-    return LLM(tiny_model("llama", dtype=torch.float64), dtype="float64", host_memory="16MiB", policy="full")
+    return LLM(tiny_model("llama", dtype=torch.float32), dtype="float32", host_memory="16MiB", policy="full")
 
 
 answer = partial(take_turn, params=GREEDY)

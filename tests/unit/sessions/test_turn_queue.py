@@ -28,8 +28,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "int8 rows": {"policy": "full", "kv_cache_dtype": "int8"},
 }
 LAYERS = 3
-BLOCK_BYTES = LAYERS * 2 * 2 * 64 * 16 * 8
-MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=LAYERS)
+BLOCK_BYTES = LAYERS * 2 * 2 * 64 * 32 * 4
+MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=LAYERS)
 
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
@@ -40,8 +40,8 @@ def make_llm(blocks: int = 400, **options: Any) -> LLM:
     chosen = {"policy": "full"} | options
     size = BLOCK_BYTES
     if "kv_cache_dtype" in options:
-        size = LLM(MODEL, dtype="float64", host_memory="1MiB", **chosen).runner.pool.block_bytes
-    llm = LLM(MODEL, dtype="float64", host_memory=blocks * size, **chosen)
+        size = LLM(MODEL, dtype="float32", host_memory="1MiB", **chosen).runner.pool.block_bytes
+    llm = LLM(MODEL, dtype="float32", host_memory=blocks * size, **chosen)
     assert llm.runner.pool.block_count == blocks
     return llm
 

@@ -26,7 +26,7 @@ from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
 from offload_rt import LLM, OffloadError, SamplingParams
 
 SECONDS = float(os.environ.get("DAY_SECONDS", "600"))
-MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, max_position_embeddings=512)
+MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, max_position_embeddings=512)
 LIMIT = 24 << 20
 OPTIONS: dict[str, Any] = {"limit": LIMIT, "ttl": 20.0}
 SESSIONS, RATE, LIFE = 2000, 30.0, 15.0
@@ -71,7 +71,7 @@ class Morning:
 
     def __init__(self, folder: Path, log: Path, seed: int) -> None:
         self.folder, self.log, self.rng = folder, log.open("a"), random.Random(seed)
-        self.llm = LLM(MODEL, dtype="float64", host_memory="4MiB", policy="full")
+        self.llm = LLM(MODEL, dtype="float32", host_memory="4MiB", policy="full")
         self.arrivals = arrivals(self.rng)
         self.names: set[str] = set()
         self.turns = self.checked = self.forks = self.cuts = self.forgotten = 0

@@ -24,13 +24,13 @@ from offload_rt.sessions.session import Session
 from offload_rt.storage.disk_store import DiskStore
 
 EVERY = "OFFLOAD_RT_STRESS" in os.environ
-MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
 SHORT = SamplingParams(max_tokens=3, temperature=0)
 TURNS = [tiny_prompt(70, seed=1), tiny_prompt(20, seed=2), tiny_prompt(70, seed=3), tiny_prompt(9, seed=4)]
 
 
 def make_llm() -> LLM:
-    return LLM(MODEL, dtype="float64", host_memory="2MiB", policy="full")
+    return LLM(MODEL, dtype="float32", host_memory="2MiB", policy="full")
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ CASES = int(os.environ.get("OFFLOAD_RT_FUZZ", "0"))
 """Number of cases in `make stress`; 0 selects small defaults."""
 
 PROMPT, SHORT = tiny_prompt(70, seed=1), SamplingParams(max_tokens=2, temperature=0)
-MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, max_position_embeddings=512)
+MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, max_position_embeddings=512)
 CLASSES = (
     SamplingParams, EngineConfig, StoreOptions, EvictionOptions, DraftOptions, InfiniGenOptions, BudgetOptions,
     QuestOptions, StructuredOutputs,
@@ -43,7 +43,7 @@ FIELDS = [(kind, field.name) for kind in CLASSES for field in fields(kind)]
 
 
 def make_llm(**config: Any) -> LLM:
-    return LLM(MODEL, dtype="float64", **({"policy": "full", "host_memory": "1MiB"} | config))
+    return LLM(MODEL, dtype="float32", **({"policy": "full", "host_memory": "1MiB"} | config))
 
 
 @pytest.fixture(autouse=True)

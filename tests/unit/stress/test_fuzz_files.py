@@ -32,7 +32,7 @@ from offload_rt.utils.texts import read_text
 
 CASES = int(os.environ.get("OFFLOAD_RT_FUZZ", "0"))
 BEFORE = Path(__file__).parents[2] / "data" / "written_before"
-MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
 SHORT = SamplingParams(max_tokens=3, temperature=0)
 TURNS = [tiny_prompt(70, seed=1), tiny_prompt(20, seed=2), tiny_prompt(40, seed=3)]
 MEMORY = 3 << 30
@@ -49,7 +49,7 @@ def quickly_and_inside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def make_llm() -> LLM:
-    return LLM(MODEL, dtype="float64", host_memory="2MiB", policy="full")
+    return LLM(MODEL, dtype="float32", host_memory="2MiB", policy="full")
 
 
 def copied(whole: Path, place: Path) -> list[Path]:

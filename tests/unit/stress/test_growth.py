@@ -21,7 +21,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 from offload_rt import LLM, OffloadError, SamplingParams
 
 REQUESTS, READINGS = 10_000, 20
-MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, max_position_embeddings=512)
+MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, max_position_embeddings=512)
 
 
 NAMES = tracemalloc.Filter(False, pathlib.__file__)
@@ -74,7 +74,7 @@ def requests(llm: LLM, folder: Path, rng: random.Random) -> Callable[[], Any]:
 def test_requests_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     readings = []
-    with LLM(MODEL, dtype="float64", host_memory="2MiB", policy="infinigen") as llm:
+    with LLM(MODEL, dtype="float32", host_memory="2MiB", policy="infinigen") as llm:
         one = requests(llm, tmp_path / "store", random.Random(0))
         tracemalloc.start()
         try:

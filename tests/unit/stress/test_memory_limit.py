@@ -15,7 +15,7 @@ from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
 from offload_rt import LLM, OffloadError, SamplingParams
 
 LIVES = 300
-MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, max_position_embeddings=4096)
+MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, max_position_embeddings=4096)
 SHORT = SamplingParams(max_tokens=3, temperature=0)
 TURNS = [tiny_prompt(70, seed=1), tiny_prompt(900, seed=2)]
 NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "bad allocation", "std::bad_alloc")
@@ -24,7 +24,7 @@ MOST = 48 << 20
 
 
 def make_llm() -> LLM:
-    return LLM(MODEL, dtype="float64", host_memory="8MiB", policy="full")
+    return LLM(MODEL, dtype="float32", host_memory="8MiB", policy="full")
 
 
 def addresses() -> int:

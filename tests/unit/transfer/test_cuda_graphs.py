@@ -21,7 +21,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.engine.runner import Runner
 from offload_rt.errors import ConfigError
 from offload_rt.model_runner.cuda_graphs import GraphSteps
-from offload_rt.policies.infinigen.key_lists import Rule
+from offload_rt.policies.rule import Rule
 
 
 def tensors(out: Any) -> list[torch.Tensor]:

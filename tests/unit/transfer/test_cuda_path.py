@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[tuple[str, str]]] = {
     "forks": set(),
     "rounded, full": set(),
     "graphs": set(),
-    "h2o, batch": {("_local_scalar_dense", "offload_rt/policies/h2o.py")},  # number of tokens not evicted
+    "h2o, batch": set(),
     "oracle, batch": {  # computes true scores from the keys in host memory
         ("event", "offload_rt/transfer/open_sequences.py"),
         ("copy host to device", "offload_rt/policies/oracle.py"),
@@ -133,7 +133,7 @@ def test_a_batch_with_a_tail_is_as_many_launches_as_one_sequence() -> None:
     assert counts[0].total() <= counts[1].total() <= 2 * 45 + 50
 
 
-LAUNCHES = {"infinigen": 35, "full": 25, "quest": 37, "default": 40}
+LAUNCHES = {"infinigen": 35, "full": 25, "quest": 45, "default": 40}
 """Kernels and copies that a decode step may launch for each further layer, at most 45. The model's own are 15: seven
 matrix products, norms, positions and the MLP. Dense layers add a copy for K and V of each KV head, two here."""
 
@@ -279,7 +279,7 @@ def test_lists_of_a_batch_that_is_gone_are_still_read(late: int) -> None:
         lists = batched.row_lists(1, 64)
         lists.hold([sequence.blocks])
         one, tokens = torch.tensor([20], device="cuda"), torch.arange(20, device="cuda").expand(2, -1).contiguous()
-        k, v = torch.randn(2, 2, 16, device="cuda")
+        k, v = torch.randn(2, 2, runner.adapter.geometry.head_dim, device="cuda")
         want = k.cpu()
         if late == 1:
             pending = lists.fetch(1, tokens, None, overlapping=False)

@@ -70,7 +70,7 @@ RUNS = [(row, name) for row in TABLE if ALL or row.daily for name in (SCHEDULES 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    tiny_checkpoint(path, "llama", num_hidden_layers=LAYERS)
+    tiny_checkpoint(path, "llama", num_hidden_layers=LAYERS, head_dim=16)
     return path
 
 

@@ -17,6 +17,7 @@ from support.outputs import completed
 from support.staged_transfer import staged
 from support.tiny_models import NAMES, depth, tiny_model, tiny_prompt
 from torch import nn
+from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
@@ -53,6 +54,12 @@ LARGE = [POLICIES[1], POLICIES[2], POLICIES[4], POLICIES[5]]
 """Policies whose prefill memory or scoring keys (4 columns in rows of 16 bytes) exceed the tiny model's weights."""
 
 
+def deep_model(name: str) -> PreTrainedModel:
+    """Return a model of twelve layers whose weights outweigh its KV."""
+    heads = {"head_dim": 16} if name == "llama" else {}
+    return tiny_model(name, **depth(name, LAYERS), **heads)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that saves a checkpoint of twelve layers by architecture."""
@@ -61,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def saved(name: str) -> Path:
         if name not in made:
             made[name] = tmp_path_factory.mktemp(name)
-            tiny_model(name, **depth(name, LAYERS)).save_pretrained(made[name])
+            deep_model(name).save_pretrained(made[name])
         return made[name]
 
     return saved
@@ -284,7 +291,7 @@ def test_a_plan_keeps_as_many_layers_as_fit(folder: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes_are_those_of_the_loaded_model(folder: Any, name: str) -> None:
     shape = load_shape(folder(name), device="cpu")
-    model = tiny_model(name, **depth(name, LAYERS))
+    model = deep_model(name)
     assert shape.sizes == weight_sizes(model)
     own = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
     assert len(shape.sizes.layers) == LAYERS
@@ -334,7 +341,7 @@ def test_settings_without_meaning_are_refused(folder: Any, wrong: dict[str, Any]
 
 
 def test_demand_follows_the_options() -> None:
-    geometry = load_shape(tiny_model("llama")).geometry  # 3 layers, 2 KV heads of 16
+    geometry = load_shape(tiny_model("llama")).geometry  # 3 layers, 2 KV heads of 32
     options = InfiniGenOptions.preset("rows", dense_layers=(0, 1), budget=0.3)
     demand = memory_demand("infinigen", options, geometry, torch.bfloat16)
     assert (demand.dense, demand.resident, demand.share, demand.key_bytes) == (
@@ -344,7 +351,7 @@ def test_demand_follows_the_options() -> None:
         2 * 16,
     )  # 4 columns, padded
     assert memory_demand("full", {}, geometry, torch.float32).dense == (0, 1, 2)
-    assert memory_demand("quest", {"page": 8}, geometry, torch.float32).key_bytes == 2 * 2 * 16 * 4 / 8
+    assert memory_demand("quest", {"page": 8}, geometry, torch.float32).key_bytes == 2 * 2 * 32 * 4 / 8
 
 
 # ----------------------------------------------------------------------------------------------------------- the stream

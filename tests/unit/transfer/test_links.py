@@ -36,11 +36,11 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[str, Any]) -> None:
     def run(prepare: bool) -> list[CompletionOutput]:
         llm = LLM(
-            tiny_model(name, dtype=torch.float64),
+            tiny_model(name, dtype=torch.float32),
             policy=policy,
             policy_options=options,
             host_memory="64MiB",
-            dtype="float64",
+            dtype="float32",
         )
         prompts = [tiny_prompt(length, seed=length) for length in (1, 58, 123)]
         runs = staged(llm) if prepare else llm
@@ -60,9 +60,9 @@ def test_staged_rows_equal_rows_in_place_while_slots_are_overwritten(policy: str
     in its new slot."""
 
     def run(prepare: bool) -> list[int]:
-        model = tiny_model("llama", dtype=torch.float64)
-        block = 2 * 3 * 2 * 16 * 64 * 8
-        llm = LLM(model, policy=policy, policy_options=options, host_memory=2 * block, dtype="float64", eviction="lru")
+        model = tiny_model("llama", dtype=torch.float32)
+        block = 2 * 3 * 2 * 32 * 64 * 4
+        llm = LLM(model, policy=policy, policy_options=options, host_memory=2 * block, dtype="float32", eviction="lru")
         ready = staged(llm) if prepare else llm
         [done] = completed(ready.generate([tiny_prompt(110)], SamplingParams(max_tokens=60, temperature=0)))
         return done.token_ids
@@ -72,12 +72,12 @@ def test_staged_rows_equal_rows_in_place_while_slots_are_overwritten(policy: str
 
 def test_a_fork_loads_its_resident_rows() -> None:
     """Equal prompts are prefilled once. The fork loads its sinks and window from the pool."""
-    model = tiny_model("llama", dtype=torch.float64)
+    model = tiny_model("llama", dtype=torch.float32)
     tokens = tiny_prompt(90)
     options = {"sinks": 3, "recent": 16}
 
     def scores(prepare: bool) -> list[list[float]]:
-        llm = LLM(model, policy_options=options, host_memory="8MiB", dtype="float64")
+        llm = LLM(model, policy_options=options, host_memory="8MiB", dtype="float32")
         ready = staged(llm) if prepare else llm
         return [s.logprobs for s in ready.score([tokens[:70]] * 2, [tokens[70:], tokens[75:]])]
 
@@ -175,7 +175,7 @@ def test_residency_holds_exactly_the_resident_rows(sinks: int, recent: int, step
     geometry = tiny_llama_geometry()
     residency = Residency(geometry, torch.float32, torch.device("cpu"), sinks, recent)
     for start in range(0, 40, step):
-        rows = torch.arange(start, min(40, start + step), dtype=torch.float32)[None, :, None].expand(2, -1, 16)
+        rows = torch.arange(start, min(40, start + step), dtype=torch.float32)[None, :, None].expand(2, -1, 32)
         residency.store(1, start, rows, -rows)
         length = start + rows.shape[1]
         visible = VisibleTokens.of(length, sinks=sinks, recent=recent, window=None)

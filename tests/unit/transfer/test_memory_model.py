@@ -125,8 +125,8 @@ def test_contexts_that_are_attended_to_as_a_whole_are_fetched_so() -> None:
 
 
 def test_requirements_by_hand() -> None:
-    full = costs_of("llama", torch.bfloat16, None)  # 4 layers, 2 KV heads of 16, hidden 64
-    token = 2 * 2 * 16 * 2  # K and V of a token and layer in bfloat16
+    full = costs_of("llama", torch.bfloat16, None)  # 4 layers, 2 KV heads of 32, hidden 64
+    token = 2 * 2 * 32 * 2  # K and V of a token and layer in bfloat16
     staged = token + 8 * 8 * 2  # with token ids
     needed = requirements(full, 1000, 1000)
     assert needed.kv_per_token == 4 * token
@@ -144,7 +144,7 @@ def test_requirements_by_hand() -> None:
     more = requirements(stays, 1000, 1000)
     assert more.working_set == 4 * (9 + 1) * (token + 2 * 8)  # 2 KV heads; a token id and a score for each KV entry
     assert (more.resident, more.device) == (sparse.resident, sparse.device + more.working_set)
-    keys = 4 * 2 * 4 * 2 * 1000  # 30 % of 16 columns, rounded down to 4
+    keys = 4 * 2 * 9 * 2 * 1000  # 30 % of 32 columns, rounded down to 9
     assert keys <= sparse.scoring - costs_of("llama", torch.bfloat16, options).fixed() <= keys * 5 / 4 * 1.35
     first = costs_of("llama", torch.bfloat16, InfiniGenOptions.preset("rows"))
     assert first.staging([1000]) == (2 * 1000 + 100 + 68) * staged

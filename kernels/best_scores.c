@@ -1,12 +1,10 @@
-/* The selection that selection.py defines (InfiniGen, paper 4.3), from scores as low_bit.c leaves them. First `rank` runs
+/* The selection that selection.py defines (InfiniGen, paper 4.3). First `rank` runs
 for parts of the tokens, then `choose_best` for each head.
 
 Floor of memory, bytes of a token and KV head with G queries: rank reads 4 * G and writes 4, choose reads 4. Arithmetic:
 four vector instructions for LANES scores. */
 
-#ifndef OFFLOAD_RT_BEST_SCORES_H
-#define OFFLOAD_RT_BEST_SCORES_H
-
+#include "fields.h"
 #include "simd.h"
 #include "team.h"
 
@@ -27,6 +25,14 @@ typedef struct {
     int32_t *tokens;   /* [heads][n] */
     int64_t *chosen;   /* [heads][most] */
 } Ranking;
+
+FIELDS_OF(Ranking) = {
+    FIELD(Ranking, scores), FIELD(Ranking, stride), FIELD(Ranking, heads), FIELD(Ranking, group), FIELD(Ranking, n),
+    FIELD(Ranking, per_part), FIELD(Ranking, peaks), FIELD(Ranking, lses), FIELD(Ranking, alpha),
+    FIELD(Ranking, most), FIELD(Ranking, values), FIELD(Ranking, passing), FIELD(Ranking, within),
+    FIELD(Ranking, best), FIELD(Ranking, tokens), FIELD(Ranking, chosen),
+    END_OF_FIELDS(Ranking),
+};
 
 /* values: of each token the largest score - lse of a head's queries. passing: whether a score of any head is within
 alpha of its query's largest. within: how many scores of the part are. */
@@ -150,7 +156,11 @@ static void choose_best(const void *given, int64_t head) {
         taken += equal || best[i] > least;
         equals -= equal;
     }
-    while (taken < most) chosen[taken++] = 0; /* scores that are not numbers */
+    for (int32_t t = 0; taken < most; t++) { /* scores that are not numbers */
+        int there = 0;
+        for (int64_t i = 0; i < taken; i++) there |= chosen[i] == t;
+        if (!there) chosen[taken++] = t;
+    }
 }
 
 /* Writes at most `limit` tokens for each head to `chosen` [heads][most], and returns `most`. */
@@ -162,5 +172,3 @@ int64_t select_all(Ranking *call, int64_t limit, TeamRun run, int threads) {
     if (call->most > 0) run(choose_best, call, call->heads, threads);
     return call->most;
 }
-
-#endif

@@ -1,0 +1,122 @@
+"""Read, write and append entries of lists that lie in tensors of their own (`PointerTable`), in Triton.
+
+One program handles a tile of one list. References: `lists.read_lists`, `lists.write_lists`, `lists.append_entries`,
+`lists.within`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .lists import Scores
+from .pointer_table import FIELDS, PointerTable
+from .triton_scores import store_scores
+
+_NUMBERS = 4096
+"""Numbers per program."""
+
+_FIELDS = tl.constexpr(FIELDS)
+
+
+@triton.jit(do_not_specialize=["heads", "rows"])
+def _copy(
+    lists: tl.tensor, table: tl.tensor, counts: tl.tensor, heads: tl.tensor, rows: tl.tensor,
+    w: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, WRITE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (p, i): copy rows [i * ROWS, ...) of the first counts[b] tokens of list p. Rows behind are read as 0."""
+    p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    own, known = table + p // heads * _FIELDS, (tl.load(counts + p // heads) + PAGE - 1) // PAGE
+    stored = tl.load(own).to(tl.pointer_type(lists.dtype.element_ty)) + p % heads * tl.load(own + 1)
+    there = stored + row.to(tl.int64)[:, None] * tl.load(own + 2) + column[None, :]
+    here = lists + (p * rows + row)[:, None] * w + column[None, :]
+    real = (row < rows)[:, None] & (column < w)[None, :]
+    valid = real & (row < known)[:, None]
+    if WRITE:
+        tl.store(there, tl.load(here, mask=valid), mask=valid)
+    else:
+        tl.store(here, tl.load(there, mask=valid, other=0.0), mask=real)
+
+
+@triton.jit(do_not_specialize=["heads"])
+def _append(
+    entries: tl.tensor, table: tl.tensor, slots: tl.tensor, heads: tl.tensor,
+    w: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program p: store the entry of list p, or the minimum if its page has begun."""
+    p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
+    slot, own = tl.load(slots + p), table + p // heads * _FIELDS
+    known = (column < w) & (slot >= 0)
+    stored = tl.load(own).to(tl.pointer_type(entries.dtype.element_ty)) + p % heads * tl.load(own + 1)
+    at = stored + slot // PAGE * tl.load(own + 2) + column
+    entry = tl.load(entries + p * w + column, mask=known, other=0.0)
+    old = tl.load(at, mask=known & (slot % PAGE > 0), other=float("inf"))
+    tl.store(at, tl.minimum(entry, old), mask=known)
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks"])
+def _within(
+    given: tl.tensor, starts: tl.tensor, stops: tl.tensor, scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor,
+    tokens: tl.tensor, blocks: tl.tensor,
+    G: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (p, i): scores of the pages [i * BLOCK, ...) of list p."""
+    p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
+    real = (head < G)[:, None] & (token < tokens)[None, :]
+    acc = tl.load(given + ((p * G + head) * tokens)[:, None] + token[None, :], mask=real, other=float("-inf"))
+    start, stop = tl.load(starts + p) // PAGE, (tl.load(stops + p) + PAGE - 1) // PAGE
+    stop = tl.minimum(stop, tokens)
+    store_scores(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
+
+
+def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
+    """Run `lists.within` in one launch. Scores are float32 and contiguous."""
+    count, group, tokens = scores.shape
+    assert scores.dtype == torch.float32 and scores.is_contiguous() and starts.shape == stops.shape == (count,)
+    width = triton.next_power_of_2(group)
+    block = max(16, _NUMBERS // width)
+    blocks = triton.cdiv(tokens, block)
+    found, (maxima, sums) = torch.empty_like(scores), scores.new_empty(2, count, group, blocks)
+    _within[(count, blocks)](
+        scores, starts, stops, found, maxima, sums, tokens, blocks, G=group, GROUP=width, PAGE=page, BLOCK=block
+    )
+    return Scores(found, maxima, sums)
+
+
+def _launch(lists: torch.Tensor, table: PointerTable, counts: torch.Tensor, page: int, *, write: bool) -> None:
+    count, rows, w = lists.shape
+    assert lists.is_contiguous() and count == table.lists and lists.dtype == table.dtype
+    assert counts.shape == (len(table.tensors),) and table.tensors[0].shape[2] == w
+    if lists.numel():
+        width = triton.next_power_of_2(w)
+        at_once = max(1, _NUMBERS // width)
+        _copy[(count, triton.cdiv(rows, at_once))](
+            lists, table.table, counts, table.heads, rows, w=w, W=width, ROWS=at_once, PAGE=page, WRITE=write
+        )
+
+
+def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int = 1) -> torch.Tensor:
+    """Run `lists.read_lists` in one launch."""
+    first = table.tensors[0]
+    lists = first.new_empty(table.lists, rows, first.shape[2])
+    _launch(lists, table, counts, page, write=False)
+    return lists
+
+
+def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor, page: int = 1) -> None:
+    """Run `lists.write_lists` in one launch."""
+    _launch(entries, table, counts, page, write=True)
+
+
+def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
+    """Run `lists.append_entries` in one launch."""
+    count, w = entries.shape
+    assert entries.is_contiguous() and count == table.lists and entries.dtype == table.dtype
+    if w:
+        _append[(count,)](
+            entries, table.table, slots, table.heads,
+            w=w, W=triton.next_power_of_2(w), PAGE=page,
+        )  # fmt: skip

@@ -1,0 +1,91 @@
+"""The engine's part of a selection: how many tokens a layer selects, and from which candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..core import ModelGeometry, VisibleTokens
+from ..errors import ConfigError
+from ..kernels.selection import floor_share, selection_limit
+
+ANY_SCORE = torch.finfo(torch.float32).max / 2
+"""An `alpha` that every finite score passes, but not -inf."""
+
+
+def dense_layers(named: Iterable[int], geometry: ModelGeometry) -> frozenset[int]:
+    """Return the layers that attend to all visible tokens: those `named` and all sliding-window layers.
+
+    Raises:
+        ConfigError: If the model does not have one of the layers.
+    """
+    for layer in named:
+        if layer >= geometry.layers:
+            raise ConfigError(f"dense_layers names layer {layer}, but the model has layers 0 to {geometry.layers - 1}")
+    return frozenset(named) | frozenset(geometry.sliding)
+
+
+def budget_tokens(budget: float, visible: VisibleTokens) -> int:
+    """Return the number of candidates to select.
+
+    Resident and selected tokens together are at most `budget` of the visible tokens, rounded down. Resident tokens are
+    always attended; if they use up the budget, the number is 0.
+    """
+    return max(0, min(len(visible.candidates), floor_share(budget, len(visible.all)) - visible.resident))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Select the best tokens within `alpha` of the maximum of a head, up to a limit for each sequence.
+
+    Attributes:
+        alpha: Largest distance of a selected score from the maximum of its head.
+        max_fraction: Largest fraction of the candidates to select.
+        budget: If given, the fraction of the context to attend to, resident tokens included, instead.
+        own_bases: Launches depend on matrices of each sequence, so that no CUDA graph can be captured.
+    """
+
+    alpha: float
+    max_fraction: float = 1.0
+    budget: float | None = None
+    own_bases: bool = False
+
+    def limit(self, visible: VisibleTokens) -> int:
+        """Return the largest number of tokens selected from these candidates."""
+        if self.budget is not None:
+            return budget_tokens(self.budget, visible)
+        return selection_limit(len(visible.candidates), self.max_fraction)
+
+    def most(self, tokens: int) -> int:
+        """Return an upper bound of `limit` for contexts of at most this number of tokens."""
+        return selection_limit(tokens, self.max_fraction if self.budget is None else self.budget)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Candidates of each sequence.
+
+    Attributes:
+        starts: First candidate of each list, int32 `[P]` on the device.
+        stops: End of the candidates of each list, int32 `[P]` on the device.
+        limits: Largest number of selected tokens of each sequence, int32 `[B]` on the device.
+        contexts: Number of tokens of each sequence, int32 `[B]` on the device.
+        tokens: Upper bound of the slots of a sequence, known to the host.
+        cap: Upper bound of the selected tokens of a list, known to the host.
+    """
+
+    starts: torch.Tensor
+    stops: torch.Tensor
+    limits: torch.Tensor
+    contexts: torch.Tensor
+    tokens: int
+    cap: int
+
+    @staticmethod
+    def numbers(visible: Sequence[VisibleTokens], kv_heads: int, rule: Rule) -> list[list[int]]:
+        """Return starts and stops `[P]`, limits and contexts `[B]` of sequences that see `visible`."""
+        candidates = [seen.candidates for seen in visible for _ in range(kv_heads)]
+        limits, contexts = [rule.limit(seen) for seen in visible], [seen.all.stop for seen in visible]
+        return [[c.start for c in candidates], [c.stop for c in candidates], limits, contexts]

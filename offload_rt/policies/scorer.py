@@ -1,0 +1,327 @@
+"""Base of policies that rank tokens by a score. The engine selects the best ones within the budget.
+
+A policy defines `score`. If needed, it also defines `entry`, which compresses a new key for storage, and `on_queries`
+and `on_attended`, which update stored entries. These methods work on lists, one for each KV head of each sequence. One
+definition therefore serves a single sequence and a batch, and can be captured in a CUDA graph. Apart from `on_queries`,
+they must not read values of tensors on the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+
+from ..core import ModelGeometry, Selection, VisibleTokens
+from ..kernels import dispatch
+from ..kernels.h2d_copy import to_device
+from ..kernels.lists import Scores
+from ..kernels.pointer_table import PointerTable
+from ..kernels.selection import group_scores, top_tokens
+from .base import KeyReader, PolicyState, QuerySource
+from .demand import MemoryDemand
+from .growing import LayerTensors
+from .options import BudgetOptions
+from .registry import PolicyContext
+from .rule import ANY_SCORE, Rule, Spans, budget_tokens, dense_layers
+
+
+@dataclass(frozen=True)
+class EntryShape:
+    """Shape of stored entries: `width` numbers of `dtype` for each KV head and `page` adjacent tokens.
+
+    The entry of a page is the minimum of the entries of its tokens.
+    """
+
+    width: int
+    dtype: torch.dtype
+    page: int = 1
+
+
+@dataclass(frozen=True)
+class TokenLists:
+    """Stored entries and candidates of P lists.
+
+    Attributes:
+        entries: Stored entries `[P, m, w]`. Entry j is that of the tokens from `first + j * page` on.
+        first: First token of the first entry.
+        page: Tokens of an entry.
+        spans: The candidates. Their slots count from token 0.
+    """
+
+    entries: torch.Tensor
+    first: int
+    page: int
+    spans: Spans
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """First candidate of each list, `[P, 1]`."""
+        return self.spans.starts.unsqueeze(1)
+
+    @property
+    def stops(self) -> torch.Tensor:
+        """End of the candidates of each list, `[P, 1]`."""
+        return self.spans.stops.unsqueeze(1)
+
+    @property
+    def limits(self) -> torch.Tensor:
+        """Number of tokens that the engine selects from each list, `[P, 1]`."""
+        return self._each(self.spans.limits)
+
+    @property
+    def contexts(self) -> torch.Tensor:
+        """Number of tokens of the sequence of each list, `[P, 1]`."""
+        return self._each(self.spans.contexts)
+
+    def _each(self, numbers: torch.Tensor) -> torch.Tensor:
+        heads = len(self.entries) // len(numbers)
+        return numbers.unsqueeze(1).expand(-1, heads).reshape(-1, 1)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """Token indices of the scores, int64 `[n]` with n = m * page."""
+        stop = self.first + self.entries.shape[1] * self.page
+        return torch.arange(self.first, stop, device=self.entries.device)
+
+    @property
+    def inside(self) -> torch.Tensor:
+        """Whether each token is a candidate, bool `[P, n]`."""
+        return (self.tokens >= self.starts) & (self.tokens < self.stops)
+
+    def group_ranks(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return one number `[P, m]` for scores `[P, G, m]` of the entries: the largest log-softmax of the group.
+
+        The softmax is over the entries with candidates.
+        """
+        if scores.shape[1] == 1:
+            return scores[:, 0]
+        starts, stops = self.spans.starts, self.spans.stops
+        if self.first:
+            starts, stops = starts - self.first, stops - self.first
+        found = dispatch.within(scores.contiguous(), starts, stops, self.page)
+        return group_scores(found.scores, found.lse.unsqueeze(2))
+
+
+Chosen = TypeVar("Chosen", bound=BudgetOptions)
+
+
+class ScorerPolicy(Generic[Chosen]):
+    """Base of policies that define `score`. Subclasses define `name`, and `query_source` unless it is "query".
+
+    The budget is the fraction of the visible context that a sparse layer attends to, resident tokens included. At equal
+    budgets, policies are compared at equal numbers of attended bytes.
+    """
+
+    name: str
+    query_source: QuerySource = "query"
+    wants_weights = False
+    evictable = False
+    wants_queries = False
+    dense_until = 0
+    drops = False
+    """Whether `score` returns -inf for candidates that must not be selected, as many for every list of a sequence."""
+
+    def __init__(self, options: Chosen, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises ConfigError if an option does not fit the model."""
+        self.geometry, self.budget = geometry, options.budget
+        self.sinks, self.recent = options.sinks, options.recent
+        self.dense_layers = dense_layers(options.dense_layers, geometry)
+        digest = hashlib.sha256(options.provenance_text().encode()).hexdigest()[:16]
+        self.provenance_key = f"{self.name}-{digest}"
+        self.device, self.entries = device, self.entry_shape(options, geometry, dtype)
+        self.rule = Rule(ANY_SCORE, budget=options.budget) if device.type == "cuda" else None
+
+    @classmethod
+    def build(cls, options: Chosen, context: PolicyContext) -> Self:
+        """Build the policy for a model. Raises ConfigError if an option does not fit the model."""
+        return cls(options, context.geometry, context.device, context.dtype)
+
+    @classmethod
+    def entry_shape(cls, options: Chosen, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
+        """Return the shape of entries, by default that of keys."""
+        return EntryShape(geometry.head_dim, dtype)
+
+    @classmethod
+    def memory_demand(cls, options: Chosen, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
+        """Return the demand: sinks, window, the budget of every sparse layer, and the stored entries."""
+        shape = cls.entry_shape(options, geometry, dtype)
+        keys = float(shape.width * shape.dtype.itemsize * geometry.kv_heads) / shape.page
+        # A batch reads the entries into one tensor, and a score may widen them.
+        copied = keys + keys / shape.dtype.itemsize * torch.promote_types(dtype, torch.float32).itemsize
+        dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
+        resident = options.sinks + options.recent
+        return MemoryDemand(dense, resident, options.budget, key_bytes=keys, copied_bytes=copied)
+
+    def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+        """Return `attention_input` `[T, D]` unchanged."""
+        return attention_input
+
+    def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
+        """Return entries `[P, m, w]` of new keys k `[P, m, d]`, by default the keys."""
+        return k
+
+    def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
+        """Return scores `[P, n]` of the tokens `keys.tokens`.
+
+        Args:
+            layer: The layer index.
+            queries: Queries `[P, G, d]`, multiplied by the model's scale, in float32 (float64 for a float64 model).
+            keys: The entries of the tokens, 0 if a token does not exist. Scores of tokens that are not candidates are
+                ignored.
+        """
+        raise NotImplementedError
+
+    def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
+        """Update entries `[Hkv, m, w]` of a prompt by queries q `[H, m, d]`. Called if `wants_queries`.
+
+        The arguments are those of `PolicyState.on_queries`.
+        """
+
+    def on_attended(self, layer: int, keys: TokenLists, weights: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Return new entries `[P, m, w]` after a step. Called if `wants_weights`.
+
+        Args:
+            layer: The layer index.
+            keys: The entries of all tokens.
+            weights: Softmax weights `[P, n]`, summed over the query heads of a KV head; 0 if not attended.
+            attended: bool `[P, n]`, whether a token was attended.
+        """
+        return keys.entries
+
+    def new_state(self, keys: KeyReader) -> ScorerState:
+        """Return an empty state."""
+        return ScorerState(self, keys)
+
+    def scaled(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Return queries q `[H, B, d]` as `[P, G, d]`, multiplied by the model's scale, in float32 or wider."""
+        wide = q.to(torch.promote_types(q.dtype, torch.float32)) * self.geometry.scales[layer]
+        _, batch, d = wide.shape
+        return wide.view(self.geometry.kv_heads, -1, batch, d).permute(2, 0, 1, 3).flatten(0, 1)
+
+    def lists(self, storages: PointerTable, spans: Spans) -> TokenLists:
+        """Return the stored entries of a batch, for all slots up to `spans.tokens`."""
+        page = self.entries.page
+        entries = dispatch.read_lists(storages, -(-spans.tokens // page), spans.contexts, page)
+        return TokenLists(entries, 0, page, spans)
+
+
+class ScorerState(PolicyState):
+    """Stored entries of one sequence, `[Hkv, slots, w]` per layer. Implements `ListedKeys`."""
+
+    def __init__(self, policy: ScorerPolicy[Any], keys: KeyReader) -> None:
+        self._policy, self._keys = policy, keys
+        self._entries = LayerTensors(1, policy.entries.dtype, policy.device, per_slot=policy.entries.page)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the entries."""
+        return self._entries.nbytes
+
+    @property
+    def scoring_keys(self) -> ScorerState:
+        """This state, from which `KeyLists` of a batch are built."""
+        return self
+
+    def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
+        """Pass queries q `[H, m, d]` of a prompt to the policy, if it wants them."""
+        if self._policy.wants_queries and layer not in self._policy.dense_layers:
+            known, stop = self._entries.length(layer), start + q.shape[1]
+            self.on_keys(layer, k[:, known:stop], known)
+            self._policy.on_queries(layer, q, k, start, self._entries.reserve(layer, stop)[:, :stop])
+
+    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
+        """Store entries of keys k `[Hkv, m, d]`, unless `on_queries` has done so."""
+        if layer in self._policy.dense_layers:
+            return
+        page, stop = self._policy.entries.page, start + k.shape[1]
+        self._entries.open(layer, k.shape[0], 0, self._policy.entries.width)
+        first = self._entries.length(layer)
+        assert start == first or self._policy.wants_queries, f"layer {layer} has {first} keys, not {start}"
+        entering = self._policy.entry(layer, k[:, first - start :])
+        data = self._entries.reserve(layer, stop)
+        if page == 1:
+            data[:, first:stop] = entering
+            return
+        data[:, -(-first // page) : -(-stop // page)] = torch.inf
+        pages = torch.arange(first, stop, device=k.device) // page
+        data.scatter_reduce_(1, pages.view(1, -1, 1).expand_as(entering), entering.to(data.dtype), "amin")
+
+    def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
+        """Select the candidates with the highest scores within the budget, by the query q `[H, d]`."""
+        policy, candidates = self._policy, visible.candidates
+        n = budget_tokens(policy.budget, visible)
+        if n == 0:
+            return Selection(torch.empty(policy.geometry.kv_heads, 0, dtype=torch.int64, device=q.device))
+        keys = self._lists(layer, visible, candidates)
+        scores = policy.score(layer, policy.scaled(layer, q.unsqueeze(1)), keys)
+        first = candidates.start - keys.first
+        scores = scores[:, first : first + len(candidates)]
+        if policy.drops:
+            n = min(n, int((scores > -torch.inf).sum(1).min()))
+        return Selection(top_tokens(scores, n) + candidates.start)
+
+    def on_attended(self, layer: int, visible: VisibleTokens, tokens: torch.Tensor, weights: torch.Tensor) -> None:
+        """Update the entries by the weights `[Hkv, n]` of `tokens` `[Hkv, n]`."""
+        keys = self._lists(layer, visible, range(self._entries.length(layer)))
+        shape = len(tokens), len(keys.tokens)
+        dense = weights.new_zeros(shape).scatter_(1, tokens, weights)
+        attended = torch.zeros(shape, dtype=torch.bool, device=tokens.device).scatter_(1, tokens, True)
+        data = self._entries.reserve(layer, self._entries.length(layer))
+        data[:, : keys.entries.shape[1]] = self._policy.on_attended(layer, keys, dense, attended)
+
+    def _lists(self, layer: int, visible: VisibleTokens, tokens: range) -> TokenLists:
+        """Return the entries of `tokens`, rounded to whole pages."""
+        page = self._policy.entries.page
+        pages = range(tokens.start // page, -(-tokens.stop // page))
+        policy, heads = self._policy, self._policy.geometry.kv_heads
+        seen, limit = visible.candidates, budget_tokens(policy.budget, visible)
+        numbers = torch.tensor([*[seen.start] * heads, *[seen.stop] * heads, limit, visible.all.stop])
+        starts, stops, limits, contexts = to_device(numbers, policy.device).split([heads, heads, 1, 1])
+        spans = Spans(starts, stops, limits, contexts, visible.all.stop, limit)
+        return TokenLists(self._stored(layer, pages), pages.start * page, page, spans)
+
+    def _stored(self, layer: int, pages: range) -> torch.Tensor:
+        """Return the entries `[Hkv, m, w]` of `pages`."""
+        return self._entries.data(layer)[:, pages.start : pages.stop]
+
+    def basis(self, layer: int) -> None:
+        """Return None: no matrices are applied."""
+
+    def storage(self, layer: int, slots: range) -> torch.Tensor:
+        """Return the entries `[Hkv, capacity, w]` for writing `slots`, which are counted as written."""
+        return self._entries.reserve(layer, slots.stop)
+
+    def enter(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, basis: None, storages: PointerTable, slots: torch.Tensor
+    ) -> None:
+        """Store entries of the newest keys k `[P, d]` of a batch in their slots."""
+        entering = self._policy.entry(layer, k.unsqueeze(1)).squeeze(1).to(storages.dtype)
+        dispatch.append_entries(entering, storages, slots, self._policy.entries.page)
+
+    def found(self, layer: int, q: torch.Tensor, basis: None, storages: PointerTable, spans: Spans) -> Scores:
+        """Return the scores of queries q `[H, B, d]` of a batch."""
+        policy = self._policy
+        scores = policy.score(layer, policy.scaled(layer, q), policy.lists(storages, spans))
+        wide = scores[:, : spans.tokens].to(torch.promote_types(scores.dtype, torch.float32))
+        return dispatch.within(wide.unsqueeze(1).contiguous(), spans.starts, spans.stops)
+
+    def attended(
+        self, layer: int, storages: PointerTable, spans: Spans, weights: torch.Tensor, attended: torch.Tensor
+    ) -> None:
+        """Update the entries of a batch by the weights `[P, tokens]` of a step."""
+        keys = self._policy.lists(storages, spans)
+        entries = self._policy.on_attended(layer, keys, weights, attended)
+        dispatch.write_lists(entries.contiguous(), storages, spans.contexts, keys.page)
+
+    def fork(self, keys: KeyReader) -> Self:
+        """Return a copy that shares the entries until either side writes."""
+        twin = type(self)(self._policy, keys)
+        twin._entries = self._entries.fork()
+        return twin
+
+    def check_integrity(self) -> None:
+        """Assert that every layer has entries of its tokens."""
+        self._entries.check_integrity()

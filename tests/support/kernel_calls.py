@@ -1,0 +1,63 @@
+"""Count which code attention on a CPU takes: C kernels that read KV in place, or torch functions that replace them.
+
+Decode, dense layer in one run: `DecodeAttention.attend` if `decode_attention.takes` the queries, else
+    `attention_weights` and `KVPart.mix`.
+Decode, selected KV or KV in several runs: `DecodeAttention.attend_paged` under the same condition and if the part is
+    `paged`, else `_Scratch.gather` before the same functions.
+Scores, selection and approximate KV: `LowBitLibrary` if `low_bit_cpu.suits` and `native.low_bit`, else `ProductQuery`.
+Prefill: `causal_cpu._attend` if `causal_cpu.takes` the queries, else torch in `causal.py` and `causal_blocks.py`.
+
+All need a head dimension that 32 divides, and float32 or bfloat16 (queries of low-bit KV are always float32). Shared
+prefixes of dense layers (`attend_runs`) and attention weights (`group_weights`, for H2O) have no C code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from offload_rt.core import KVPart
+from offload_rt.kernels import causal_cpu, low_bit_cpu
+from offload_rt.kernels.decode_attention import DecodeAttention
+from offload_rt.kernels.native import LowBitLibrary
+from offload_rt.transfer import cpu
+
+IN_PLACE = ("attend", "attend_paged")
+LOW_BIT = ("score", "merge")
+FALLBACKS = ("mix", "gather", "ProductQuery")
+
+
+def count_kernels(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return a counter of calls from now on, by the names of the functions above, until `patch` is undone."""
+    calls = Counter[str]()
+
+    def count(owner: Any, name: str, attribute: str | None = None) -> None:
+        own = getattr(owner, attribute or name)
+
+        def counted(*args: Any, **named: Any) -> Any:
+            calls[name] += 1
+            return own(*args, **named)
+
+        patch.setattr(owner, attribute or name, counted)
+
+    for name in IN_PLACE:
+        count(DecodeAttention, name)
+    for name in LOW_BIT:
+        count(LowBitLibrary, name)
+    count(causal_cpu, "causal", "_attend")
+    count(KVPart, "mix")
+    count(cpu._PagedPart, "mix")
+    count(cpu._Scratch, "gather")
+    count(low_bit_cpu, "ProductQuery")
+    return calls
+
+
+def assert_in_place(calls: Counter[str], *needed: str) -> None:
+    """Assert that the kernels `needed` ran (without names one of `IN_PLACE`) and that torch replaced none."""
+    if needed:
+        assert all(calls[name] for name in needed), f"{needed} must run: {dict(calls)}"
+    else:
+        assert any(calls[name] for name in IN_PLACE), f"one of {IN_PLACE} must run: {dict(calls)}"
+    assert not any(calls[name] for name in FALLBACKS), f"torch replaced C code: {dict(calls)}"
