@@ -208,8 +208,8 @@ def select_tokens(
         cap: Length of the result.
 
     Returns:
-        Rising token indices int64 `[P, cap]`, padded with 0, and the number of valid indices int32 `[P]`: that of
-            `selection.token_count`, at most `cap`.
+        Ascending token indices int64 `[P, cap]`, padded with 0, and the number of valid indices int32 `[P]`
+        (`selection.token_count`, at most `cap`).
     """
     lists, group, _ = found.scores.shape
     tokens = torch.zeros(lists, cap, dtype=torch.int64, device=found.scores.device)

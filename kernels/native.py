@@ -160,7 +160,7 @@ class LowBitLibrary:
 def select(
     scores: torch.Tensor, peak: torch.Tensor, lse: torch.Tensor | None, alpha: float, limit: int
 ) -> torch.Tensor | None:
-    """Select at most `limit` tokens as `selection.select_tokens` does: int64 `[Hkv, m]`, rising.
+    """Select at most `limit` tokens like `selection.select_tokens`: int64 `[Hkv, m]`, ascending.
 
     Args:
         scores: Float32 `[Hkv, G, n]`.

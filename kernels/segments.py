@@ -65,10 +65,10 @@ def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> 
     out = torch.empty(batch, *queries.shape[1:], dtype=wide, device=q.device)
     lse = torch.empty(out.shape[:-1], dtype=wide, device=q.device)
     sizes = [sum(run.k.shape[1] for run in runs) for runs in own]
-    assert min(sizes) > 0, "a sequence without rows of its own"
+    assert min(sizes) > 0, "every sequence needs at least one private token"
     # Group sequences of similar length, so that there is less padding than KV.
-    rising = sorted(range(batch), key=sizes.__getitem__)
-    for _, alike in groupby(rising, key=lambda b: sizes[b].bit_length()):
+    ascending = sorted(range(batch), key=sizes.__getitem__)
+    for _, alike in groupby(ascending, key=lambda b: sizes[b].bit_length()):
         members = list(alike)
         out[members], lse[members] = _attend_padded(
             queries, [own[b] for b in members], members, sizes[members[-1]], scale

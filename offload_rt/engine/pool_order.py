@@ -114,7 +114,7 @@ class PoolMember(ABC):
         self._gave_way_at, self._seen = self.order.ends, self.order.frees
 
     def may_admit(self) -> bool:
-        """Return False if an older request of another engine waits for memory or needs the memory given up here."""
+        """Return False if an older request of another engine waits for memory or needs the memory released here."""
         older = self._older(self._driven_others())
         waits = older and self._gave_way_at == self.order.ends
         if waits or any(other.claims for other in older):
@@ -149,6 +149,6 @@ class PoolMember(ABC):
         ]
 
     def _older(self, others: list[PoolMember]) -> list[PoolMember]:
-        """Return those of `others` with a request that is older than all of this engine's."""
+        """Return the engines in `others` whose oldest request is older than the oldest request of this engine."""
         mine = self.oldest
         return [one for one in others if mine is not None and one.oldest is not None and one.oldest < mine]

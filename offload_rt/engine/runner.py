@@ -276,7 +276,7 @@ class Runner:
         del self._open[sequence.id]
 
     def _publish(self, sequence: Sequence) -> None:
-        """Add full blocks to the prefix tree: prefilled ones as exact, decoded ones under the policy's provenance.
+        """Add full blocks to the prefix tree: prefilled ones as exact, decoded ones with the policy's provenance.
 
         All KV that was appended must have reached the pool.
         """

@@ -166,7 +166,7 @@ class Swap:
         return sequence.exact * (self._prefill_rate or step) + decoded * step / batch
 
     def _swapped(self, sequence: Sequence) -> SwappedSequence:
-        """Return the names of the blocks to write: those of full-attention layers, and those of sliding layers that
+        """Return the names of the blocks to write: blocks of full-attention layers, and blocks of sliding layers that
         the next token attends to.
 
         Blocks with exact KV are named by their tokens. The names of other blocks are unique to this sequence.

@@ -231,10 +231,10 @@ class Trace:
         rows_of_all, hits = fetch.savings.rows, fetch.savings.hits
         if self.savings is None:
             self.savings = torch.zeros(4, self.layers, dtype=torch.float64, device=hits.device)
-        asked = fetch.savings.asked
-        self.savings[0, layer] += rows_of_all * (fetch.bytes // asked)
+        requested = fetch.savings.requested
+        self.savings[0, layer] += rows_of_all * (fetch.bytes // requested)
         self.savings[1, layer] += hits
-        self.savings[2, layer] += hits.double() * (rows / asked / len(visible.all))
+        self.savings[2, layer] += hits.double() * (rows / requested / len(visible.all))
         self.savings[3, layer] += fetch.savings.selected
 
     def enter_missed_mass(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:

@@ -62,7 +62,7 @@ def verify_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
     A record holds for one model, adapter, configuration, and versions of this package and of transformers.
 
     Raises:
-        ModelError: As `verify_model`.
+        ModelError: See `verify_model`.
     """
     # The whole configuration counts, because the fingerprint ignores some entries.
     config = {key: value for key, value in model.config.to_dict().items() if key not in _NEUTRAL}
@@ -120,7 +120,7 @@ class _Verification:
         self._one_by_one = range(max(1, length - _DECODE_TOKENS), length)
 
     def run(self) -> None:
-        """Run the comparison. Raise ModelError as `verify_model`."""
+        """Run the comparison. Raises ModelError like `verify_model`."""
         seen = self._observe()
         self._compare_arguments(seen.arguments)
         embedded = self._adapter.embed(self._tokens, self._positions)

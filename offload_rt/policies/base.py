@@ -41,7 +41,7 @@ keys (oracle) and for measurements. These reads are not counted as transfers."""
 class PolicyState:
     """The selection data of a policy for one sequence.
 
-    Subclasses define `select` and `fork`. The other methods do nothing by default.
+    Subclasses define `select` and `fork`. All other methods are no-ops by default.
     """
 
     @property
@@ -98,7 +98,10 @@ class PolicyState:
         raise NotImplementedError
 
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
-        """Return further candidates to fetch, disjoint from `selection`, by the true query q `[H, d]`; or None."""
+        """Return more candidates to fetch, chosen with the true query q `[H, d]` and disjoint from `selection`.
+
+        None if there are none.
+        """
         return None
 
     def merge_approximate(
@@ -136,7 +139,7 @@ class PolicyState:
         """
 
     def fork(self, keys: KeyReader) -> PolicyState:
-        """Return an independent copy for a forked sequence, whose keys `keys` reads."""
+        """Return an independent copy for a forked sequence. `keys` reads the keys of the fork."""
         raise NotImplementedError
 
     def fork_prefix(self, tokens: int) -> PolicyState | None:

@@ -57,14 +57,14 @@ class Savings:
     The counts are on the device (int64 scalars).
 
     Attributes:
-        asked: Number of requested entries, including padding.
+        requested: Number of requested entries, including padding.
         selected: Number of entries that are selected.
         rows: Number of entries that are not transferred: working-set hits, entries that were fetched for another
             sequence already, and padding.
         hits: Number of entries found in the working set.
     """
 
-    asked: int
+    requested: int
     selected: torch.Tensor
     rows: torch.Tensor
     hits: torch.Tensor

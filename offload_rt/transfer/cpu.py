@@ -301,8 +301,8 @@ class CpuRows(RowFetch):
         savings: Savings | None = None,
     ) -> _SparseFetch:
         assert selection.counts is None, "selections on the CPU have no counts"
-        asked, resident = selection.tokens.numel() * self._pair_bytes, (visible.sinks, visible.recent)
-        return _SparseFetch(self._pages, self._fetched, blocks, layer, resident, selection.tokens, asked, savings)
+        requested, resident = selection.tokens.numel() * self._pair_bytes, (visible.sinks, visible.recent)
+        return _SparseFetch(self._pages, self._fetched, blocks, layer, resident, selection.tokens, requested, savings)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
         return _DenseFetch(self._pages, blocks, layer, tokens, len(tokens) * self._token_bytes)

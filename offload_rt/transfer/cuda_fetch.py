@@ -148,16 +148,16 @@ class CudaRows(RowFetch):
 
     def _savings(self, tally: torch.Tensor | None, b: int, selection: Selection) -> Savings | None:
         """Compute the savings of sequence b in the prefetch stream."""
-        asked = selection.tokens.numel()
+        requested = selection.tokens.numel()
         if selection.counts is not None:
             selected = selection.counts.to(self._state.device).sum()
         elif tally is not None:
-            selected = torch.full_like(tally[b, 0], asked)
+            selected = torch.full_like(tally[b, 0], requested)
         else:
             return None
         if tally is None:
-            return Savings(asked, selected, asked - selected, torch.zeros_like(selected))
-        return Savings(asked, selected, asked - tally[b, 0], tally[b, 1])
+            return Savings(requested, selected, requested - selected, torch.zeros_like(selected))
+        return Savings(requested, selected, requested - tally[b, 0], tally[b, 1])
 
 
 def copy_heads(into: torch.Tensor, rows: torch.Tensor) -> None:

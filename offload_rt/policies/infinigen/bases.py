@@ -35,7 +35,10 @@ class Basis:
 
     @classmethod
     def stacked(cls, bases: Sequence[Basis | None]) -> Basis | None:
-        """Combine the bases of several sequences: the shared one, or `[P, d, r]` with one basis per list."""
+        """Return the common basis if all sequences share it.
+
+        Otherwise concatenate their bases to `[P, d, r]`, one matrix per list.
+        """
         each = [basis for basis in bases if basis is not None]
         if all(basis is bases[0] for basis in bases):
             return bases[0]

@@ -100,7 +100,7 @@ class LowBitRows:
     """Approximate KV of one sequence, in pages that forks share with copy-on-write."""
 
     def __init__(self, bases: dict[int, RowBasis], layout: Layout, device: torch.device) -> None:
-        """Creates empty approximate KV from the basis of each sparse layer."""
+        """Create empty approximate KV from the basis of each sparse layer."""
         self._bases, self._layout = bases, layout
         heads = next((own.mean.shape[0] for own in bases.values()), 0)
         self._rows = LayerPages(bases, heads, layout.block_bytes, device)
@@ -146,7 +146,7 @@ class LowBitRows:
                 self._write_values(layer, torch.cat(values, dim=1), start)
 
     def _rounded(self, layer: int, tokens: range) -> Pages:
-        """Return the pages of the layer for reading, in which `tokens` are quantised."""
+        """Return the pages of the layer for reading, after quantising any waiting token of `tokens`."""
         if tokens.stop > self._rows.lengths[layer]:
             self._round(layer)
         return self._rows.pages(layer)

@@ -105,7 +105,7 @@ class PartialKeys:
         data[:, :, target] = data[:, :, source]
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
-        """Return the products of the skewed query and the columns, which read r numbers per token and KV head."""
+        """Return the scores of the skewed query. Reads r elements per token and KV head."""
         columns = self._keys.data(layer)[:, :, tokens.start : tokens.stop]
         return ScoreQuery(dot_scores(self._bases[layer].skew_query(q), columns))
 
@@ -114,8 +114,10 @@ class PartialKeys:
         return self._bases[layer]
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """Return the columns `[Hkv, r, capacity]` for writing `slots`, and extend the length of the layer to include
-        them."""
+        """Return the columns `[Hkv, r, capacity]` for writing `slots`.
+
+        Extends the length of the layer to include them.
+        """
         return self._keys.reserve(layer, slots.stop)
 
     def enter(
@@ -168,14 +170,13 @@ class Quantiser:
 class QuantisedKeys:
     """Keys of scorers "int8" (r kept columns), "int4" and "int2" (all columns).
 
-    In shapes, d is the number of stored columns.
-
     Codes of f = 8 / bits adjacent tokens are packed into bytes `[Hkv, capacity / f, w]`, so that the columns of a token
-    are contiguous for an int8 product. The first d of the w = `row_width(d)` bytes of a row are used.
+    are contiguous for an int8 product. The first d of the w = `row_width(d)` bytes of a row are used, where d is the
+    number of stored columns.
     """
 
     def __init__(self, quantisers: dict[int, Quantiser], bits: int, device: torch.device) -> None:
-        """Creates empty keys. `quantisers` are shared by all sequences and not included in `bytes`."""
+        """Create empty keys. `quantisers` are shared by all sequences and not included in `bytes`."""
         self._quantisers = quantisers
         self._bits, self._fields = bits, 8 // bits
         self._packed = LayerTensors(1, torch.int8, device, per_slot=self._fields)
@@ -228,7 +229,7 @@ class QuantisedKeys:
         data[:, into : into + 1] = pack(codes, self._bits)
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
-        """Return products of the quantised query and the codes. They read bits * d / 8 bytes per token and head."""
+        """Return the scores of the quantised query. Reads bits * d / 8 bytes per token and KV head."""
         first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
         begin = tokens.start - first * self._fields
         own = self._quantisers[layer]
@@ -241,8 +242,10 @@ class QuantisedKeys:
         return self._quantisers[layer].basis
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """Return the codes `[Hkv, capacity / f, w]` for writing `slots`, and extend the length of the layer to include
-        them."""
+        """Return the codes `[Hkv, capacity / f, w]` for writing `slots`.
+
+        Extends the length of the layer to include them.
+        """
         return self._packed.reserve(layer, slots.stop)
 
     def enter(
