@@ -114,10 +114,10 @@ def advice(error: Exception) -> str:
         return "Triton compiles its launchers with a C compiler: install gcc, or set CC, and run this part again"
     if "illegal memory access" in text or "device-side assert" in text:
         return (
-            "a kernel touched what it should not: run this part again with CUDA_LAUNCH_BLOCKING=1, which names the "
+            "a kernel accessed invalid memory: run this part again with CUDA_LAUNCH_BLOCKING=1, which names the "
             "launch, and send us that with the file"
         )
-    return "send us the file: it has the error, the machine and what was found before"
+    return "send us the file: it has the error, the machine and the earlier results"
 
 
 # -------------------------------------------------------------------------------------------------------- command
@@ -151,7 +151,7 @@ def _run_all(flags: list[str], small: bool) -> int:
         code, output = run_program([*CLI, "eval", "gpu", "--part", name, *flags], LIMIT + 60)
         print(output, end="", flush=True)
         if code == STOPPED:
-            print(f"{name}: stopped after {LIMIT + 60} s; what it had found by then is kept")
+            print(f"{name}: stopped after {LIMIT + 60} s; results up to then are kept")
         elif code:
             failed.append(name)
     for name in failed:

@@ -22,7 +22,7 @@ class EngineLoad:
         waiting: Queued prompts.
         running: Completions that decode, and the prompt that is prefilled.
         pool_used_bytes: KV of requests in host memory.
-        pool_limit_bytes: Its limit.
+        pool_limit_bytes: Limit on KV in host memory.
         prompt_tokens: Prompt tokens of finished requests.
         cached_tokens: Number of prompt tokens that were cached.
         generated_tokens: New tokens so far.

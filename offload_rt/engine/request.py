@@ -33,8 +33,9 @@ from .stats import sequence_stats
 
 
 class StartAgainError(Exception):
-    """A prefill cannot go on, but its request can start again at once. The engine drops the request and puts it first
-    in the queue."""
+    """A prefill cannot continue, but its request can start again immediately. The engine drops the request and puts it
+    first in the queue.
+    """
 
 
 class Request(ABC):

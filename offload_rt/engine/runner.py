@@ -1,4 +1,4 @@
-"""Run sequences of one model under one policy: prefill, decode, fork, free. Queues and sampling are the engine's."""
+"""Run sequences of one model with one policy: prefill, decode, fork, free. The engine has the queues and samples."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Runner:
 
     @property
     def provenance_key(self) -> str:
-        """KV provenance of decoded tokens: the policy's, or exact if full attention verifies them."""
+        """KV provenance of decoded tokens: the key of the policy, or exact if full attention verifies them."""
         return self.policy.provenance_key if self.config.exact is None else EXACT
 
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
@@ -156,7 +156,7 @@ class Runner:
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
         """Announce that a sequence, and `forks` others that will fork from it, may grow to `tokens` tokens.
 
-        The pool prepares (pins) memory for them now, so that no decode step waits for it. Nothing is reserved.
+        The pool prepares (pins) memory for them now, so that no decode step waits for it. No blocks are reserved.
         """
         sequence.expected, sequence.forks = tokens, forks
         self._prepare()
@@ -188,7 +188,7 @@ class Runner:
         return fork
 
     def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0) -> BlockTable:
-        """Return cached blocks of a session's tokens, computed exactly or under this policy; never all of them.
+        """Return cached blocks of a session's tokens, computed exactly or with this policy; never all of them.
 
         `floor` is the first token that sliding layers can see.
         """
@@ -209,7 +209,7 @@ class Runner:
     ) -> Sequence:
         """Return a sequence that owns `blocks`. Its first `known` tokens were computed before.
 
-        KV of `blocks.length` tokens is in the block table. The rest is loaded before the next prefill reaches its
+        KV of `blocks.length` tokens is in the block table. All other KV is loaded before the next prefill reaches its
         layer. The block table is released if PoolFullError is raised.
         """
         self.cache_manager.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
@@ -219,7 +219,7 @@ class Runner:
 
     @device_guard
     def reload(self, sequence: Sequence) -> None:
-        """Copy resident KV to the device again, after KV was written to the pool from elsewhere."""
+        """Copy resident KV to the device again, after other code has written KV to the pool."""
         self.transfer.storage.close(sequence.blocks)
         self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
 

@@ -218,7 +218,7 @@ def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
 
 
 def _room(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
-    """Allocate a block table for `size` tokens, of which the first `known` will be copied.
+    """Allocate a block table for `size` tokens. KV of the first `known` tokens will be copied.
 
     Raises:
         PoolFullError: The pool has too few free blocks.

@@ -183,7 +183,7 @@ class RowFetch(Protocol):
     ) -> list[PendingFetch]:
         """Start a fetch for each sequence, transferring KV that several sequences select from shared blocks once.
 
-        In all but the first fetch, such KV is part of `savings`. Each fetch still returns the KV of its own sequence.
+        In all but the first fetch, such KV is part of `savings`. Each fetch still returns all KV of its sequence.
         """
         each = zip(block_tables, visible, selections, strict=True)
         return [self.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
