@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
-    """Serve many asyncio clients with one engine loop in a thread of its own.
+    """Serve many asyncio clients with one engine loop in a separate thread.
 
     Clients may run on several event loops. Requests are decoded with continuous batching, and common prefixes are
     computed once. The tokens of a request do not depend on other requests, and an error ends only its own request.

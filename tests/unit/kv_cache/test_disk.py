@@ -183,7 +183,7 @@ def test_every_flipped_bit_is_a_miss_or_changes_nothing(tmp_path: Path) -> None:
         answer = load(store, 1)
         assert answer in (None, right)
         in_padding = used <= bit // 8 < 4096
-        assert (answer is None) != in_padding, "only the zeros behind the header are nobody's"
+        assert (answer is None) != in_padding, "only the zeros after the header have no owner"
         misses += answer is None
     assert misses > 500
 

@@ -176,12 +176,12 @@ def check(folder: Path, steps: list[Any]) -> None:
         elif kind != "copy" or where[0] != where[1]:
             getattr(model, kind)(*where)
     made.check_integrity()
-    assert made.shares.slots < 25 and made.shares.block_buffers == 1, "or nothing ever leaves memory"
+    assert made.shares.slots < 25 and made.shares.block_buffers == 1, "otherwise all KV stays in memory"
     assert not model.blocks.wrong
     for place in range(LAYOUT.layers):
         model.gather(place, 0, LAYOUT.blocks * 2 * BLOCK_SIZE)
     made.discard(range(LAYOUT.blocks))
-    assert not len(made._extents) and made.file.files.handles.max() == made.file.handle, "files of nobody are closed"
+    assert not len(made._extents) and made.file.files.handles.max() == made.file.handle, "unused files are closed"
 
 
 # ---------------------------------------------------------------------------------------------------------- sessions
@@ -261,14 +261,14 @@ def test_rows_are_written_once_and_come_back_without_being_written(tmp_path: Pat
         assert file is not None and stored_blocks(llm) == len(TURNS[0]) // BLOCK_SIZE == 4
         steps_read = (GREEDY.max_tokens - 1) * 4 * LAYERS_BYTES
         assert file.use.bytes_written == 4 * LAYERS_BYTES
-        assert not file._written.any(), "nothing in the pool's own file"
+        assert not file._written.any(), "the pool's own file is empty"
         assert file.use.bytes_read == steps_read, "by decode steps alone"
         tampered(tmp_path / "store", before)
     with make(tmp_path / "rows") as llm:
         session, file = llm.session("s", tmp_path / "store"), llm.runner.pool.file
         say(session, TURNS[1][:10])
         assert file is not None and stored_blocks(llm) >= session.loaded_tokens // BLOCK_SIZE == 4
-        assert file.use.bytes_written <= 3 * LAYERS_BYTES, "the block behind what came back, and the next"
+        assert file.use.bytes_written <= 3 * LAYERS_BYTES, "the block after the restored KV, and the next"
         session.truncate(keep_last=100)
         say(session, TURNS[2])
         assert not tampered(tmp_path / "store", before) and len(before) > 4
@@ -342,7 +342,7 @@ def test_damage_in_a_stored_extent_is_computed_again(tmp_path: Path) -> None:
     broken.write_bytes(data)
     with make(tmp_path / "rows") as llm:
         assert say(llm.session("s", tmp_path / "store"), TURNS[2]) == list(wanted.outputs[0].token_ids)
-        assert broken.read_bytes() != data, "the block was stored anew"
+        assert broken.read_bytes() != data, "the block was stored again"
 
 
 def test_a_block_that_is_loaded_gets_no_stored_extent(tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ def test_statistics_say_what_a_disk_was_read(tmp_path: Path) -> None:
             assert stats is not None and stats.kv_bytes_disk > 3 * stats.kv_bytes_host > 0
             assert stats.disk_bytes_read > 0 and stats.disk_hit_rate is not None and 0 < stats.disk_hit_rate < 1
         file = llm.runner.pool.file
-        assert file is not None and stats.disk_bytes_read < file.use.bytes_read, "of the second run alone"
+        assert file is not None and stats.disk_bytes_read < file.use.bytes_read, "only the second run is counted"
         shown = "".join(str(row) for row in stats_table(stats).columns[0]._cells)
         assert "KV on disk" in shown and "selected KV entries in host memory" in shown
 
@@ -431,7 +431,7 @@ def test_rows_that_could_not_be_written_are_never_read(
         made.gather(0, names, torch.empty(2, WIDTH), np.arange(2))
     with pytest.raises(DiskError, match="No space left"):
         made.view(0, 0, 64, 64)
-    assert torch.equal(made.view(0, 0, 0, 64).k, rows[0, :, :64]), "what was written before is there"
+    assert torch.equal(made.view(0, 0, 0, 64).k, rows[0, :, :64]), "earlier KV is still there"
     assert made.lost == {1}
     made.fill(0, 0, 64, *rows[:, :, :64])
     assert torch.equal(made.view(0, 0, 64, 64).v, rows[1, :, :64]) and not made.lost

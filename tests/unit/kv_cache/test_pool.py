@@ -55,7 +55,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not say what a process holds")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not report the memory of a process")
 def test_a_short_prompt_holds_pages_of_its_rows_not_a_slab() -> None:
     """The slab has 32 planes of 2 MiB. Touching each with a huge page would take 64 MiB."""
     pool = HostPool(geometry(8, 2, 64), torch.bfloat16, 1 << 27)
@@ -91,7 +91,7 @@ def test_a_fresh_slab_is_preferred_to_two_pieces() -> None:
     pool.new_block_table(3 * BLOCK_SIZE)
     second = pool.new_block_table(3 * BLOCK_SIZE)
     assert len(pool.spans(second, 0, range(3 * BLOCK_SIZE))) == 1
-    assert pool.new_block_table(BLOCK_SIZE).ids == [3], "and what was left over is used by what fits it"
+    assert pool.new_block_table(BLOCK_SIZE).ids == [3], "the gap is used by a table that fits"
 
 
 def test_views_are_contiguous_matrices_without_copies() -> None:

@@ -180,7 +180,7 @@ def test_a_prompt_is_stored_once_and_survives_its_sequence() -> None:
     used = pool.bytes_used
     second = pool.match([*tokens, 5], "exact")
     assert second.length == 3 * BLOCK_SIZE and second.ids == first.ids[:3]
-    assert pool.bytes_used == used, "what is shared is stored once"
+    assert pool.bytes_used == used, "shared blocks are stored once"
     append(pool, second, 10, sequence=1)
     pool.release(first)
     pool.release(second)
@@ -245,7 +245,7 @@ def test_an_overwritten_block_leaves_the_tree_for_good() -> None:
     assert len(pool._tree) == 3, "and finds it again"
     pool.release(other)
     assert pool.claim(blocks, 1)
-    assert pool.match(tokens, "exact").length == BLOCK_SIZE, "what lies behind it went too"
+    assert pool.match(tokens, "exact").length == BLOCK_SIZE, "its descendants were removed too"
     pool.publish(blocks, tokens, "exact")
     assert pool.match(tokens, "exact").length == BLOCK_SIZE
     pool.check_integrity()

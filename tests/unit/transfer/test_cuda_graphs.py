@@ -132,7 +132,7 @@ def test_what_a_graph_cannot_hold_stays_eager() -> None:
 
     class Deaf:
         def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-            """Do nothing: any recorder makes the step eager."""
+            """No-op. Any recorder makes the step eager."""
 
     decode(make(), 3, share=True)
     decode(make(), 3, recorder=Deaf())

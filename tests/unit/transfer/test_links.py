@@ -209,7 +209,7 @@ def test_dense_fetches_of_split_kv_do_not_disturb_each_other() -> None:
         transfer.rows.fetch_range(tables[1], 0, range(4 * BLOCK_SIZE)),
     ]
     parts = [part for fetch in fetches for part in fetch.wait()]
-    assert all(len(pool.runs(blocks, 0, range(4 * BLOCK_SIZE))) > 1 for blocks in tables), "the case is what it claims"
+    assert all(len(pool.runs(blocks, 0, range(4 * BLOCK_SIZE))) > 1 for blocks in tables), "the tables are fragmented"
     for read in (parts, [run for part in parts for run in part.runs]):
         sides = zip(*[(part.k, part.v) for part in read], strict=True)
         assert torch.stack([torch.cat(side, 1) for side in sides]).equal(torch.cat(written, 2))

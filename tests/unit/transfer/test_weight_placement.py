@@ -101,7 +101,7 @@ def test_an_embedding_in_host_memory_gives_the_same_logits(folder: Any, name: st
     used = llm.runner.weights
     assert used is not None and used.embedding is not None
     tokens = sum(map(len, PROMPTS)) + 2 * len(PROMPTS)
-    assert used.use.bytes == tokens * llm.runner.adapter.geometry.hidden * 4, "rows of tokens, and nothing else"
+    assert used.use.bytes == tokens * llm.runner.adapter.geometry.hidden * 4, "only the embedding rows of tokens"
     [completion] = completed(llm.generate([PROMPTS[0]], GREEDY))
     [other] = completed(whole.generate([PROMPTS[0]], GREEDY))
     assert other.stats.weight_bytes_device - completion.stats.weight_bytes_device == used.embedding.host_bytes
@@ -117,7 +117,7 @@ def test_statistics_say_what_crossed(folder: Any) -> None:
     missed = round((1 - stats.expert_hit_rate) * steps * layers * CHOSEN)
     assert stats.h2d_weight_bytes_steps == missed * one > 0
     assert stats.h2d_weight_bytes - stats.h2d_weight_bytes_steps == (2 * EXPERTS + CHOSEN) * one, (
-        "of the last layer only the last token is computed"
+        "the last layer computes only the last token"
     )
     assert stats.weight_bytes_device == stats.weight_bytes - layers * one
 
@@ -209,7 +209,7 @@ def test_a_plan_keeps_as_many_experts_as_fit(folder: Any) -> None:
         assert weights.device_bytes == slots * step
         [completion] = completed(llm.generate([PROMPTS[0]], GREEDY))
         assert completion.stats.weight_bytes_device <= plan.weights <= limit - rest
-        assert plan.weights - completion.stats.weight_bytes_device < 64 * 12 * 3, "but for what aligns weights"
+        assert plan.weights - completion.stats.weight_bytes_device < 64 * 12 * 3, "the difference is alignment"
     least = runtime(folder("mixtral"), device_memory=limit - 1, max_model_len=64)
     assert least.runner.plan is not None and len(least.runner.plan.streamed) > BUFFERS - 1
     assert least.runner.plan.placement.experts == 1
