@@ -87,7 +87,7 @@ def test_table_against_a_list_of_counts(steps: list[tuple[str, int]], slab_block
         assert table.largest_run == max(free_runs(refs, slab_blocks), default=0)
 
 
-def test_best_fit_takes_the_shortest_run_that_fits() -> None:
+def test_best_fit_uses_the_shortest_run_that_fits() -> None:
     table = BlockAllocator(100)
     table.add_slab()
     table.best_fit(100)

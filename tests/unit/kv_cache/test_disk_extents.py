@@ -146,7 +146,7 @@ STEPS = st.one_of(
 @example([("extent", 2, 1), ("fill", 0, 0, 70, 3), ("view", 0, 0, 64, 64)])
 @example([("extent", 0, 1), ("fill", 0, 0, 0, 192), ("fill", 0, 0, 64, 64), ("extent", 1, 1)])
 @settings(max_examples=25, deadline=None)
-def test_rows_are_those_that_were_written_wherever_they_lie(
+def test_reads_return_the_written_kv_from_every_location(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Any]
 ) -> None:
     """Compare an arena with a tensor. Its cache has 16 slots, and one block is buffered at a time."""
@@ -155,7 +155,7 @@ def test_rows_are_those_that_were_written_wherever_they_lie(
 
 @given(st.lists(STEPS, max_size=12))
 @settings(max_examples=10, deadline=None)
-def test_rows_are_those_that_were_written_without_a_compiler(
+def test_reads_return_the_written_kv_without_a_compiler(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Any]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -247,13 +247,11 @@ LAYERS_BYTES = MODEL.config.num_hidden_layers * 2 * BLOCK_SIZE * MODEL.config.hi
 """K and V of a block in all layers. The model has half as many KV heads as query heads."""
 
 
-def test_tokens_are_those_in_memory_whatever_becomes_of_a_session(
-    right: dict[bool, list[list[int]]], tmp_path: Path
-) -> None:
+def test_session_tokens_equal_a_run_in_memory(right: dict[bool, list[list[int]]], tmp_path: Path) -> None:
     assert life(tmp_path / "rows", tmp_path / "store") == right[False]
 
 
-def test_rows_are_written_once_and_come_back_without_being_written(tmp_path: Path) -> None:
+def test_kv_is_written_once_and_restored_without_writes(tmp_path: Path) -> None:
     before: dict[Path, bytes] = {}
     with make(tmp_path / "rows") as llm:
         session, file = llm.session("s", tmp_path / "store"), llm.runner.pool.file
@@ -304,7 +302,7 @@ def refusing(real: Any) -> Any:
 
 
 @pytest.mark.parametrize("at", [0, 5])
-def test_a_stored_extent_that_takes_no_rows(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stored_extent_that_cannot_be_written(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes fail from the `at`-th on: the turn fails, files in the store are whole, and the next turn is right."""
     with make(tmp_path / "rows") as llm, make(None) as memory:
         session, count = llm.session("s", tmp_path / "store"), 0
@@ -363,7 +361,7 @@ def test_a_block_that_is_loaded_gets_no_stored_extent(tmp_path: Path) -> None:
         other.close()
 
 
-def test_a_turn_that_is_given_up_leaves_its_blocks_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_turn_leaves_its_blocks_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next turn gets files again, and does not read the old KV to move out of them."""
     with make(tmp_path / "rows") as llm, make(None) as memory:
         session = llm.session("s", tmp_path / "store")

@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_at_any_write(
 
 
 @pytest.mark.parametrize("at", range(20) if EVERY else (2, 8))
-def test_a_session_goes_on_after_a_full_disk(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_continues_after_a_full_disk(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk fills up during the second turn. The next turn computes the KV that was not stored."""
     memory = make(None, "full")
     with make(tmp_path / "rows", "full") as llm:
@@ -209,7 +209,9 @@ def test_a_session_goes_on_after_a_full_disk(at: int, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "verify", "reload"])
-def test_a_disk_error_ends_what_it_is_of(phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_error_ends_only_the_requests_that_need_the_kv(
+    phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the prompt, the batch of the step, or the request with the wrong draft fails. Other requests continue."""
     failed, ended = [], {}
     drafts: Any = {"exact": {"method": "sparse", "adaptive": False}} if phase in ("verify", "reload") else {}

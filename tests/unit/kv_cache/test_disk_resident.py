@@ -103,6 +103,6 @@ def test_resident_memory_stays_within_64_mib_of_the_limit(context: int, layers: 
     assert all(over < 64 << 20 for over in found.values())
 
 
-def test_a_small_context_is_within_it_too(tmp_path: Path) -> None:
+def test_a_small_context_stays_within_the_limit(tmp_path: Path) -> None:
     """Shows in each run that the measurement works; the process has the memory of other tests."""
     assert over_limit(tmp_path, 16_384, 1, 3, True) < 64 << 20

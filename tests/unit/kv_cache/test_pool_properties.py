@@ -262,7 +262,7 @@ TestSliding = SlidingMachine.TestCase
 TestAllSlide = AllSlideMachine.TestCase
 
 
-def test_a_place_filled_in_part_is_not_kept_for_others() -> None:
+def test_a_partly_filled_window_block_is_not_cached() -> None:
     """The windows of the prefill leave a gap after a block with KV of only 57 tokens."""
     machine = AllSlideMachine()
     model = Model(BlockTable())
@@ -275,7 +275,7 @@ def test_a_place_filled_in_part_is_not_kept_for_others() -> None:
 
 @pytest.mark.parametrize("missing", range(6))
 @pytest.mark.parametrize("window", [1, 64, 65, 129])
-def test_a_prefix_is_usable_up_to_where_all_is_kept_that_its_window_shows(missing: int, window: int) -> None:
+def test_a_prefix_is_usable_while_its_windows_are_complete(missing: int, window: int) -> None:
     groups, table = LayerGroups(1, (0, 1), (0, 0), 1, window), BlockAllocator(100)
     table.add_slab()
     windows, blocks = WindowBlocks(table, groups), list(range(50, 56))

@@ -220,7 +220,7 @@ def test_blocks_that_a_fork_keeps_are_not_exchanged() -> None:
     pool.check_integrity()
 
 
-def test_writing_behind_a_cut_in_a_published_block_leaves_it_to_the_tree() -> None:
+def test_writing_after_a_cut_in_a_published_block_copies_it() -> None:
     pool = make_pool(12)
     blocks = pool.new_block_table(0)
     append(pool, blocks, BLOCK_SIZE)
@@ -234,7 +234,7 @@ def test_writing_behind_a_cut_in_a_published_block_leaves_it_to_the_tree() -> No
     pool.check_integrity()
 
 
-def test_an_overwritten_block_leaves_the_tree_for_good() -> None:
+def test_an_overwritten_block_is_removed_from_the_tree() -> None:
     pool = make_pool(12)
     tokens = [*text(1, 2, 3), 0]
     blocks = pool.new_block_table(0)

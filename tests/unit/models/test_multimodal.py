@@ -89,7 +89,7 @@ def test_its_layers_stream(name: str, saved: Any) -> None:
     assert weights.stream.bytes > 0
 
 
-def test_a_session_goes_on_with_the_whole_model(saved: Any, tmp_path: Path) -> None:
+def test_a_session_continues_with_the_whole_model(saved: Any, tmp_path: Path) -> None:
     """KV stored by the checkpoint's language model can be reused with the loaded multimodal model."""
     folder, whole = saved("mistral3")
     first = LLM(folder, policy="full", host_memory="4MiB", dtype="float32").session("s", tmp_path)

@@ -123,7 +123,7 @@ def test_the_first_asker_of_a_row(ids: list[int]) -> None:
     ],
     ids=["default", "paper", "repair", "int4", "h2o", "sliding"],
 )
-def test_tokens_are_the_same_and_fewer_bytes_cross(rows: int, policy: str, settings: dict[str, Any]) -> None:
+def test_tokens_are_the_same_and_fewer_bytes_are_transferred(rows: int, policy: str, settings: dict[str, Any]) -> None:
     """Run a ragged batch and check integrity after every step."""
     prompts = [tiny_prompt(length, seed=length) for length in (1, 40, 150)]
     plain = completed(make(policy=policy, **settings).generate(prompts, greedy(12)))
@@ -190,7 +190,7 @@ def test_an_overwritten_slot_is_forgotten(eviction: str, policy_options: dict[st
     assert (made[1].stats.working_set_hit_rate or 0) > 0.05
 
 
-def test_forks_take_the_rows_along() -> None:
+def test_forks_copy_the_working_set() -> None:
     """Samples and beams give the same tokens, and a fork starts with the working set of its parent."""
     prompt = tiny_prompt(150, seed=1)
     sampled = SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=3)
