@@ -113,7 +113,7 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
 def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int = 1) -> torch.Tensor:
     """Return the first `rows` rows of the tensors `[X, n_b, w]` of a batch as lists `[X * B, rows, w]`.
 
-    A row holds `page` tokens. Rows behind the first `counts[b]` (int `[B]`) tokens are 0.
+    A row holds `page` tokens. Rows after the first `counts[b]` (int `[B]`) tokens are 0.
     """
     first = table.tensors[0]
     lists = first.new_zeros(len(table.tensors), table.heads, rows, first.shape[2])

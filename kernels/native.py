@@ -31,7 +31,7 @@ RANKED_TOKENS = 4096
 """Tokens of a part of `rank`, whose intermediate results stay in the first-level cache."""
 
 PADDING = 64
-"""Numbers that `best_scores.c` may read or write behind the last one."""
+"""Elements after the end of an array that `best_scores.c` may read or write."""
 
 SCRATCH = RecycledMemory()
 """Memory for intermediate values of a context's tokens, reused by every layer and shared by the process."""

@@ -245,7 +245,7 @@ class ScoreQuery:
 
 
 def extend_selection(scores: torch.Tensor, attended: torch.Tensor, max_missed: float, most: int) -> torch.Tensor:
-    """Select tokens besides `attended` until the missed attention mass is at most `max_missed`.
+    """Select tokens in addition to `attended` until the missed attention mass is at most `max_missed`.
 
     The missed mass is the mean over query heads. Each KV head takes its m best tokens, by the largest softmax of the
     group. m is the smallest number that suffices, at most `most`.

@@ -133,7 +133,7 @@ def run_gpu(part: str | None, device: str, small: bool, out: Path | None) -> int
             print(f"{name}: skipped, there is no CUDA device here (--device cpu --small shows that it runs)")
         return 0
     if device == "cpu" and not small:
-        raise ConfigError("--device cpu measures nothing of a GPU: add --small to see that it runs")
+        raise ConfigError("--device cpu does not measure a GPU: add --small to see that it runs")
     out = out or (ROOT / "out" / "gpu" if small else ROOT / "eval" / "results" / "gpu")
     if part:
         warnings.simplefilter("ignore")

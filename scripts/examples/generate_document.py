@@ -3,7 +3,7 @@
     python scripts/examples/generate_document.py --out novel.txt --chapters 12 --chapter-tokens 1500
     python scripts/examples/generate_document.py --out novel.txt --model meta-llama/Llama-3.1-8B --host-memory 64GiB
 
-Text is appended as it is generated, so Ctrl-C or a crash loses nothing. If started again with the same arguments, the
+Text is appended as it is generated, so Ctrl-C or a crash loses no text. If started again with the same arguments, the
 script continues the last chapter. The start of each chapter is recorded in a second file (novel.txt.chapters), because
 a model of novels generates headings too. Without this file, or if the text was edited, headings are found by their
 numbers.

@@ -1,4 +1,4 @@
-"""The script that writes a long document: chapters in order, nothing lost by an interruption."""
+"""Test the script that writes a long document: chapters in order, and no loss by an interruption."""
 
 from __future__ import annotations
 

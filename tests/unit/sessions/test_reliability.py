@@ -85,7 +85,7 @@ def test_a_full_disk_keeps_what_is_whole(small_disk: Callable[[str], Path]) -> N
     assert not list(folder.rglob("*.tmp"))
     store.put(named("history"), bytes(6000))
     assert store.get(named("history")) == Document(bytes(6000))
-    assert block_files(folder) < sum(saved), "a block gives way to what was said"
+    assert block_files(folder) < sum(saved), "a block is evicted for the history"
     store.check_integrity()
     with pytest.raises(StoreError, match="No space left"):
         store.put(named("history"), bytes(1 << 20))
