@@ -13,6 +13,7 @@
 #                day (sessions come and go for ten minutes: DAY_SECONDS),
 #                server (9,000 requests that are wrong in one place, answers cut anywhere, 10,000 over 32 connections,
 #                LangChain, litellm, llm, schemathesis and llm-comply where they are installed),
+#                agents (requests of coding agents and a chat page: cached tokens, before and after a restart),
 #                attack (half-open connections and clients that do not read, beside normal traffic),
 #                adversary (random cases against oracles, ADVERSARY_SECONDS for each of its parts; a failing one is
 #                printed as a command), page (the server's page in a headless Chromium), ray (two replicas, two engines of a batch, where ray is installed),
@@ -74,13 +75,14 @@ quick: $(READY)
 test-training: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m training
 
-STRESS_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server attack adversary page ray neon wheel
+STRESS_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server agents attack adversary page ray neon wheel
 STRESS_disk := tests/unit/kv_cache/test_disk.py tests/unit/kv_cache/test_disk_faults.py tests/unit/kv_cache/test_disk_resident.py
 STRESS_sessions := tests/unit/sessions/test_reliability.py
 STRESS_composition := tests/unit/model_runner/test_sparse_decode.py tests/unit/model_runner/test_composition.py tests/unit/model_runner/test_exactness.py tests/unit/engine/test_beam.py \
 	tests/unit/transfer/test_cuda_graphs.py tests/unit/eval/test_eval_paper.py tests/unit/eval/test_eval_real_speed.py
 STRESS_requests := tests/unit/model_runner/test_sharing.py tests/unit/engine/test_async_llm.py
-STRESS_server := tests/unit/server/test_server_fuzz.py tests/unit/server/test_server_parsers.py tests/unit/server/test_server_clients.py
+STRESS_server := tests/unit/server/test_server_fuzz.py tests/unit/server/test_server_parsers.py tests/unit/server/test_tool_parsers.py tests/unit/server/test_server_clients.py
+STRESS_agents := tests/unit/server/test_server_agents.py
 STRESS_attack := tests/unit/server/test_server_attack.py
 STRESS_page := tests/unit/server/test_page.py
 STRESS_adversary := tests/unit/stress/test_adversary.py

@@ -27,9 +27,12 @@ def runs() -> str:
         windows = len(geometry.sliding)
         shown = "chunked" if geometry.chunked else "sliding"
         layers = "full" if not windows else shown if windows == geometry.layers else f"full and {shown}"
+        if geometry.states:
+            layers = f"{geometry.layers} of {geometry.depth or geometry.layers} with attention ({layers})"
         limits = [
             "eviction only within the window" if windows == geometry.layers else "",
             "no truncation" if geometry.absolute_positions else "",
+            "no prefix caching, sessions or `exact`" if geometry.states else "",
         ]
         rows.append([f"`{type(model).__name__}`", kind.traits, layers, "; ".join(filter(None, limits))])
     return table(("transformers' class", "properties", "layers", "limits"), rows)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .async_llm import AsyncLLM
     from .drop_in import OffloadedCache, offload
     from .llm import LLM
+    from .writing.writer import write_document
 
     __version__: str
 
@@ -71,10 +72,17 @@ __all__ = [
     "StructuredOutputs",
     "__version__",
     "offload",
+    "write_document",
 ]
 
 
-_LATER = {"LLM": ".llm", "AsyncLLM": ".async_llm", "OffloadedCache": ".drop_in", "offload": ".drop_in"}
+_LATER = {
+    "LLM": ".llm",
+    "AsyncLLM": ".async_llm",
+    "OffloadedCache": ".drop_in",
+    "offload": ".drop_in",
+    "write_document": ".writing.writer",
+}
 
 
 def __getattr__(name: str) -> Any:

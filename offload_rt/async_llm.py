@@ -25,6 +25,8 @@ from .errors import InputError, QueueFullError, StoreError
 from .llm import LLM
 from .outputs import RequestOutput
 from .sampling_params import SamplingParams
+from .sessions.stored_prompt import StoredPrompt
+from .sessions.stored_request import StoredRequest
 from .sessions.whole_prompts import WholePrompts
 
 logger = logging.getLogger(__name__)
@@ -38,9 +40,11 @@ class AsyncLLM:
 
     Args:
         llm: The runtime. `close` closes it as well.
-        max_waiting: Maximum number of queued requests; one more raises QueueFullError. None means no limit.
-        store: Folder for sessions (`generate(session=...)`).
+        max_waiting: Maximum number of queued requests; one more raises QueueFullError. None is no limit.
+        store: Folder for the KV of all prompts, which later prompts with the same beginning reuse, also after a
+            restart, and for sessions (`generate(session=...)`).
         store_options: Options of the store.
+        read_only: Reuse stored KV, store nothing, and refuse sessions. Another process may write to the store.
 
     Raises:
         ConfigError, StoreError: See `LLM.session`.
@@ -53,19 +57,23 @@ class AsyncLLM:
         max_waiting: int | None = None,
         store: str | Path | None = None,
         store_options: StoreOptions | None = None,
+        read_only: bool = False,
     ) -> None:
         self._llm, self._max_waiting = llm, whole_or_none("max_waiting", max_waiting, 1)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        opened = None if store is None else llm.session_store(store, store_options, read_only=read_only)
+        self._sessions = None if opened is None else WholePrompts(opened, self._calls.put)
+        self._names_sessions = opened is not None and not read_only
         self._engine = llm.make_engine(
             on_failure=self._fail, on_prefill=self._prefilled, waited_for=lambda: not self._calls.empty()
         )
-        self._sessions = None if store is None else WholePrompts(llm.session_store(store, store_options))
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._arriving = 0
         self._closed = False
         self._clients: dict[str, Client] = {}  # from here on: state of the engine thread
         self._by_number: dict[int, Client] = {}
+        self._tree_tokens = 0  # cached tokens of requests that the store does not count
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._h2d_bytes = self._device_bytes = 0
         self._thread = threading.Thread(target=self._run, name="offload-rt engine", daemon=True)
         self._thread.start()
@@ -114,8 +122,8 @@ class AsyncLLM:
             SessionBusyError: The session is answering another request.
         """
         params = sampling(sampling_params, self._llm.runner.model.sampling)
-        if session is not None and self._sessions is None:
-            raise InputError(f"session={shown(session)} needs a store: create AsyncLLM(llm, store=folder)")
+        if session is not None and not self._names_sessions:
+            raise InputError(f"session={shown(session)} needs a writable store: create AsyncLLM(llm, store=folder)")
         client = await self._arrive(prompt, params, request_id, session, trace, salt(cache_salt))
         finished = False
         try:
@@ -183,14 +191,15 @@ class AsyncLLM:
             weight_bytes=runner.model.weight_bytes,
             device_kv_bytes=self._device_bytes,
             kept_bytes=pool.idle_blocks * pool.block_bytes,
+            host_hit_tokens=self._tree_tokens,
         )
         if sessions is None:
             return load
         return replace(
             load,
-            session_host_tokens=sessions.stats.host_tokens,
-            session_disk_tokens=sessions.stats.disk_tokens,
-            session_computed_tokens=sessions.stats.computed_tokens,
+            host_hit_tokens=self._tree_tokens + sessions.stats.host_tokens,
+            disk_hit_tokens=sessions.stats.disk_tokens,
+            lost_tokens=sessions.stats.computed_tokens,
             store_bytes=sessions.disk_bytes,
         )
 
@@ -310,13 +319,18 @@ class AsyncLLM:
             self._clients[client.request_id] = self._by_number[client.request.prompt.id] = client
 
     def _request(self, client: Client) -> Request:
-        if client.session is None or self._sessions is None:
+        sessions = self._sessions
+        if sessions is None or (client.session is None and not sessions.keeps(client.params)):
             return self._engine.add(client.ids, client.params, client.tracer, client.cache_salt)
+        if client.session is None:
+            prompt = sessions.prompt(
+                self._engine.next_id(), client.ids, client.params, client.tracer, client.cache_salt
+            )
+            self._engine.submit(prompt, swaps=True)
+            return prompt
         with self._llm.runner.pool.lock:
             number = self._engine.next_id()
-            turn = self._sessions.turn(
-                client.session, number, client.ids, client.params, client.tracer, client.cache_salt
-            )
+            turn = sessions.turn(client.session, number, client.ids, client.params, client.tracer, client.cache_salt)
         self._engine.submit(turn)
         return turn
 
@@ -350,9 +364,14 @@ class AsyncLLM:
             return
         del self._clients[client.request_id]
         self._cancel(request)
-        if client.session is not None and self._sessions is not None:
+        if self._sessions is not None:
             with _log_errors():
-                self._sessions.ended(client.session)
+                if isinstance(request, StoredPrompt):
+                    self._sessions.prompt_ended(request)
+                elif client.session is not None:
+                    self._sessions.ended(client.session)
+        if not isinstance(request, StoredRequest):
+            self._tree_tokens += request.cached_tokens
         self._prompt_tokens += len(request.prompt.token_ids)
         self._cached_tokens += request.cached_tokens
         ended = (completion.stats for completion in request.completions())

@@ -20,6 +20,7 @@ DraftName = Literal["sparse", "lookup", "both", "model", "lookup+model"]
 Protected = Literal["window", "none"]
 Verify = Literal["auto", "always", "off"]
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+Quantize = Literal["auto", "none", "int4", "int8"]
 
 Size = Annotated[int, "bytes"]
 """Bytes; a configuration also takes text such as "200GiB"."""
@@ -113,6 +114,9 @@ class EngineConfig:
         device: "auto" uses CUDA if it is available.
         dtype: "auto" uses the checkpoint's dtype on CUDA. On a CPU it uses bfloat16 for half-precision checkpoints and
             float32 otherwise.
+        quantize: Format of the weights. "auto" keeps a checkpoint's own format; weights of GGUF files are computed as
+            they are packed on a CPU, and dequantised on a GPU. "none" dequantises GGUF files on a CPU too. "int4" and
+            "int8" quantise the linear layers of a 16-bit checkpoint when it is loaded.
         device_memory: Hard limit on device memory in bytes: weights, approximate KV, resident and fetched KV entries,
             activations. Decoder layers that do not fit stay in host memory and are copied to the device in every step.
             If approximate KV still does not fit, scoring runs on the host. The tokens do not change. None uses all
@@ -165,6 +169,7 @@ class EngineConfig:
     policy_options: Mapping[str, Any] = option(None, help="options of the policy by name", plans=True)
     device: str = option("auto", help="compute device", metavar="auto|cpu|cuda", group="device", plans=True)
     dtype: str = option("auto", help="compute dtype", plans=True)
+    quantize: Quantize = option("auto", help="format of the weights (none: dequantise GGUF files)", plans=True)
     device_memory: Size | None = option(
         None, help="limit on device memory; weights beyond it are streamed", group="device", plans=True
     )
@@ -259,6 +264,7 @@ class EngineConfig:
             object.__setattr__(self, name, value)
         check_types(self)
         check_choice("verify", self.verify, get_args(Verify))
+        check_choice("quantize", self.quantize, get_args(Quantize))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVFormatName))
         check(
             self.max_model_len is None or self.max_model_len > 0, f"max_model_len={self.max_model_len} must be positive"
@@ -353,8 +359,8 @@ class StoreOptions:
 
     Attributes:
         limit: Hard limit on the total size of the store's files in bytes; None is no limit.
-        policy: Eviction policy. "lookahead" keeps KV that queued turns will use, and is LRU otherwise. "lru" and "fifo"
-            ignore the queue and do not prefetch.
+        policy: Eviction policy. "lookahead" keeps KV that queued turns will use, and evicts the rest by last use and
+            recomputation cost. "lru" and "fifo" ignore the queue and the cost, and do not prefetch.
         ttl: Seconds after the last use until stored KV is deleted, and KV in host memory is released; None is never.
         free_host: Fraction of the host KV cache kept free, so that loading a session need not wait for evictions.
         overflow: If a turn would outgrow the model's maximum length: "truncate" drops the oldest half of the

@@ -14,6 +14,7 @@ A *token index* counts the slots of one sequence from 0. Without eviction it equ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -24,8 +25,32 @@ BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)
+class StateShape:
+    """Recurrent state that one decoder layer keeps per sequence, whatever the length of the sequence.
+
+    Attributes:
+        layer: Index of the decoder layer.
+        after: The attention layer behind which it runs, or in which; -1 is before the first.
+        conv: Channels and kernel size of the convolution's last inputs, which have the model's dtype.
+        recurrent: Shape of the float32 state, or () if there is none.
+    """
+
+    layer: int
+    after: int
+    conv: tuple[int, int]
+    recurrent: tuple[int, ...]
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Return the size of the state of one sequence in bytes."""
+        recurrent = math.prod(self.recurrent) * torch.float32.itemsize if self.recurrent else 0
+        return math.prod(self.conv) * dtype.itemsize + recurrent
+
+
+@dataclass(frozen=True)
 class ModelGeometry:
     """Dimensions of a model.
+
+    Layers are attention layers. Decoder layers without attention, of hybrid models, run between them.
 
     Attributes:
         scales: Factor of q·k per layer. Adapters return unscaled queries.
@@ -33,11 +58,13 @@ class ModelGeometry:
         max_positions: Number of positions that the model was trained for.
         absolute_positions: Whether positions come from a learned table (OPT, GPT-2), which ends at `max_positions`.
         default_alpha: Selection threshold of InfiniGen §5.1 for this family: 4 for OPT, 5 for Llama.
-        softcap: Value c with which scaled scores s enter the softmax as c tanh(s / c). None disables it.
-        sinks: Whether layers have learned attention sinks.
-        chunked: If True, windows do not slide: a token sees the tokens of its own window, starting at a multiple of its
-            size.
-        experts: Whether MLPs are mixtures of experts.
+        softcap: Scaled scores s enter the softmax as c tanh(s / c) with this c.
+        sinks: Layers have learned attention sinks.
+        chunked: Windows do not slide. A token sees the tokens of its own window, starting at a multiple of its size.
+        experts: MLPs are mixtures of experts.
+        states: Recurrent states per sequence, of hybrid models.
+        attention_at: Index of each attention layer among the decoder layers; empty if all of these have attention.
+        depth: Number of decoder layers; 0 if all of them have attention.
     """
 
     layers: int
@@ -55,10 +82,14 @@ class ModelGeometry:
     sinks: bool = False
     chunked: bool = False
     experts: bool = False
+    states: tuple[StateShape, ...] = ()
+    attention_at: tuple[int, ...] = ()
+    depth: int = 0
 
     def __post_init__(self) -> None:
         assert self.heads % self.kv_heads == 0, "query heads must be a multiple of KV heads"
         assert len(self.scales) == self.layers == len(self.windows)
+        assert not self.attention_at or len(self.attention_at) == self.layers <= self.depth
 
     @property
     def group(self) -> int:
@@ -69,6 +100,18 @@ class ModelGeometry:
     def sliding(self) -> tuple[int, ...]:
         """Layers with a sliding window, in ascending order."""
         return tuple(layer for layer, window in enumerate(self.windows) if window is not None)
+
+    def decoder_layer(self, layer: int) -> int:
+        """Return the index of an attention layer among the decoder layers."""
+        return self.attention_at[layer] if self.attention_at else layer
+
+    def keeps_state(self, layer: int) -> bool:
+        """Return whether a decoder layer behind the attention layer `layer`, or this layer itself, keeps state."""
+        return any(state.after == layer for state in self.states)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Return the size of the recurrent state of one sequence in bytes."""
+        return sum(state.bytes(dtype) for state in self.states)
 
     def resident(self, layer: int, sinks: int, recent: int) -> tuple[int, int]:
         """Return how many of the first tokens (sinks) and of the last tokens (window) stay on the device in `layer`.

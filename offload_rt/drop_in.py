@@ -176,6 +176,11 @@ class OffloadedCache(Cache):
             InputError: The last call computed fewer tokens.
         """
         count = abs(int(tokens_to_remove))
+        if count and self._runner.states is not None:
+            raise InputError(
+                "tokens cannot be removed from a model with recurrent layers, which keep only the state after the last "
+                "token: leave out assistant_model and prompt_lookup_num_tokens"
+            )
         if count > self._takes_back:
             raise InputError(f"{count} tokens cannot be removed: only the {self._takes_back} of the last call can")
         if not count:
@@ -266,12 +271,25 @@ class OffloadedCache(Cache):
             last = runner.prefill(row, len(row.tokens), want_logits=True)
             assert last is not None
             return last[None]
+        if runner.states is not None:
+            return self._all_logits(row)[-keep:]
         if row.position < stop:
             runner.prefill(row, stop)
         [logits] = verify(runner, [(row, keep)])
         for _ in range(keep):
             accept(runner, row)
         return logits
+
+    def _all_logits(self, row: Sequence) -> torch.Tensor:
+        """Compute the remaining tokens of a row as a prompt. Return the float32 logits of all of them, `[n, V]`."""
+        found: list[torch.Tensor] = []
+        stop = len(row.tokens)
+        prefill = self._runner.begin_prefill(
+            row, stop, want_logits=False, every_logits=lambda _, logits: found.append(logits)
+        )
+        while not prefill.done:
+            self._runner.advance_prefill(prefill)
+        return torch.cat(found)
 
     def _decode(self, ids: torch.Tensor) -> torch.Tensor:
         runner = self._runner

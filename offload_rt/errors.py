@@ -12,6 +12,7 @@
     │       └── DeviceFullError             `device_memory` leaves no room for a sequence
     ├── QueueFullError                      the request queue is full
     ├── StoreError           (OSError)      the session store cannot be read, written or locked
+    │   └── StoreInUseError                 another process writes to the store
     ├── DiskError            (OSError)      the disk that holds a running context cannot be read or written
     └── EngineError                         an unexpected exception ended a request; it is the `__cause__`
 
@@ -73,6 +74,10 @@ class QueueFullError(OffloadError):
 
 class StoreError(OffloadError, OSError):
     """The session store cannot be opened, read or written."""
+
+
+class StoreInUseError(StoreError):
+    """Another process writes to the session store. It can be read meanwhile."""
 
 
 class DiskError(OffloadError, OSError):

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .config import EngineConfig, StoreOptions
 from .engine.build import build, build_beside
 from .engine.checks import (
+    check_keeps_no_state,
     check_token_ids,
     folder_path,
     max_length,
@@ -388,14 +389,20 @@ class LLM:
             most = whole_or_none("max_num_seqs", max_num_seqs, 1) or self.config.max_num_seqs
             return TurnQueue(self.session_store(store, options, **fields), most)
 
-    def session_store(self, store: str | Path, options: StoreOptions | None = None, **fields: Any) -> SessionStore:
-        """Return the store of a folder, for front ends. It closes with its last session. Arguments as `session`."""
+    def session_store(
+        self, store: str | Path, options: StoreOptions | None = None, *, read_only: bool = False, **fields: Any
+    ) -> SessionStore:
+        """Return the store of a folder, for front ends. It closes with its last session.
+
+        Arguments as `session` and `SessionStore.on_disk`.
+        """
+        check_keeps_no_state("a session", self.runner.adapter.geometry)
         self._check_open()
         folder = folder_path("store", store).resolve()
         known = self._stores.get(folder)
         if known is None or known.closed:
             chosen = configured(StoreOptions, options, fields)
-            known = self._stores[folder] = SessionStore.on_disk(self.runner, folder, chosen)
+            known = self._stores[folder] = SessionStore.on_disk(self.runner, folder, chosen, read_only=read_only)
         return known
 
     def reset_prefix_cache(self) -> bool:

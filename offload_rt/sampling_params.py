@@ -67,11 +67,13 @@ class SamplingParams:
         presence_penalty: Subtracted from the logits of tokens in the answer.
         frequency_penalty: Subtracted once for each occurrence in the answer.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt and answer.
-        seed: Seed of the random numbers; None is random. Completion i of n uses a seed derived from it, and the first
-            completion uses `seed` itself.
+        seed: Seed of the random numbers; None is random. The random number of a token depends on the seed and on the
+            token's position in the text. Completion i of n uses a seed derived from it, and the first completion uses
+            `seed` itself.
         stop: String or strings that end the answer. They are not part of it.
         stop_token_ids: Tokens that end the answer.
         include_stop_str_in_output: Keep the stop string in the answer.
+        skip_special_tokens: Leave special tokens out of the text.
         ignore_eos: Continue after end-of-text tokens.
         logprobs: Number of most probable tokens per position whose log-probabilities are returned, in addition to the
             sampled token's; before any filter. 0 returns the sampled token's only, -1 the whole vocabulary.
@@ -103,6 +105,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -200,10 +203,6 @@ class SamplingParams:
             return
         changed = self.length_penalty != 1.0 or self.early_stopping is not False
         check(not changed, "length_penalty and early_stopping need beam search: set num_beams above 1")
-        check(
-            self.n == 1 or self.temperature > 0,
-            f"n={self.n} greedy completions would be identical: set temperature above 0, or num_beams",
-        )
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:

@@ -153,7 +153,9 @@ def _segment_sums(
     slices = slices_of(len(tokens), SLICE)
     positions = torch.arange(len(tokens), device=tokens.device)
     natural, spread = ([p[s] for s in slices] for p in (positions, _spread(len(tokens), limit).to(tokens.device)))
+    adapter = adapter.for_new_sequence()
     hidden = adapter.embed(tokens, positions)
+    adapter.run_stages(-1, hidden, slices)
     for layer in range(geometry.layers):
         yield _sum_moments(adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), spread)
         if layer + 1 == geometry.layers:
@@ -167,6 +169,8 @@ def _segment_sums(
             residual = residual_after_attention(adapter, layer, hidden[s], adapter.query(layer, own, at), kv, s.stop)
             guessed = {source: guessed_input(adapter, after, source, hidden[s], own, residual) for source in SOURCES}
             left = adapter.mlp(layer, residual)
+            for stage in adapter.stages(layer):
+                left = stage.run(left)
             guesses.add(after, guessed, adapter.attention_input(after, left))
             hidden[s] = left  # assign last: a guess may be a view of hidden
 

@@ -116,9 +116,10 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Store the skew artifacts of tests in a folder of the test session."""
+    """Store the skew artifacts and the default store of tests in folders of the test session."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_RT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         yield
 
 

@@ -81,7 +81,9 @@ def observe(
             attention, and the number of tokens that it sees.
     """
     positions = torch.arange(len(tokens), device=adapter.device)
+    adapter, whole = adapter.for_new_sequence(), [slice(None)]
     x = adapter.embed(torch.tensor(tokens, device=adapter.device), positions)
+    adapter.run_stages(-1, x, whole)
     for layer in range(adapter.geometry.layers):
         q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), positions)
         weights, seen = attention_weights(adapter, layer, q, k, positions[start::STRIDE])
@@ -97,6 +99,7 @@ def observe(
                     float(torch.cosine_similarity(output.float(), other.float(), dim=-1).mean())
                 )
         x = output
+        adapter.run_stages(layer, x, whole)
 
 
 def attention_weights(

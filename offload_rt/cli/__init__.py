@@ -6,7 +6,9 @@ torch and transformers are imported only when a command runs, so that `--help` a
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,12 +18,15 @@ from typing import Any, NoReturn
 
 from ..errors import OffloadError
 from ..utils.quiet import quiet_transformers
-from . import batch, chat, evaluate, generate, info, serve, sessions, skew
+from . import batch, chat, evaluate, generate, info, serve, sessions, skew, write
 from .common import INTERRUPTED
 
 USER_ERROR = 2
 
-COMMANDS = (generate, chat, batch, serve, sessions, skew, info, evaluate)
+EXTRAS = {"lm_eval": "eval", "datasets": "eval", "optimum": "bench", "ray": "ray", "llguidance": "structured"}
+"""Optional packages and the extras that install them."""
+
+COMMANDS = (generate, write, chat, batch, serve, sessions, skew, info, evaluate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return int(args.run(args))
     except OffloadError as error:
         print(f"offload-rt: {' '.join(str(error).split())}", file=sys.stderr)
+        return USER_ERROR
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        cure = f"pip install '.[{EXTRAS[package]}]' in the checkout"
+        print(f"offload-rt: {package} is not installed: {cure}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("offload-rt: interrupted", file=sys.stderr)
@@ -81,7 +93,24 @@ class _Parser(argparse.ArgumentParser):
         return found, rest
 
     def error(self, message: str) -> NoReturn:
+        message += self._suggestion(message)
         self.exit(USER_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def _suggestion(self, message: str) -> str:
+        """Return the option or command that a misspelled one in `message` resembles."""
+        if not (wrong := re.search(r"unrecognized arguments: (--[^\s=]+)|invalid choice: '([^']+)'", message)):
+            return ""
+        choices = [name for action in self._actions for name in (action.choices or ())] if wrong[2] else self._options
+        near = difflib.get_close_matches(wrong[1] or wrong[2], choices, n=1)
+        return f"; did you mean {near[0]}?" if near else ""
+
+    @property
+    def _options(self) -> list[str]:
+        """Options of this parser and of its subcommands."""
+        inner = [sub for action in self._actions if isinstance(action, argparse._SubParsersAction)
+                 for sub in action.choices.values()]  # fmt: skip
+        found = [name for parser in (self, *inner) for action in parser._actions for name in action.option_strings]
+        return sorted(set(found))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..config import EngineConfig
 from ..errors import ConfigError, InputError, OffloadError
@@ -20,6 +20,7 @@ from ..utils.config_fields import check
 from ..utils.small_files import parse_json
 from .common import add_command, stderr_console
 from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling_given
+from .openai_batch import ServerRequest, process_openai
 
 ShowProgress = Callable[[int, int], None]
 """Called with the number of processed requests and the number of all requests."""
@@ -27,9 +28,9 @@ ShowProgress = Callable[[int, int], None]
 
 def run(args: argparse.Namespace) -> int:
     """Process the requests of a file and write the results to another file. Each line of IN is a JSON object with
-    "prompt" or "messages", and optionally "id", "max_tokens" and other sampling options. OUT gets a line for each
-    request. Requests with a result in OUT are skipped, so an interrupted batch can be resumed. The exit code is 1 if a
-    request failed."""
+    "prompt" or "messages", and optionally "id", "max_tokens" and other sampling options; or a line for OpenAI's Batch
+    API with "custom_id", "url" and "body". OUT gets a line for each request, in the same format. Requests with a
+    result in OUT are skipped, so an interrupted batch can be resumed. The exit code is 1 if a request failed."""
     if args.at_once < 1 or (args.ray is not None and args.ray < 1):
         raise ConfigError(f"--at-once {args.at_once} and --ray must be at least 1")
     config, sampling, console = engine_config(args), sampling_given(args), stderr_console(args.quiet)
@@ -44,7 +45,10 @@ def run(args: argparse.Namespace) -> int:
 
         with Progress(enabled=not args.quiet).bar("requests") as show:
             if args.ray is not None:
-                found = process_on_ray(args.model, config, left, sampling, args.at_once, args.ray)
+                own = [request for request in left if isinstance(request, BatchRequest)]
+                if len(own) < len(left):
+                    raise ConfigError("--ray does not support OpenAI's batch format: remove --ray")
+                found = process_on_ray(args.model, config, own, sampling, args.at_once, args.ray)
                 failed = results.add_all(found, len(left), show)
             else:
                 from ..llm import LLM
@@ -99,7 +103,11 @@ class BatchRequest:
         return json.dumps(self.messages if self.prompt is None else self.prompt)
 
 
-def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[BatchRequest]:
+AnyRequest = BatchRequest | ServerRequest
+R = TypeVar("R", BatchRequest, ServerRequest)
+
+
+def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[AnyRequest]:
     """Read the requests of a file.
 
     Args:
@@ -123,10 +131,12 @@ def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[BatchRequest]
     return requests
 
 
-def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) -> BatchRequest:
+def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) -> AnyRequest:
     try:
         found = parse_json(line)
         check(isinstance(found, dict), "it must be a JSON object")
+        if "custom_id" in found:
+            return ServerRequest.of(found)
         rest = dict(found)
         id, prompt, messages = rest.pop("id", number), rest.pop("prompt", None), rest.pop("messages", None)
         check(isinstance(id, (str, int)) and not isinstance(id, bool), "its id must be a string or a number")
@@ -161,7 +171,8 @@ class Results:
         data = self._file.read()
         whole = data.rfind(b"\n") + 1
         try:
-            self.done = {str(parse_json(line)["id"]) for line in data[:whole].splitlines()}
+            lines = [parse_json(line) for line in data[:whole].splitlines()]
+            self.done = {str(line["custom_id"] if "custom_id" in line else line["id"]) for line in lines}
         except (ValueError, KeyError, TypeError):
             self._file.close()
             raise InputError(
@@ -182,7 +193,7 @@ class Results:
         done = failed = 0
         for group in groups:
             self.add(group)
-            done, failed = done + len(group), failed + sum("error" in each for each in group)
+            done, failed = done + len(group), failed + sum(map(_failed, group))
             show(done, count)
         return failed
 
@@ -190,15 +201,21 @@ class Results:
         self._file.close()
 
 
+def _failed(result: Mapping[str, Any]) -> bool:
+    return bool(result.get("error")) or result.get("response", {}).get("status_code", 200) >= 400
+
+
 def process(
-    llm: Any, requests: Sequence[BatchRequest], defaults: Mapping[str, Any], at_once: int
+    llm: Any, requests: Sequence[AnyRequest], defaults: Mapping[str, Any], at_once: int
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the results of groups of at most `at_once` requests. Failed requests get a result with the error."""
-    for group in in_groups(requests, at_once):
+    for group in in_groups([one for one in requests if isinstance(one, BatchRequest)], at_once):
         yield process_group(llm, group, defaults)
+    if openai := in_groups([one for one in requests if isinstance(one, ServerRequest)], at_once):
+        yield from process_openai(llm, openai, defaults)
 
 
-def in_groups(requests: Sequence[BatchRequest], at_once: int) -> list[list[BatchRequest]]:
+def in_groups(requests: Sequence[R], at_once: int) -> list[list[R]]:
     """Group requests with common prefixes, at most `at_once` per group."""
     left = sorted(requests, key=lambda one: one.beginning)
     return [left[first : first + at_once] for first in range(0, len(left), at_once)]

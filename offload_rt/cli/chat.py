@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import threading
+import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from types import FrameType
+from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, OffloadError
 from ..sampling_params import SamplingParams
 from ..utils.texts import read_text
 from ..utils.units import format_size
-from .common import add_command, stderr_console
-from .flags import add_engine_flags, add_sampling_flags, add_store_flags, engine_config, sampling_given, store_options
+from .common import add_command, recorded_interrupts, stderr_console
+from .flags import (
+    add_engine_flags,
+    add_sampling_flags,
+    add_store_flags,
+    engine_config,
+    sampling_for,
+    sampling_given,
+    store_options,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,24 +46,30 @@ PROMPT = "> "
 def run(args: argparse.Namespace) -> int:
     """Chat with a model in the terminal. The session and its KV cache are stored and can be resumed."""
     sampling = sampling_given(args)
+    if args.session is not None and args.store is None:
+        raise InputError("--session needs a store to be found again: add --store DIR, or leave --session out")
     config, store = engine_config(args, progress=True), store_options(args)
     console = stderr_console(quiet=False)
 
     from ..llm import LLM
 
     llm = LLM(args.model, config)
-    session = llm.session(args.session, args.store, store, system=args.system)
-    Chat(llm, session, llm.get_default_sampling_params(**sampling), console).run()
+    with ExitStack() as ends:
+        folder = args.store or ends.enter_context(tempfile.TemporaryDirectory(prefix="offload-rt-chat-"))
+        name = args.session or time.strftime("chat-%Y%m%d-%H%M%S")
+        session = llm.session(name, folder, store, system=args.system)
+        params = llm.get_default_sampling_params(**sampling_for(llm, sampling))
+        Chat(llm, session, params, console, saved=args.store is not None).run()
     return 0
 
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "chat", run)
-    parser.add_argument("--session", required=True, metavar="NAME", help="name of a new or existing session")
+    parser.add_argument("--session", metavar="NAME", help="name of a new or existing session (default: date and time)")
     parser.add_argument("--system", metavar="TEXT", help="system prompt of a new session")
-    add_store_flags(parser)
-    add_engine_flags(parser)
     add_sampling_flags(parser, several=False)
+    add_store_flags(parser, required=False)
+    add_engine_flags(parser)
 
 
 class Chat:
@@ -65,8 +78,12 @@ class Chat:
     User errors print one line and leave the session unchanged.
     """
 
-    def __init__(self, llm: LLM, session: Session, params: SamplingParams, console: Console) -> None:
+    def __init__(
+        self, llm: LLM, session: Session, params: SamplingParams, console: Console, *, saved: bool = True
+    ) -> None:
+        """`saved`: Whether the store outlives the chat."""
         self._llm, self._session, self._params, self._console = llm, session, params, console
+        self._saved = saved
         self._commands: dict[str, Callable[[str], None]] = {
             "/read": self._read, "/history": self._history, "/save": self._save, "/fork": self._fork,
             "/truncate": self._truncate, "/stats": self._stats, "/help": self._help,
@@ -85,6 +102,10 @@ class Chat:
                     self._print(f"offload-rt: {' '.join(str(error).split())}")
                 except KeyboardInterrupt:
                     self._print("\n(ended)")
+            if not self._saved or not self._session.turns:
+                self._session.discard()
+                self._print("not saved: --store DIR keeps conversations" if not self._saved else "nothing was said")
+                return
             self._print("saving …")
         self._print(f"session {self._session.name!r} is saved")
 
@@ -197,31 +218,3 @@ class Chat:
 
     def _help(self, rest: str) -> None:
         self._print(HELP)
-
-
-@contextmanager
-def recorded_interrupts() -> Iterator[Callable[[], None]]:
-    """Record Ctrl-C inside the block. Yield a function, to be called often, that raises KeyboardInterrupt after Ctrl-C.
-
-    Python drops a KeyboardInterrupt that is raised in a destructor or a weak reference callback. No effect outside the
-    main thread, because only the main thread receives signals.
-    """
-    pressed = False
-
-    def press(signal_number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if pressed:
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield check
-        return
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+def default_store() -> Path:
+    """Return the folder of the default store: `$XDG_DATA_HOME/offload-rt/store`, or below `~/.local/share`."""
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "offload-rt" / "store"
+
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -27,7 +39,46 @@ def add_command(
     return parser
 
 
+def token_count(text: str) -> int:
+    """Parse a number of tokens: "50000", "50,000" or "128k" (k is 1024)."""
+    number, unit = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    try:
+        return int(number.replace(",", "")) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of tokens: write for example 50000 or 128k"
+        ) from None
+
+
 def stderr_console(quiet: bool) -> Console:
     from rich.console import Console
 
     return Console(stderr=True, quiet=quiet, highlight=False)
+
+
+@contextmanager
+def recorded_interrupts() -> Iterator[Callable[[], None]]:
+    """Record Ctrl-C inside the block. Yield a function, to be called often, that raises KeyboardInterrupt after Ctrl-C.
+
+    Python drops a KeyboardInterrupt that is raised in a destructor or a weak reference callback. No effect outside the
+    main thread, because only the main thread receives signals.
+    """
+    pressed = False
+
+    def press(signal_number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield check
+        return
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from ..config import DraftOptions, Duration, EngineConfig, EvictionOptions, Size, StoreOptions
 from ..errors import ConfigError
@@ -15,8 +15,14 @@ from ..policies.registry import PolicyOptions, options_class, parse_options, pol
 from ..sampling_params import SamplingParams
 from ..utils.config_fields import configured, field_types, from_mapping, option_of
 
+if TYPE_CHECKING:
+    from ..llm import LLM
+
 POLICY_OPTION = "policy_option_"
 """Prefix of policy options in the parsed arguments, because the engine and a policy both have an option `skew`."""
+
+SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+"""Sampling of the command line if the checkpoint has none."""
 
 STORE_OPTION = "store_option_"
 SAMPLING = "sampling_"
@@ -168,10 +174,16 @@ def _add_policy_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_store_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add --store and the flags of `StoreOptions`."""
+    """Add --store and the flags of `StoreOptions`. If it is not required, add --no-store."""
     group = parser.add_argument_group("store")
-    without = "" if required else " (default: sessions are not stored)"
-    group.add_argument("--store", required=required, metavar="DIR", help=f"folder of stored sessions{without}")
+    if required:
+        group.add_argument("--store", required=True, metavar="DIR", help="folder of stored sessions")
+    else:
+        group.add_argument(
+            "--store", metavar="DIR",
+            help="folder of stored KV and sessions (default: offload-rt/store in the user's data directory)",
+        )  # fmt: skip
+        group.add_argument("--no-store", action="store_true", help="store nothing on disk")
     for field in fields(StoreOptions):
         if option_of(field).group:
             add_option(group, StoreOptions, field, prefix=STORE_OPTION)
@@ -181,14 +193,17 @@ def store_options(args: argparse.Namespace) -> StoreOptions:
     return from_mapping(StoreOptions, given_options(args, StoreOptions, STORE_OPTION))
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool) -> None:
-    """Add the sampling flags, with the flags for several outputs if `several` is true."""
+def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool, max_tokens: str | None = None) -> None:
+    """Add the sampling flags, with the flags for several outputs if `several` is true.
+
+    `max_tokens`: help of `--max-new-tokens`.
+    """
     group = parser.add_argument_group("sampling")
 
     def add(flag: str, name: str, kind: type, metavar: str, help: str | None = None) -> None:
         group.add_argument(flag, dest=SAMPLING + name, type=kind, metavar=metavar, help=help)
 
-    add("--max-new-tokens", "max_tokens", int, "N")
+    add("--max-new-tokens", "max_tokens", int, "N", max_tokens or "maximum number of new tokens (default: 256)")
     add("--temperature", "temperature", float, "T", "0 is greedy")
     add("--top-k", "top_k", int, "K")
     add("--top-p", "top_p", float, "P")
@@ -205,6 +220,18 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool) -> Non
         add("-n", "n", int, "N", "number of texts, printed when complete")
         add("--num-beams", "num_beams", int, "N", "beam search of this width")
         add("--length-penalty", "length_penalty", float, "P", "above 0 favours long beams")
+
+
+def sampling_for(llm: LLM, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling fields for a model: the given ones, and defaults that suit small models.
+
+    The defaults apply if neither the flags nor the checkpoint choose how to sample. The Python API samples from the
+    model's distribution unchanged, as vLLM does.
+    """
+    known, unchanged = llm.get_default_sampling_params(), SamplingParams()
+    filters = ("temperature", "top_k", "top_p", "min_p")
+    chosen = any(name in given or getattr(known, name) != getattr(unchanged, name) for name in filters)
+    return {**({} if chosen else SAMPLED), **given}
 
 
 def sampling_given(args: argparse.Namespace) -> dict[str, Any]:

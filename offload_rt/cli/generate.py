@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from ..errors import InputError
 from ..sampling_params import SamplingParams
 from ..utils.texts import check_writable, read_text
 from .common import INTERRUPTED, add_command, stderr_console
-from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling_given
+from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling_for, sampling_given
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,12 +42,12 @@ def run(args: argparse.Namespace) -> int:
     from ..llm import LLM
 
     llm = LLM(args.model, config)
-    params = llm.get_default_sampling_params(**sampling)
+    params = llm.get_default_sampling_params(**sampling_for(llm, sampling))
     prompt = (_chat_ids if args.chat else _prompt_ids)(llm, text, args, params.max_tokens)
     if _several(params):
         return _write_all(llm, prompt, params, console)
     finished = _write_stream(llm, prompt, params, console)
-    _report(llm, args.stats_json, console)
+    _report(llm, args, console)
     return 0 if finished else INTERRUPTED
 
 
@@ -67,11 +68,12 @@ def add(commands: Any) -> None:
         metavar="|".join(TRUNCATE),
         help="what to remove from a text that exceeds the context length (default: raise an error)",
     )
-    add_engine_flags(parser)
     add_sampling_flags(parser, several=True)
     output = parser.add_argument_group("output")
+    output.add_argument("--stats", action="store_true", help="show all statistics at the end, not only a summary")
     output.add_argument("--stats-json", metavar="FILE", help="write the statistics as JSON")
     output.add_argument("--quiet", action="store_true", help="print nothing on stderr")
+    add_engine_flags(parser)
 
 
 def _several(params: SamplingParams) -> bool:
@@ -93,6 +95,9 @@ def _text(args: argparse.Namespace) -> str:
     if args.prompt is not None and args.prompt_file is not None:
         raise InputError("give either PROMPT or --prompt-file, not both")
     if args.prompt is not None:
+        if Path(args.prompt[:200]).is_file():
+            cure = f"--prompt-file {args.prompt} reads the file"
+            warnings.warn(f"the text {args.prompt!r} is continued, not the file of this name: {cure}", stacklevel=2)
         return str(args.prompt)
     if args.prompt_file is None and sys.stdin.isatty():
         raise InputError("no prompt: give a PROMPT or --prompt-file, or pipe a text to stdin")
@@ -171,16 +176,16 @@ def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Con
     return 0
 
 
-def _report(llm: LLM, stats_json: str | None, console: Console) -> None:
-    """Print the statistics table on stderr and write it as JSON if requested."""
-    from .tables import stats_table
+def _report(llm: LLM, args: argparse.Namespace, console: Console) -> None:
+    """Print the summary, or with --stats the statistics table, on stderr, and write them as JSON if requested."""
+    from .tables import stats_table, summary_table
 
-    stats = llm.last_stats
+    stats, stats_json = llm.last_stats, args.stats_json
     console.print()
     if stats is None:
         console.print("Interrupted during prefill: no statistics.")
         return
-    console.print(stats_table(stats))
+    console.print(stats_table(stats) if args.stats else summary_table(stats))
     if stats_json is not None:
         try:
             Path(stats_json).write_text(json.dumps(stats.to_dict(), indent=1) + "\n", encoding="utf-8")

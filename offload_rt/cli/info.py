@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
-from .common import add_command
+from .common import add_command, token_count
 from .flags import add_engine_flags, engine_config
 
 
 def run(args: argparse.Namespace) -> int:
     """Show how much memory a model and a context need, and whether they fit. No weights are loaded."""
-    if args.context < 1:
-        raise ConfigError(f"--context {args.context} must be at least 1 token")
-    config = engine_config(args, max_model_len=args.context)
+    context = args.context
+    if context is not None and context < 1:
+        raise ConfigError(f"--context {context} must be at least 1 token")
+    config = engine_config(args, max_model_len=context)
 
     from rich.console import Console
 
@@ -28,8 +30,11 @@ def run(args: argparse.Namespace) -> int:
     from .tables import requirements_table
 
     shape = load_shape(
-        args.model, device=config.device, dtype=config.dtype, hub=hub_of(config), max_model_len=args.context
-    )
+        args.model, device=config.device, dtype=config.dtype, hub=hub_of(config), max_model_len=context,
+        quantize=config.quantize,
+    )  # fmt: skip
+    context = context or shape.geometry.max_positions
+    config = replace(config, max_model_len=context)
     disk, geometry = disk_plan(config, shape), shape.geometry
     machine = SystemMemory.here(config.host_memory, shape.device, None if disk is None else disk.limit)
     plan = None if config.device_memory is None else plan_for(config, shape)
@@ -37,12 +42,12 @@ def run(args: argparse.Namespace) -> int:
     costs, placement = (costs_for(config, shape), shape.placement) if plan is None else (plan.costs, plan.placement)
     # One sequence needs the graph of its length bucket and those of the smaller buckets, each half the size.
     graphs = min(2, max_graphs(config, shape.device, streams=bool(placement)))
-    needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, args.context, graphs)
+    needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, context, graphs)
     Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk, shape))
     found, notes = obstacles(needed, machine, shape.host_bytes if plan is None else plan.host_bytes), []
-    if find_source(args.model).gguf is not None:
+    if find_source(args.model).gguf is not None and shape.packing is None:
         notes.append(f"Note: {GGUF_NOTE}.")
-    if args.context > geometry.max_positions:
+    if context > geometry.max_positions:
         length = f"The context length of the model is {geometry.max_positions:,} tokens"
         if geometry.absolute_positions:
             found.append(f"{length}; longer texts are impossible.")
@@ -56,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
 def add(commands: Any) -> None:
     parser = add_command(commands, "info", run)
     parser.add_argument(
-        "--context", type=int, required=True, metavar="N", help="number of tokens, including new tokens"
+        "--context",
+        type=token_count,
+        metavar="N",
+        help="number of tokens, including new tokens, such as 50000 or 128k (default: the model's context length)",
     )
     add_engine_flags(parser, plan=True)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
-from dataclasses import fields
+import shutil
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig, StoreOptions
-from ..errors import ConfigError
+from ..errors import ConfigError, StoreError, StoreInUseError
+from ..models.source import find_source, hub_of
 from ..server.options import ServerOptions
 from ..utils.config_fields import option_of
-from .common import add_command
+from .common import add_command, default_store
 from .flags import (
     Groups,
     add_engine_flags,
@@ -26,10 +30,18 @@ from .flags import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from ..async_llm import AsyncLLM
+    from ..llm import LLM
+
+DEFAULT_LIMIT = 32 << 30
+"""Largest limit of the default store in bytes."""
 
 DOCUMENTS = "server"
 """Folder of conversations and responses in the store."""
+
+_log = logging.getLogger("offload_rt.server")
 
 KEY_VARIABLE = "OFFLOAD_RT_API_KEY"
 """Environment variable for an API key. Unlike a flag, it does not appear in process listings."""
@@ -38,32 +50,89 @@ KEY_VARIABLE = "OFFLOAD_RT_API_KEY"
 def run(args: argparse.Namespace) -> int:
     """Serve the OpenAI and Anthropic protocols and a web page over HTTP. By default, only local clients can connect
     (see --host)."""
-    options, config, store = _options(args), engine_config(args, progress=True), store_options(args)
+    options, config = _options(args), engine_config(args, progress=True)
+    store = _store(args)
     if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'offload-rt[serve]'")
     if args.ray is not None:
         return _run_on_ray(args, options, config, store)
     from ..server.run import bound, serve
 
-    def make_engine() -> AsyncLLM:
-        from ..async_llm import AsyncLLM
+    find_source(args.model, hub_of(config)).check_folder()
+
+    def make_app() -> FastAPI:
         from ..llm import LLM
+        from ..server.app import make_app
 
-        llm = LLM(args.model, config)
-        return AsyncLLM(llm, max_waiting=options.max_waiting, store=args.store, store_options=store)
+        engine, documents = _engine(LLM(args.model, config), options.max_waiting, store)
+        return make_app(engine, replace(options, documents=documents))
 
-    serve(make_engine, options, bound(options))
+    serve(make_app, options, bound(options))
     return 0
 
 
-def _run_on_ray(args: argparse.Namespace, options: ServerOptions, config: EngineConfig, store: StoreOptions) -> int:
+@dataclass(frozen=True)
+class _Store:
+    """Choice of a store. `folder` is None if nothing is stored. `chosen`: the user has named the folder."""
+
+    folder: Path | None
+    options: StoreOptions
+    chosen: bool
+
+    @property
+    def documents(self) -> Path | None:
+        """Folder of conversations and responses."""
+        return None if self.folder is None else self.folder / DOCUMENTS
+
+
+def _store(args: argparse.Namespace) -> _Store:
+    """Return the store of the flags. The default store has a size limit."""
+    options = store_options(args)
+    if args.no_store:
+        if args.store:
+            raise ConfigError("--store and --no-store exclude each other: remove one of them")
+        return _Store(None, options, True)
+    if args.store:
+        return _Store(Path(args.store).expanduser().resolve(), options, True)
+    folder = default_store()
+    if options.limit is None:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        options = replace(options, limit=min(DEFAULT_LIMIT, shutil.disk_usage(there).total // 10))
+    return _Store(folder, options, False)
+
+
+def _engine(llm: LLM, max_waiting: int, store: _Store) -> tuple[AsyncLLM, Path | None]:
+    """Return an engine with the store, and the folder of its documents.
+
+    The server also starts if it cannot use the default store. If another process writes to it, it is only read.
+    """
+    from ..async_llm import AsyncLLM
+
+    open_engine = partial(AsyncLLM, llm, max_waiting=max_waiting, store_options=store.options)
+    try:
+        return open_engine(store=store.folder), store.documents
+    except StoreInUseError as error:
+        if store.chosen:
+            raise
+        _log.warning("the default store is only read, and sessions are not available: %s", error)
+        return open_engine(store=store.folder, read_only=True), None
+    except (ConfigError, StoreError) as error:
+        if store.chosen:
+            raise
+        _log.warning("nothing is stored on disk: %s", error)
+        return open_engine(), None
+
+
+def _run_on_ray(args: argparse.Namespace, options: ServerOptions, config: EngineConfig, store: _Store) -> int:
     if not importlib.util.find_spec("ray"):
         raise ConfigError("--ray needs ray: pip install 'offload-rt[ray]'")
     from ..server.ray_app import Cluster, ray_app, serve_on_ray
 
-    folder = Path(args.store).expanduser().resolve() if args.store else None
+    # Replicas on several machines need a folder that all of them can access, so there is no default.
+    folder = store.folder if store.chosen else None
+    options = replace(options, documents=store.documents if store.chosen else None)
     cluster = Cluster(args.ray, args.ray_max, gpus=0 if config.device == "cpu" else 1)
-    serve_on_ray(ray_app(args.model, config, options, folder, store, cluster), options)
+    serve_on_ray(ray_app(args.model, config, options, folder, store.options, cluster), options)
     return 0
 
 
@@ -72,8 +141,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     if from_environment := os.environ.get(KEY_VARIABLE):
         given["api_keys"] = (*given.get("api_keys", ()), from_environment)
-    documents = Path(args.store).expanduser().resolve() / DOCUMENTS if args.store else None
-    return ServerOptions(documents=documents, **given)
+    return ServerOptions(**given)
 
 
 def add(commands: Any) -> None:

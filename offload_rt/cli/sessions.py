@@ -1,4 +1,4 @@
-"""`offload-rt sessions list|show|export|delete`: manage stored sessions without loading a model."""
+"""`offload-rt sessions list|show|export|delete|clear`: manage stored sessions without loading a model."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ from ..errors import InputError
 from ..utils.config_fields import check_choice
 from ..utils.texts import check_writable
 from ..utils.units import format_duration, format_size, parse_duration
-from .common import add_command
+from .common import add_command, default_store
 
 PIPED = 500
 """Table width if stdout is not a terminal, large enough to avoid line breaks."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the sessions of a store, show or export one as text, or delete one."""
+    """List the sessions of a store, show or export one as text, delete one, or clear the KV of all other prompts."""
     check_choice("action", args.action, ACTIONS)
     if args.store_ttl is not None and args.action != "list":
         raise InputError(f"--store-ttl applies to sessions list only: remove it from sessions {args.action}")
-    if args.action != "list" and args.name is None:
+    if args.action not in ("list", "clear") and args.name is None:
         raise InputError(f"sessions {args.action} needs the NAME of a session")
-    ACTIONS[args.action](Path(args.store).expanduser(), args)
+    ACTIONS[args.action](Path(args.store).expanduser() if args.store else default_store(), args)
     return 0
 
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "sessions", run, model=False)
-    parser.add_argument("action", metavar="list|show|export|delete")
+    parser.add_argument(
+        "action", nargs="?", default="list", metavar="list|show|export|delete|clear", help="default: list"
+    )
     parser.add_argument("name", nargs="?", metavar="NAME", help="name of the session")
-    parser.add_argument("--store", required=True, metavar="DIR", help="folder of the store, as in chat --store")
+    parser.add_argument(
+        "--store", metavar="DIR", help="folder of the store, as in chat --store (default: that of serve)"
+    )
     parser.add_argument(
         "--store-ttl", metavar="TIME", help="list: show how much this time to live would delete, such as 7d or 12h"
     )
@@ -121,4 +125,10 @@ def _delete(folder: Path, args: argparse.Namespace) -> None:
     print(f"deleted {printable(gone.name)} ({gone.model}): {freed}{note}", file=sys.stderr)
 
 
-ACTIONS = {"list": _list, "show": _show, "export": _export, "delete": _delete}
+def _clear(folder: Path, args: argparse.Namespace) -> None:
+    from ..sessions.catalog import clear_prompts
+
+    print(f"KV of prompts without a session was deleted: {format_size(clear_prompts(folder))} freed", file=sys.stderr)
+
+
+ACTIONS = {"list": _list, "show": _show, "export": _export, "delete": _delete, "clear": _clear}

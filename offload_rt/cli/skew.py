@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any, get_args
 
 from ..config import SkewMethod
+from ..errors import InputError
 from ..utils.config_fields import check_choice
 from ..utils.texts import read_text
 from .common import add_command
@@ -15,6 +17,9 @@ from .flags import given
 def run(args: argparse.Namespace) -> int:
     """Calibrate a model and write its skew artifact; for OPT and GPT-2 also the folded checkpoint."""
     check_choice("method", args.method, get_args(SkewMethod))
+
+    if (Path(args.out) / "skew.safetensors").exists() and not args.overwrite:
+        raise InputError(f"{args.out!r} holds an artifact already: --overwrite replaces it")
 
     from rich.console import Console
 
@@ -35,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "skew", run)
-    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the artifact")
+    parser.add_argument("--overwrite", action="store_true", help="replace an artifact in DIR")
     parser.add_argument("--method", default="svd", metavar="svd|balanced")
     parser.add_argument("--calibration", metavar="FILE", help="calibration text (default: the packaged one)")
     parser.add_argument("--calibration-tokens", type=int, metavar="N")

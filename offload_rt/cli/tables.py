@@ -148,6 +148,26 @@ def _table(title: str, *sections: Rows) -> Table:
     return table
 
 
+def summary_table(stats: Stats) -> Table:
+    """Return the lines of the statistics that most users need."""
+    selects = len(stats.dense_layers) < stats.layers
+    per_token = stats.h2d_bytes / stats.decoded_tokens if stats.decoded_tokens else 0
+    whole = per_token / stats.fetched_fraction if stats.fetched_fraction else 0
+    times = f" ({whole / per_token:.0f} times less than all KV)" if per_token and whole > 1.5 * per_token else ""
+    rest = "; the rest is estimated from low-bit copies" if stats.approximate_bytes_device else "; the rest is ignored"
+    attended = _percent(stats.exact_fraction) + " of the context" + (rest if selects else "")
+    device = stats.kv_bytes_device + stats.scoring_bytes_device
+    return _table(
+        "Statistics (--stats shows all)",
+        [
+            *[row for row in _time_rows(stats) if row[0] in ("prompt", "prefill", "decode")],
+            ("attended exactly", attended),
+            ("KV copied to the device", f"{format_size(per_token)} per token{times}"),
+            ("KV", f"{format_size(stats.kv_bytes_host)} in host memory, {format_size(device)} on the device"),
+        ],
+    )
+
+
 def stats_table(stats: Stats) -> Table:
     """Return the statistics of a run. Fractions are means over layers and decode steps."""
     rows = (_run_rows, _time_rows, _transfer_rows, _attention_rows, _memory_rows)
@@ -243,6 +263,7 @@ def requirements_table(
             ("device: scoring keys", format_size(needed.scoring)),
             ("device: sinks and recent window", format_size(needed.resident)),
             *_size("device: working set", needed.working_set),
+            *_size("device: recurrent state", needed.states),
             ("device: fetched KV", format_size(needed.staging)),
             ("device: activations of a step", format_size(needed.decode)),
             *_size("device: CUDA graphs, at most", needed.graphs),

@@ -30,10 +30,10 @@ class EngineLoad:
         weight_bytes: Size of the model's weights.
         device_kv_bytes: KV on the device.
         kept_bytes: Cached KV in host memory that no request uses.
-        session_host_tokens: Session tokens found in host memory at the start of a turn.
-        session_disk_tokens: Session tokens loaded from disk.
-        session_computed_tokens: Session tokens that were lost and computed again.
-        store_bytes: Size of the session store's files.
+        host_hit_tokens: Prompt tokens whose KV was in host memory.
+        disk_hit_tokens: Prompt tokens whose KV was loaded from disk.
+        lost_tokens: Tokens of named sessions whose KV was lost and computed again.
+        store_bytes: Size of the store's files.
     """
 
     waiting: int
@@ -47,9 +47,9 @@ class EngineLoad:
     weight_bytes: int = 0
     device_kv_bytes: int = 0
     kept_bytes: int = 0
-    session_host_tokens: int = 0
-    session_disk_tokens: int = 0
-    session_computed_tokens: int = 0
+    host_hit_tokens: int = 0
+    disk_hit_tokens: int = 0
+    lost_tokens: int = 0
     store_bytes: int = 0
 
 

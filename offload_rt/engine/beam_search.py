@@ -221,8 +221,9 @@ class BeamSearchRequest(Request):
         ]
 
     def _decode(self, tokens: list[int]) -> str:
-        both = decode(self._tokenizer, [*self._context, *tokens])
-        return added_text(known_texts(self._tokenizer, self._context), both)
+        special = not self.params.skip_special_tokens
+        both = decode(self._tokenizer, [*self._context, *tokens], special=special)
+        return added_text(known_texts(self._tokenizer, self._context, special=special), both)
 
     def _text(self, tokens: list[int]) -> str:
         """Return the generated text up to the first stop string."""

@@ -39,6 +39,7 @@ from ..transfer.weights.experts import keep_experts
 from ..transfer.weights.host_weights import HostWeights
 from ..transfer.weights.streamed import StreamedAdapter, WeightStream
 from ..utils.progress import Progress
+from .checks import check_keeps_no_state
 from .runner import Runner
 from .speculative.draft_model import check_same_tokens
 
@@ -86,7 +87,7 @@ def _load(
 ) -> LoadedModel:
     return load_model(
         model, tokenizer=tokenizer, device=config.device, dtype=config.dtype, placement=placement,
-        verify=config.verify, hub=hub_of(config), max_model_len=config.max_model_len,
+        verify=config.verify, hub=hub_of(config), max_model_len=config.max_model_len, quantize=config.quantize,
     )  # fmt: skip
 
 
@@ -117,6 +118,7 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
     )  # fmt: skip
     small = _load(config.exact.model, own)
     check_same_tokens(loaded, small)
+    check_keeps_no_state("a draft model", small.adapter.geometry)
     share = 1 / (1 + loaded.adapter.geometry.kv_bytes(1, dtype) / small.adapter.geometry.kv_bytes(1, dtype))
     pool = _build_pool(small, own, share)
     policy = build_policy(small, own.policy, {}, artifact_loader(small, own))
@@ -153,8 +155,9 @@ def _plan(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placem
         return None, ON_DEVICE
     options = default_options(config.skew, config.policy, config.policy_options, fingerprint=None)
     shape = load_shape(
-        model, device=config.device, dtype=config.dtype, hub=hub_of(config), max_model_len=config.max_model_len
-    )
+        model, device=config.device, dtype=config.dtype, hub=hub_of(config), max_model_len=config.max_model_len,
+        quantize=config.quantize,
+    )  # fmt: skip
     if config.device_memory is None:
         return None, requested_placement(config, shape)
     plan = plan_for(replace(config, policy_options=options), shape)

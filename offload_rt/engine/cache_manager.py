@@ -45,13 +45,19 @@ Another prompt can reuse the prefix if it differs at most this many tokens befor
 class CacheManager:
     """Allocation of blocks for one policy and configuration. It holds no block tables itself."""
 
-    def __init__(self, pool: HostPool, policy: Policy, config: EngineConfig) -> None:
-        self._pool, self._policy, self._config = pool, policy, config
+    def __init__(self, pool: HostPool, policy: Policy, config: EngineConfig, *, recurrent: bool = False) -> None:
+        """`recurrent`: the model has recurrent state."""
+        self._pool, self._policy, self._config, self._recurrent = pool, policy, config, recurrent
 
     @property
     def shares(self) -> bool:
-        """Whether prefixes are shared. Quantised KV is not, because results would depend on earlier requests."""
-        return self._config.enable_prefix_caching and self._pool.format.exact
+        """Whether prefixes are shared.
+
+        Quantised KV is not, because results would depend on earlier requests. KV of hybrid models is not, because
+        recurrent state at the end of a prefix is not kept.
+        """
+        shared = self._config.enable_prefix_caching and self._pool.format.exact
+        return shared and not self._recurrent
 
     @property
     def evicts(self) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import SupportsIndex
 
 from ..config import EngineConfig
+from ..core import ModelGeometry
 from ..errors import ConfigError, InputError, ModelError, PoolFullError
 from ..models.loading import LoadedModel
 from ..policies.base import Policy
@@ -50,9 +51,20 @@ def max_length(positions: int, check: Callable[[int], None]) -> int:
     return bisect_left(range(1, positions + 1), True, key=full)
 
 
-def check_drafts(policy: Policy, config: EngineConfig) -> None:
+def check_keeps_no_state(feature: str, geometry: ModelGeometry) -> None:
+    """Raise ConfigError if `feature` goes back to earlier tokens, and the model has recurrent state."""
+    if geometry.states:
+        raise ConfigError(
+            f"{feature} needs the state after earlier tokens, but {len(geometry.states)} of the "
+            f"{geometry.depth or geometry.layers} layers of this model are recurrent and keep only the state after the "
+            "last token: leave it out for this model"
+        )
+
+
+def check_drafts(policy: Policy, config: EngineConfig, geometry: ModelGeometry) -> None:
     """Raise ConfigError if options are not compatible with lossless mode."""
     assert config.exact is not None
+    check_keeps_no_state("`exact`", geometry)
     if config.eviction is not None:
         raise ConfigError(
             "`exact` needs the complete KV cache and cannot be combined with `eviction`: remove `eviction`, or "

@@ -75,11 +75,13 @@ def _has_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> bool:
     return decode(tokenizer, [token, token]) != ""
 
 
-def known_texts(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int]) -> list[str]:
+def known_texts(
+    tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, special: bool = False
+) -> list[str]:
     """Return the text of `tokens`. If it ends in an incomplete character, the texts of fewer tokens follow."""
-    text = decode(tokenizer, tokens)
+    text = decode(tokenizer, tokens, special=special)
     counts = range(1, _INCOMPLETE + 1) if text.endswith(_PENDING) else ()
-    return [text, *(decode(tokenizer, tokens[:-count]) for count in counts)]
+    return [text, *(decode(tokenizer, tokens[:-count], special=special) for count in counts)]
 
 
 def added_text(known: Sequence[str], both: str) -> str:
@@ -93,7 +95,8 @@ class TextStream:
 
     `push` returns text that can no longer change: an incomplete UTF-8 character, or a possible beginning of a stop
     string, is held back until more tokens or `flush` decide. Without a tokenizer the text is empty and no stop string
-    is found. With `keep_stop` the text includes the stop string. `prompt` holds the tokens before the new ones.
+    is found. With `keep_stop` the text includes the stop string, and with `special` the special tokens. `prompt` holds
+    the tokens before the new ones.
     """
 
     def __init__(
@@ -102,14 +105,15 @@ class TextStream:
         stop: Sequence[str],
         *,
         keep_stop: bool = False,
+        special: bool = False,
         prompt: Sequence[int] = (),
     ) -> None:
-        self._tokenizer, self._keep_stop = tokenizer, keep_stop
+        self._tokenizer, self._keep_stop, self._special = tokenizer, keep_stop, special
         self._stop = tuple(stop) if tokenizer is not None else ()
         # The last tokens, which are decoded again with the next one, because a token's text depends on its neighbours
         # (spaces, bytes of one character). The text of the first `_shown` tokens (`_known`) has been returned.
         self._window = decoding_context(tokenizer, prompt)
-        self._shown, self._known = len(self._window), known_texts(tokenizer, self._window)
+        self._shown, self._known = len(self._window), self._texts(self._window)
         self._held = ""
         self.stopped: str | None = None
         """The stop string that was found."""
@@ -122,7 +126,7 @@ class TextStream:
     def flush(self) -> str:
         """Return the text that is still held back, when no more tokens come."""
         tail = added_text(self._known, self._decode(self._window))
-        self._shown, self._known = len(self._window), known_texts(self._tokenizer, self._window)
+        self._shown, self._known = len(self._window), self._texts(self._window)
         held, self._held = self._held + tail, ""
         return held if self.stopped is None else ""
 
@@ -140,7 +144,7 @@ class TextStream:
             if not self._known[0].endswith(_PENDING) or len(window) > _LONGEST_WINDOW:  # not within a character
                 del window[: self._shown]
             self._shown = len(window) - held
-            self._known = known_texts(self._tokenizer, window[: self._shown])
+            self._known = self._texts(window[: self._shown])
         elif not _has_text(self._tokenizer, token):  # a special token: many of them must not fill the window
             window.pop()
         return fresh
@@ -161,7 +165,10 @@ class TextStream:
         return next(apart, 0)
 
     def _decode(self, ids: list[int]) -> str:
-        return decode(self._tokenizer, ids)
+        return decode(self._tokenizer, ids, special=self._special)
+
+    def _texts(self, ids: list[int]) -> list[str]:
+        return known_texts(self._tokenizer, ids, special=self._special)
 
     def _release(self, text: str) -> str:
         found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]

@@ -208,7 +208,8 @@ class Engine:
             request, prefill = scheduler.prefilling
             try:
                 self.runner.advance_prefill(prefill)
-                self._on_prefill(request, prefill.layer)
+                following = request.next_prefill(self.runner) if prefill.done else None
+                self._on_prefill(request, request.layers_prefilled(prefill))
             except StartAgainError:
                 scheduler.restart(request)
                 break
@@ -218,7 +219,9 @@ class Engine:
             except Exception as error:
                 scheduler.fail(request, error)
                 break
-            if prefill.done:
+            if following is not None:
+                scheduler.prefilling = request, following
+            elif prefill.done:
                 assert prefill.logits is not None
                 logits = prefill.logits
                 return [event for one in scheduler.prefilled() for event in self._accept_all((one, [logits]))]

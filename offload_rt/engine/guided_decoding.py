@@ -28,7 +28,8 @@ MAX_BYTES = 1 << 18  # larger grammars take seconds to compile
 # happens at chains of 1,000 `$ref`s (5,000 levels of JSON) and of 3,000 rules.
 DEEPEST_SCHEMA, MAX_RULES = 2000, 400
 
-JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n]{0,24}"}  # bounded, or a model may write white space for ever
+# No whitespace but one space after a separator: a model may otherwise write whitespace until its tokens run out.
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 class GuidedDecoder:

@@ -92,6 +92,17 @@ class Request(ABC):
     def start(self, runner: Runner) -> Prefill:
         """Allocate the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError."""
 
+    def next_prefill(self, runner: Runner) -> Prefill | None:
+        """Begin the next part of a prefill in segments after one is done. Return None after the last one.
+
+        Raises PoolFullError.
+        """
+        return None
+
+    def layers_prefilled(self, prefill: Prefill) -> int:
+        """Return the progress of the whole prefill in layers, given its current part."""
+        return prefill.layer
+
     def _new_sequence(self, runner: Runner, tokens: Seq[int], reuse: int) -> Sequence:
         runner.check_fits(self.expected_tokens)
         provenance = salt_provenance(self.prompt.cache_salt)
@@ -204,7 +215,11 @@ class SampledRequest(Request):
         self._recorder = recorder
         self._sampler = Sampler(params, sample, self._ends, tokenizer)
         self._stream = TextStream(
-            tokenizer, params.stop, keep_stop=params.include_stop_str_in_output, prompt=prompt.token_ids
+            tokenizer,
+            params.stop,
+            keep_stop=params.include_stop_str_in_output,
+            special=not params.skip_special_tokens,
+            prompt=prompt.token_ids,
         )
 
     @property
@@ -296,7 +311,8 @@ class SampledRequest(Request):
         assert self.sequence is not None and self.finish_reason is None
         if self.sequence.position < len(self.sequence.tokens):
             return []
-        token = self._sampler.pick(logits[0], self.sequence.tokens, len(self.prompt.token_ids))
+        sequence = self.sequence
+        token = self._sampler.pick(logits[0], sequence.tokens, len(self.prompt.token_ids), shift=sequence.shift)
         self.sequence.tokens.append(token)
         self.new_tokens.append(token)
         shown = token not in self._ends or self.params.include_stop_str_in_output

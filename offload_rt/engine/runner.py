@@ -27,6 +27,7 @@ from ..model_runner.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPref
 from ..model_runner.shared_rows import learn_from_others
 from ..model_runner.trace import Trace
 from ..models.loading import LoadedModel
+from ..models.recurrent import StateSlots
 from ..planning.device_plan import DevicePlan, prefill_slices
 from ..policies.base import Policy
 from ..transfer.base import Transfer
@@ -75,17 +76,18 @@ class Runner:
         self.order = order or PoolOrder()
         self.adapter = model.adapter
         best = prefill_slices(config, self.adapter.device)[0]
-        self._slice_tokens = best if plan is None else plan.costs.slice
+        self.slice_tokens = best if plan is None else plan.costs.slice
         usual = MISSED_MASS_EVERY if self.adapter.device.type == "cpu" and pool.file is None else 0
         self._missed_mass_every = usual if config.missed_mass_every is None else config.missed_mass_every
-        self.cache_manager = CacheManager(pool, policy, config)
+        self.cache_manager = CacheManager(pool, policy, config, recurrent=bool(self.adapter.geometry.states))
         self._threads = ThreadChoice()
         self._ids = itertools.count()
         self._open: dict[int, Sequence] = {}
+        geometry = self.adapter.geometry
+        self.states = StateSlots(geometry, self.adapter.dtype, self.adapter.device) if geometry.states else None
         self.modes = StepModes()
         self.steps = steps_for(config, self.adapter.device, self.modes, streams=weights is not None)
         self.reclaimables = self.order.reclaimables
-        geometry = self.adapter.geometry
         # No joint attention over shared prefixes if KV is quantised, because a sequence's own window is not; nor on a
         # disk, where KV is read block by block.
         pays_from = PAYS_FROM_BYTES if pool.format.exact and pool.file is None else NEVER_PAYS
@@ -93,7 +95,7 @@ class Runner:
         if config.eviction is not None:
             check_evictable(policy)
         if config.exact is not None:
-            check_drafts(policy, config)
+            check_drafts(policy, config, geometry)
 
     @property
     def approximates(self) -> bool:
@@ -184,17 +186,22 @@ class Runner:
                 trace=sequence.trace.copy() if same_trace else sequence.trace.restart(reused=position),
                 interrupted=False, forks=0, draft_start=None, drafter=None,
             )  # fmt: skip
-            self._register(fork, sequence.blocks)
+            self._register(fork, sequence)
         return fork
 
-    def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0) -> BlockTable:
-        """Return cached blocks of a session's tokens, computed exactly or with this policy; never all of them.
+    def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0, *, exact_only: bool = False) -> BlockTable:
+        """Return cached blocks of a session's tokens, computed exactly or under this policy; never all of them.
 
-        `floor` is the first token that sliding layers can see.
+        Args:
+            tokens: Tokens of the session.
+            provenance: Part of the KV provenance key from the cache salt and truncations.
+            floor: First token that sliding layers can see.
+            exact_only: Leave out blocks that were computed under this policy.
         """
         if not self.cache_manager.shares:
             return BlockTable(floor=floor)
-        return self.pool.match(tokens, EXACT + provenance, self.provenance_key + provenance, floor=floor)
+        keys = [EXACT + provenance, *([] if exact_only else [self.provenance_key + provenance])]
+        return self.pool.match(tokens, *keys, floor=floor)
 
     def adopt(
         self,
@@ -212,6 +219,7 @@ class Runner:
         KV of `blocks.length` tokens is in the block table. All other KV is loaded before the next prefill reaches its
         layer. The block table is released if PoolFullError is raised.
         """
+        assert self.states is None, "recurrent state of earlier tokens is not kept (check_keeps_no_state)"
         self.cache_manager.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
         with self.cache_manager.released_on_error(blocks):
             self.pool.commit(blocks, known)
@@ -248,13 +256,17 @@ class Runner:
             self._register(sequence, None)
         return sequence
 
-    def _register(self, sequence: Sequence, origin: BlockTable | None) -> None:
+    def _register(self, sequence: Sequence, origin: Sequence | None) -> None:
         """Open a sequence in the transfers, with copies of the data of `origin` if given. Undo it on an error."""
         self._open[sequence.id] = sequence
         try:
             self._check_device()
             self._prepare()
-            self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent, origin)
+            blocks = None if origin is None else origin.blocks
+            self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent, blocks)
+            if self.states is not None:
+                sequence.state_slot = self.states.take(None if origin is None else origin.state_slot)
+                sequence.state_slots = self.states
         except BaseException:
             del self._open[sequence.id]
             self.transfer.storage.close(sequence.blocks)
@@ -273,6 +285,8 @@ class Runner:
             self._publish(sequence)
         finally:
             self.pool.release(sequence.blocks)
+        if self.states is not None:
+            self.states.release(sequence.state_slot)
         del self._open[sequence.id]
 
     def _publish(self, sequence: Sequence) -> None:
@@ -314,9 +328,9 @@ class Runner:
             stop,
             self.adapter,
             self.transfer.storage,
-            slice_tokens=self._slice_tokens,
+            slice_tokens=self.slice_tokens,
             logits_of=int(want_logits),
-            segment_tokens=segment_tokens(self.pool, self.policy, self.adapter, self._slice_tokens),
+            segment_tokens=segment_tokens(self.pool, self.policy, self.adapter, self.slice_tokens),
             before_layer=before_layer,
             after_layer=after_layer,
             every_logits=every_logits,
@@ -335,6 +349,7 @@ class Runner:
             self.pool.commit(sequence.blocks, prefill.stop)
             sequence.exact = prefill.stop if sequence.exact == sequence.position else sequence.exact
             sequence.position, sequence.unlearned, sequence.learned = prefill.stop, 0, 0
+            sequence.check_state()
             self.transfer.storage.settle(sequence.blocks)
             self._publish(sequence)
             self.cache_manager.slide(sequence, self.transfer.storage, prefill.stop)
@@ -370,6 +385,7 @@ class Runner:
         for sequence in batch:
             sequence.position += 1
             sequence.interrupted = False
+            sequence.check_state()
             sequence.trace.decode_seconds += seconds
             self.pool.commit(sequence.blocks, sequence.slots.context)
         batch[0].trace.step_weights += self.weight_use.since(used)
@@ -393,5 +409,6 @@ class Runner:
             self.weights.check_integrity()
         for sequence in self._open.values():
             sequence.check_integrity()
+        assert self.states is None or self.states.used == len(self._open)
         if self.draft is not None:
             self.draft.check_integrity()

@@ -24,13 +24,15 @@ from .guided_decoding import GuidedDecoder
 from .logits_processors import apply_processors, check_any_allowed, check_logits, logits_processors
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: keeps seeds of completions apart from neighbouring seeds
+_MASK = (1 << 64) - 1
 
 
 class Sampler:
     """Sampler of one sequence.
 
-    Random numbers come from its own CPU generator, so that a seed gives the same text on every device and in every
-    batch. `seed=None` uses a random seed. Completion `sample` uses a seed derived from `seed` (0: `seed` itself).
+    The random numbers of a token depend only on the seed and on the absolute position of the token. A seed therefore
+    gives the same text on every device, in every batch, after a preemption, and if a text is continued by another
+    request. `seed=None` uses a random seed. Completion `sample` uses a seed derived from `seed` (0: `seed` itself).
 
     Args:
         ends: Tokens that end an answer.
@@ -47,10 +49,8 @@ class Sampler:
         self._params, self._ends, self._tokenizer = params, ends, tokenizer
         self._greedy = params.temperature == 0
         self._generator = torch.Generator()
-        if params.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed((params.seed + sample * _SEED_STEP) % (1 << 63))
+        seed = self._generator.seed() if params.seed is None else params.seed
+        self._seed = (seed + sample * _SEED_STEP) & _MASK
         self._processors: LogitsProcessorList | None = None
         self._guided: GuidedDecoder | None = None
         self._warpers = LogitsProcessorList() if self._greedy else _warpers(params)
@@ -58,19 +58,26 @@ class Sampler:
     def copy(self) -> Sampler:
         """Return a copy that will choose the same tokens, with the same random numbers."""
         twin = copy.copy(self)
-        twin._generator = torch.Generator()
-        twin._generator.set_state(self._generator.get_state())
         twin._guided = None if self._guided is None else self._guided.copy()
         return twin
 
-    def pick(self, logits: torch.Tensor, tokens: list[int], prompt: int | None = None) -> int:
-        """Return the next token id from float32 logits `[V]` after `tokens`. The first `prompt` tokens are the prompt.
+    def pick(self, logits: torch.Tensor, tokens: list[int], prompt: int | None = None, *, shift: int = 0) -> int:
+        """Return the next token id.
 
-        Raises InputError if the constraints allow no token, and LogitsError for NaN logits.
+        Args:
+            logits: float32 logits `[V]` after `tokens`.
+            tokens: Prompt and new tokens.
+            prompt: Number of prompt tokens; None for all `tokens`.
+            shift: Number of earlier tokens of the text that were truncated. The position of the next token is
+                `shift + len(tokens)`.
+
+        Raises:
+            InputError: The constraints allow no token.
+            LogitsError: Logits are NaN.
         """
         check_logits(logits)
         scores = self._constrained(logits.unsqueeze(0), tokens, len(tokens) if prompt is None else prompt)
-        token = int(scores.argmax()) if self._greedy else self._draw(scores)
+        token = int(scores.argmax()) if self._greedy else self._draw(scores, shift + len(tokens))
         if self._guided is not None:
             self._guided.take(token)
         return token
@@ -80,9 +87,10 @@ class Sampler:
         """Whether the structured output is complete."""
         return self._guided is not None and self._guided.complete
 
-    def _draw(self, scores: torch.Tensor) -> int:
+    def _draw(self, scores: torch.Tensor, position: int) -> int:
         scores = self._warpers(_NO_HISTORY, cast(torch.FloatTensor, scores))
         weights = torch.softmax(scores[0], dim=-1).cpu()
+        self._generator.manual_seed(_seed_at(self._seed, position))
         try:
             return int(torch.multinomial(weights, 1, generator=self._generator))
         except RuntimeError as error:  # NaN weights
@@ -110,6 +118,22 @@ class Sampler:
         self._processors = logits_processors(params, prompt, self._ends, self._tokenizer, scores.device)
         if params.structured_outputs is not None:
             self._guided = GuidedDecoder(params.structured_outputs, self._tokenizer, scores.shape[1], self._ends)
+
+
+def _seed_at(seed: int, position: int) -> int:
+    """Return the seed of the token at `position`.
+
+    torch's CPU generator uses only the lower 32 bits, so these must differ for neighbouring seeds and positions.
+    """
+    return _mixed(_mixed(seed) + position)
+
+
+def _mixed(value: int) -> int:
+    """Mix 64 bits (SplitMix64)."""
+    value = (value + _SEED_STEP) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
 
 
 _NO_HISTORY = cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.long))  # temperature and filters ignore it

@@ -152,6 +152,7 @@ class Swap:
         runner = self._runner
         learns_keys_alone = not (runner.policy.wants_queries or runner.policy.wants_weights)
         complete = sequence.position and not sequence.unlearned and sequence.blocks.length == sequence.position
+        complete = complete and runner.states is None
         return bool(complete) and learns_keys_alone and runner.pool.format.exact and runner.config.eviction is None
 
     def _recompute_seconds(self, sequence: Sequence, batch: int) -> float:

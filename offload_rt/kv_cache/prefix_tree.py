@@ -58,9 +58,15 @@ class _Node:
     tokens: bytes
     block: int
     used: int  # clock of the last match, publication or release
+    worth: int = 0  # number of blocks of the longest sequence that has used it
     idle: bool = False  # only the tree holds the block
     queued: bool = False  # the eviction queue has an entry for it
     children: dict[bytes, _Node] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """Rank in the eviction order. A block of a sequence of n blocks counts as used n operations later."""
+        return self.used + self.worth
 
 
 class PrefixTree:
@@ -74,9 +80,10 @@ class PrefixTree:
     fork takes all blocks, and `insert` exchanges a block only if no fork keeps the old path. Descendants of an idle
     block are therefore idle, and eviction from the leaves can free exactly `idle` blocks.
 
-    Idle leaves wait in a heap by last use, with at most one entry each. `evict` validates entries lazily: it drops
-    those that are no longer idle leaves (they are queued again when they become so) and requeues those used since.
-    Finding the oldest idle leaf thus takes O(log n) on average, without a scan.
+    Idle leaves wait in a heap by last use and recomputation cost (`_Node.rank`), with at most one entry each, so that a
+    short request, such as one for a title, does not evict a long conversation. `evict` validates entries lazily: it
+    drops those that are no longer idle leaves (they are queued again when they become so) and requeues those used
+    since. Finding the idle leaf of the lowest rank thus takes O(log n) on average, without a scan.
 
     Not thread-safe.
     """
@@ -119,7 +126,7 @@ class PrefixTree:
             path.append(node)
         del path[usable([node.block for node in path]) :]
         for node in path:
-            node.used = self._clock
+            node.used, node.worth = self._clock, max(node.worth, len(path))
             self.idle -= node.idle
             node.idle = False
         return [node.block for node in path]
@@ -176,7 +183,7 @@ class PrefixTree:
                 instead[i] = node.block
                 self.idle -= node.idle
                 node.idle = False
-            node.used = self._clock
+            node.used, node.worth = self._clock, max(node.worth, len(blocks))
             parent = node
         return fresh, instead
 
@@ -192,14 +199,14 @@ class PrefixTree:
                 self._queue(node)
 
     def evict(self, count: int) -> list[int]:
-        """Remove up to `count` idle blocks, least recently used leaves first. Return their ids."""
+        """Remove up to `count` idle blocks, leaves of the lowest rank first. Return their ids."""
         gone: list[int] = []
         while len(gone) < count and self._leaves:
-            used, _, node = heapq.heappop(self._leaves)
+            rank, _, node = heapq.heappop(self._leaves)
             node.queued = False
             if self._nodes.get(node.key) is not node or not node.idle or node.children:
                 continue
-            if node.used > used:
+            if node.rank > rank:
                 self._queue(node)
                 continue
             gone += self._remove(node)
@@ -246,7 +253,7 @@ class PrefixTree:
         """Add a node to the eviction queue if it is an idle leaf without an entry."""
         if node.idle and not node.children and not node.queued:
             node.queued = True
-            heapq.heappush(self._leaves, (node.used, node.key, node))
+            heapq.heappush(self._leaves, (node.rank, node.key, node))
 
     def _remove(self, node: _Node) -> list[int]:
         del self._children(node.parent)[node.key]

@@ -9,6 +9,7 @@ import torch
 
 from ..core import VisibleTokens
 from ..models.adapter import ModelAdapter
+from ..models.recurrent import RecurrentState
 from ..policies.base import Policy
 from ..transfer.base import Transfer
 from .sequence import Sequence
@@ -41,6 +42,11 @@ class DecodeBatch:
     def positions(self) -> list[int]:
         """The positions of the newest tokens."""
         return [s.position + s.shift for s in self.sequences]
+
+    def state(self) -> RecurrentState | None:
+        """Return the recurrent state of the sequences for this step, or None if the model has none."""
+        slots = self.sequences[0].state_slots
+        return None if slots is None else slots.view([s.state_slot for s in self.sequences])
 
     def sees_all(self, sequence: Sequence) -> bool:
         """Return whether the sequence is so short that every layer attends to all tokens."""

@@ -163,7 +163,9 @@ class GraphSteps:
 def _capturable(batch: DecodeBatch) -> bool:
     """Return whether the launches of a step depend only on the inputs, and the host reads no values in it."""
     own = (batch.policy.rule is not None and batch.policy.rule.own_bases) or batch.geometry.sliding
-    alone = not (batch.sharing.overlapping or batch.geometry.experts or own)
+    # Layers that transformers wrote may launch anything, and slots of recurrent state may move.
+    opaque = batch.geometry.experts or batch.geometry.states
+    alone = not (batch.sharing.overlapping or opaque or own)
     watched = any(s.slots.listens or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
     return alone and not watched
 

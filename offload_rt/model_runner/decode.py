@@ -30,7 +30,7 @@ class DecodeStep:
 
     def __init__(self, batch: DecodeBatch, mode: StepMode) -> None:
         self.batch, self.mode = batch, mode
-        self.adapter, self.transfer = batch.adapter, batch.transfer
+        self.adapter, self.transfer = batch.adapter.with_state(batch.state()), batch.transfer
         self.tokens, self.positions = mode.inputs()
 
     def run(self) -> torch.Tensor:
@@ -49,7 +49,7 @@ class DecodeStep:
     def compute(self) -> torch.Tensor:
         """Run the layers and return float32 logits `[B, V]`."""
         adapter, mode = self.adapter, self.mode
-        x = adapter.embed(self.tokens, self.positions)
+        x = self._through_stages(-1, adapter.embed(self.tokens, self.positions))
         fetched = self._fetch_dense(0)
         for layer in range(self.batch.geometry.layers):
             attention_input = adapter.attention_input(layer, x)
@@ -68,9 +68,15 @@ class DecodeStep:
             residual = adapter.after_attention(layer, x, attended)
             if source == "residual":
                 upcoming = self._fetch_speculated(layer + 1, adapter.attention_input(layer + 1, residual))
-            x = adapter.mlp(layer, residual)
+            x = self._through_stages(layer, adapter.mlp(layer, residual))
             fetched = upcoming
         return adapter.logits(x)
+
+    def _through_stages(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """Run the decoder layers without attention behind `layer` on `x` `[B, D]`."""
+        for stage in self.adapter.stages(layer):
+            x = stage.run(x)
+        return x
 
     def _evict(self, sequence: Sequence) -> None:
         """In a full pool, move the token that leaves the window to its victim's slot, before any layer selects."""

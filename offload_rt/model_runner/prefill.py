@@ -64,7 +64,9 @@ class Prefill:
         self.sequence, self.stop = sequence, stop
         self.logits: torch.Tensor | None = None
         self.after_layer = after_layer
-        self._adapter, self._storage = adapter, storage
+        slots = sequence.state_slots
+        self._adapter = adapter.with_state(None if slots is None else slots.view([sequence.state_slot]))
+        self._storage = storage
         self._logits_of, self._before_layer, self._every_logits = logits_of, before_layer, every_logits
         self._slice_tokens, self._segment_tokens = slice_tokens, segment_tokens or stop
         assert self._segment_tokens == stop or self._segment_tokens % slice_tokens == 0
@@ -111,11 +113,14 @@ class Prefill:
         last = self._adapter.geometry.layers - 1
         assert self._layer <= last
         self._began = True
+        if self._layer == 0:
+            self._adapter.run_stages(-1, self._hidden, self._slices)
         self._before_layer(self._layer)
         layer = self._storage.prefill_layer(self.sequence.blocks, self._layer, self._start, self._keys_and_values())
         self.sequence.trace.bytes_requested += layer.bytes_to_device
         self.sequence.trace.bytes_to_host += layer.bytes_to_host
         self._attention_and_mlp(layer, last=self._layer == last)
+        self._adapter.run_stages(self._layer, self._hidden, self._computed(self._layer == last))
         self._layer += 1
         if self._layer > last:
             self._end_segment()
@@ -137,21 +142,21 @@ class Prefill:
     def _attention_and_mlp(self, rows: PrefilledLayer, *, last: bool) -> None:
         """Compute attention and MLP of a layer, slice by slice.
 
-        In the last layer, compute only the slices whose output is needed. Sliding-window layers are not passed to the
-        policy, because it does not select in them.
+        In the last layer only the needed slices are computed (`_computed`). Sliding layers are not passed to the
+        policy, because nothing is selected in them.
         """
         adapter, layer, state, kv = self._adapter, self._layer, self.sequence.state, rows.kv
         slides = adapter.geometry.windows[layer] is not None
         if rows.past:
-            self._attend_past(rows, self._read_slices() if last else self._slices)
+            self._attend_past(rows, self._computed(last))
         for s in self._slices if not rows.past else ():
             attention_input = adapter.attention_input(layer, self._hidden[s])
             q = adapter.query(layer, attention_input, self._positions[s])
             if not slides:
                 state.on_queries(layer, q, kv.k, self._start + s.start)
-            if last and s not in self._read_slices():
+            if s not in self._computed(last):
                 continue
-            if last and self._every_logits is None:
+            if last and self._every_logits is None and not self._keeps_state:
                 q, s = q[:, -self._logits_of :], slice(s.stop - self._logits_of, s.stop)
             seen = self._start + s.stop - rows.first
             position = self._start + s.start + self.sequence.shift
@@ -160,9 +165,15 @@ class Prefill:
         if not slides:
             learn(state, layer, kv, rows.first, self._learn_from)
 
-    def _read_slices(self) -> list[slice]:
-        """Return the slices that need outputs of the last layer."""
-        if self._every_logits is not None:
+    @property
+    def _keeps_state(self) -> bool:
+        """Whether the last layer keeps recurrent state, so that every token must pass it."""
+        geometry = self._adapter.geometry
+        return geometry.keeps_state(geometry.layers - 1)
+
+    def _computed(self, last: bool) -> list[slice]:
+        """Return the slices that need outputs of the present layer, which is the last one or not."""
+        if not last or self._every_logits is not None or self._keeps_state:
             return self._slices
         return self._slices[-1:] if self._logits_of and self._last else []
 

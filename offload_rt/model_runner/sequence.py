@@ -8,6 +8,7 @@ import torch
 
 from ..core import BLOCK_SIZE, BlockTable
 from ..kv_cache.pool import HostPool
+from ..models.recurrent import StateSlots
 from ..policies.base import KeyReader, PolicyState
 from ..transfer.base import KVStorage
 from .slot_table import SlotTable
@@ -35,6 +36,8 @@ class Sequence:
         forks: Number of forks that will be created from this sequence. Each may grow to `expected` tokens.
         draft_start: First draft token that may be rejected, or None. Its sliding windows are kept until then.
         drafter: Sequence of the same text in the draft model's KV cache.
+        state_slots: Recurrent state of all sequences; None if the model has none.
+        state_slot: Slot of this sequence in it.
     """
 
     id: int
@@ -55,6 +58,8 @@ class Sequence:
     forks: int = 0
     draft_start: int | None = None
     drafter: Sequence | None = None
+    state_slots: StateSlots | None = None
+    state_slot: int = -1
 
     @property
     def blocks_ahead(self) -> int:
@@ -67,6 +72,12 @@ class Sequence:
         assert self.blocks.length <= self.position <= len(self.tokens)
         assert self.blocks.length == min(self.position, self.blocks.capacity)
         self.state.check_integrity()
+        self.check_state()
+
+    def check_state(self) -> None:
+        """Assert that every recurrent layer has seen exactly the computed tokens."""
+        if self.state_slots is not None and not self.interrupted:
+            self.state_slots.check(self.state_slot, self.position)
 
 
 def key_reader(pool: HostPool, storage: KVStorage, blocks: BlockTable) -> KeyReader:

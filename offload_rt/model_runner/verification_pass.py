@@ -25,6 +25,7 @@ class VerificationPass:
     def __init__(
         self, sequences: Seq[Sequence], counts: Seq[int], adapter: ModelAdapter, policy: Policy, storage: KVStorage
     ) -> None:
+        assert not adapter.geometry.states, "recurrent state of rejected tokens cannot be taken back"
         self._sequences, self._counts = list(sequences), list(counts)
         self._adapter, self._policy, self._storage = adapter, policy, storage
 
@@ -37,11 +38,13 @@ class VerificationPass:
         tokens = torch.tensor([one.tokens[t] for one, span in spans for t in span], device=adapter.device)
         positions = torch.tensor([t + one.shift for one, span in spans for t in span], device=adapter.device)
         hidden = adapter.embed(tokens, positions)
+        adapter.run_stages(-1, hidden, [slice(None)])
         for layer in range(adapter.geometry.layers):
             rows = adapter.qkv(layer, adapter.attention_input(layer, hidden), positions)
             each = zip(self._sequences, *(x.split(self._counts, dim=1) for x in rows), strict=True)
             attended = [self._attend(layer, one, q, KVPart(k, v)) for one, q, k, v in each]
             hidden = adapter.mlp(layer, adapter.after_attention(layer, hidden, torch.cat(attended)))
+            adapter.run_stages(layer, hidden, [slice(None)])
         return list(adapter.logits(hidden).split(self._counts))
 
     def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart) -> torch.Tensor:

@@ -6,12 +6,16 @@ calls the modules of a loaded transformers model (norms, projections, rotary emb
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 
 from ..core import ModelGeometry
 from ..errors import ModelError
+from .recurrent import RecurrentState, Stage, StateSlots
 
 
 class ModelAdapter(ABC):
@@ -30,6 +34,34 @@ class ModelAdapter(ABC):
         self.geometry = geometry
         self.dtype = dtype
         self.device = device
+
+    def with_state(self, state: RecurrentState | None) -> ModelAdapter:
+        """Return an adapter whose calls continue the sequences of `state`, in its order.
+
+        Hybrid models need it before any layer is called. Each sequence has the same number of tokens in a call, all of
+        them consecutive, and every token must pass each layer once. Other models return themselves.
+        """
+        return self
+
+    def for_new_sequence(self) -> ModelAdapter:
+        """Return an adapter for one new sequence, for a computation outside the engine (`with_state`)."""
+        if not self.geometry.states:
+            return self
+        slots = StateSlots(self.geometry, self.dtype, self.device)
+        return self.with_state(slots.view([slots.take()]))
+
+    def stages(self, layer: int) -> Sequence[Stage]:
+        """Return the decoder layers without attention behind attention layer `layer`, or before the first (-1).
+
+        The caller runs them after `mlp` (or `embed`), each for all tokens.
+        """
+        return ()
+
+    def run_stages(self, layer: int, hidden: torch.Tensor, slices: Sequence[slice]) -> None:
+        """Run the stages behind an attention layer on its outputs `[T, D]`, in place, each for all slices in order."""
+        for stage in self.stages(layer):
+            for s in slices:
+                hidden[s] = stage.run(hidden[s])
 
     @abstractmethod
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -107,6 +139,16 @@ class ForwardingAdapter(ModelAdapter):
     def __init__(self, inner: ModelAdapter) -> None:
         super().__init__(inner.geometry, inner.dtype, inner.device)
         self._inner = inner
+
+    def with_state(self, state: RecurrentState | None) -> Self:
+        if state is None:
+            return self
+        bound = copy.copy(self)
+        bound._inner = self._inner.with_state(state)
+        return bound
+
+    def stages(self, layer: int) -> Sequence[Stage]:
+        return self._inner.stages(layer)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._inner.embed(tokens, positions)

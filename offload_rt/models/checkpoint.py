@@ -18,20 +18,17 @@ import torch
 from ..config import DType
 from ..errors import ConfigError, MemoryLimitError, ModelError, OffloadError
 from ..utils.config_fields import check_choice
+from .gguf_header import check_complete
 from .linear import backend_of, packing
 from .linear.dense import computes_bfloat16
+from .linear.packed import PACKED
 from .multimodal import belongs_to, is_multimodal, text_config, unused_modules, without_unused
+from .packed_checkpoint import read_checkpoint
 from .registry import architectures, unsupported
 from .source import ModelSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-MERGE = (
-    "merge the adapter with peft.PeftModel.from_pretrained(model, ADAPTER).merge_and_unload(), and pass the result or "
-    "the folder where it is saved"
-)
-"""Advice for PEFT adapters, for error messages."""
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "spiece.model", "sentencepiece.*", "tekken.json")
 
@@ -47,12 +44,8 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
 
     if source.gguf is not None:
         return _read_gguf_config(source)
-    place, folder = source.place, source.folder
-    if folder is not None and not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise ModelError(f"{source} is a PEFT adapter, not a model; {MERGE}", reason="peft")
-        expected = "a model folder contains config.json and *.safetensors, or one GGUF file"
-        raise ModelError(f"{source} has no config.json; {expected}")
+    place = source.place
+    source.check_folder()
     options, trusted = source.hub.options, source.hub.trust_remote_code
     with one_error(f"cannot read the configuration of {source}"):
         raw = dict(PreTrainedConfig.get_config_dict(place, **options)[0])
@@ -77,13 +70,20 @@ def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelError(f"reading {source} needs the package gguf: pip install 'offload-rt[gguf]'")
+    require_gguf(source)
+    if source.folder is not None:
+        check_complete(source.folder / str(source.gguf))
     with one_error(f"cannot read the configuration of {source}"), _quiet():
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.place, gguf_file=source.gguf, **source.hub.options)
     if config.model_type not in CLASSES:
         raise unsupported(f"model type {config.model_type!r}")
     return config
+
+
+def require_gguf(source: ModelSource) -> None:
+    """Raise ModelError if the package that reads GGUF files is not installed."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError(f"reading {source} needs the package gguf: pip install 'offload-rt[gguf]'")
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
@@ -144,6 +144,12 @@ def read_weights(
     if source.gguf is None:
         _check_weight_files(source)
     method = packing(config)
+    if method == PACKED.method:
+        if source.folder is None:
+            raise ModelError(f"{source} has packed weights, which are only read from a folder: download it first")
+        with one_error(f"cannot load the weights of {source}"):
+            own = dtype or torch.bfloat16
+            return read_checkpoint(source.folder, config, own, device, source.hub.trust_remote_code)
     # Without a map, packed weights are put on a CUDA device even if they must stay in host memory.
     on_cpu = None if method is None else {"": "cpu"}
     hint = f" (packed by {method}; call transformers' from_pretrained to see which kernel or package is missing)"

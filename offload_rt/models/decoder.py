@@ -6,22 +6,30 @@ refused with a `ModelError.reason`.
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from ..core import ModelGeometry
+from ..core import ModelGeometry, StateShape
 from ..errors import ModelError
 from .adapter import ModelAdapter
 from .decoder_layer import DecoderLayer, Projections, first_of, refuse_unused
 from .multimodal import text_config, text_decoder
+from .recurrent import RecurrentState, Stage, run_layer, state_shapes
 from .rotary import Rotary, refuse_length_dependent
-from .weights import decoder_layers
+from .weights import attention_layers, attention_of, decoder_layers
 
-_FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+_FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm", "norm_f")
+
+_ROTARY = ("rotary_emb", "pos_emb")
+
+_LATENT = ("kv_b_proj", "kv_a_proj_with_mqa")
 
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -45,7 +53,7 @@ class AttentionTemperature:
         """Return the scaling of a layer, or None. Llama 4 has it in layers without RoPE, Ministral 3 in all layers."""
         if getattr(config, "attn_temperature_tuning", False):
             return None if attention.use_rope else cls(float(attention.attn_scale), float(attention.floor_scale), 1)
-        rope = config.rope_parameters
+        rope = _rope(config)
         rate = rope.get("llama_4_scaling_beta")
         return None if rate is None else cls(float(rate), float(rope["original_max_position_embeddings"]), 0)
 
@@ -55,34 +63,46 @@ class AttentionTemperature:
 
 
 class DecoderAdapter(ModelAdapter):
-    """`ModelAdapter` for a transformers decoder with rotary positions. Calls its modules except attention."""
+    """`ModelAdapter` for a transformers decoder with rotary positions. Calls its modules except attention.
+
+    Decoder layers without attention are called as transformers wrote them (`recurrent`).
+    """
 
     def __init__(self, model: Any) -> None:
         decoder, config = text_decoder(model), text_config(model.config)
         layers = decoder_layers(model)
-        self._layers = [DecoderLayer(layer) for layer in layers]
+        at = attention_layers(layers)
+        self._decoder_layers, self._attention_at = layers, at
+        states = state_shapes(type(model).__name__, layers, at)
+        _refuse_unsupported(model, config, decoder, layers, at)
+        self._layers = [DecoderLayer(layers[i]) for i in at]
         attentions = [layer.attention for layer in self._layers]
-        _refuse_unsupported(model, config, decoder, len(layers))
         self._embedding = model.get_input_embeddings()
         self._multiplier = float(getattr(decoder, "embedding_multiplier", 1.0))
         self._temperatures = [AttentionTemperature.of(attention, config) for attention in attentions]
         self._norm = first_of(decoder, _FINAL_NORM)
         self._head = model.get_output_embeddings()
-        self._logit_factor = _logit_factor(model.config)
+        self._logit_factor = _logit_factor(model.config) * float(getattr(decoder, "lm_head_multiplier", 1.0))
         self._logit_cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         heads, kv_heads = _heads(config, attentions[0])
         self._projections = [Projections(attention, heads, kv_heads) for attention in attentions]
         self._sinks = [_sinks(attention, self._embedding.weight) for attention in attentions]
-        self._rotary = Rotary(decoder.rotary_emb, _kinds(config, decoder, attentions), attentions[0])
-        known = (self._embedding, self._norm, decoder.rotary_emb)
+        rotary = _rotary_module(decoder)
+        self._rotary = Rotary(rotary, _kinds(config, decoder, rotary, attentions, at), attentions[0])
+        known = (self._embedding, self._norm, rotary)
         named = list(decoder.named_children())
         stacks = [name for name, child in named if isinstance(child, nn.ModuleList)][:1]
         refuse_unused(decoder, [*stacks, *(name for name, child in named if any(child is each for each in known))])
         weight = self._embedding.weight
-        super().__init__(self._geometry_of(config, decoder, attentions), weight.dtype, weight.device)
+        self._state: RecurrentState | None = None
+        self._gates: dict[int, torch.Tensor] | None = None
+        super().__init__(self._geometry_of(config, decoder, attentions, states), weight.dtype, weight.device)
 
-    def _geometry_of(self, config: Any, decoder: Any, attentions: list[Any]) -> ModelGeometry:
-        first = self._projections[0]
+    def _geometry_of(
+        self, config: Any, decoder: Any, attentions: list[Any], states: tuple[StateShape, ...]
+    ) -> ModelGeometry:
+        first, hybrid = self._projections[0], len(self._decoder_layers) > len(attentions)
+        stages = (layer for i, layer in enumerate(self._decoder_layers) if i not in self._attention_at)
         return ModelGeometry(
             layers=len(attentions),
             hidden=config.hidden_size,
@@ -91,27 +111,54 @@ class DecoderAdapter(ModelAdapter):
             head_dim=first.head_dim,
             vocab=config.vocab_size,
             scales=tuple(_scale(attention, first.head_dim) for attention in attentions),
-            windows=_windows(config, decoder, len(attentions)),
+            windows=_windows(config, decoder, self._attention_at),
             max_positions=_max_positions(config),
             absolute_positions=False,
             default_alpha=5.0,
             softcap=_declared(config, "attn_logit_softcapping"),
             sinks=any(sinks is not None for sinks in self._sinks),
             chunked="chunked_attention" in (_declared(config, "layer_types") or ()),
-            experts=any(layer.of_experts for layer in self._layers),
+            experts=any(layer.of_experts for layer in self._layers) or any(map(_has_experts, stages)),
+            states=states,
+            attention_at=tuple(self._attention_at) if hybrid else (),
+            depth=len(self._decoder_layers) if hybrid else 0,
         )
 
+    def with_state(self, state: RecurrentState | None) -> Self:
+        if state is None:
+            return self
+        bound = copy.copy(self)
+        bound._state, bound._gates = state, {}
+        return bound
+
+    def stages(self, layer: int) -> Sequence[Stage]:
+        at = [-1, *self._attention_at, len(self._decoder_layers)]
+        return [
+            Stage(i, partial(self._run, i, self._decoder_layers[i])) for i in range(at[layer + 1] + 1, at[layer + 2])
+        ]
+
+    def _run(self, decoder_layer: int, module: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """Run a decoder layer without attention, or a mixer beside the attention, on the state of this adapter."""
+        return run_layer(module, decoder_layer, hidden, self._state)
+
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        assert self._state is not None or not self.geometry.states, "with_state binds the adapter to sequences"
         hidden: torch.Tensor = self._embedding(tokens)
         return hidden if self._multiplier == 1 else hidden * self._multiplier
 
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        return self._layers[layer].attention_input(hidden)
+        normed, multiplier = self._layers[layer].attention_input(hidden), self._layers[layer].input_multiplier
+        return normed if multiplier == 1 else normed * multiplier
 
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = self._projections[layer].qkv(attention_input)
+        projections = self._projections[layer]
+        if projections.gated and self._gates is not None:
+            q, self._gates[layer] = projections.query_and_gate(attention_input)
+            k, v = projections.key_value(attention_input)
+        else:
+            q, k, v = projections.qkv(attention_input)
         return self._turned_query(layer, q, positions), self._turned(layer, k, positions), v
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -139,7 +186,20 @@ class DecoderAdapter(ModelAdapter):
         return self._sinks[layer]
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        return self._layers[layer].after_attention(hidden, self._projections[layer].output(attended))
+        projected = self._projections[layer].output(attended, self._gate(layer, hidden))
+        return self._layers[layer].after_attention(hidden, projected, partial(self._run, self._attention_at[layer]))
+
+    def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return the output gate of the tokens whose layer input is `hidden`, or None if the model has none.
+
+        In a decode step `qkv` has computed it with the queries of the same tokens.
+        """
+        if not self._projections[layer].gated:
+            return None
+        known = None if self._gates is None else self._gates.pop(layer, None)
+        return (
+            self._projections[layer].query_and_gate(self.attention_input(layer, hidden))[1] if known is None else known
+        )
 
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
         return self._layers[layer].mlp(residual)
@@ -153,7 +213,16 @@ class DecoderAdapter(ModelAdapter):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: int) -> None:
+def _has_experts(layer: nn.Module) -> bool:
+    return any(hasattr(module, "experts") for module in layer.modules())
+
+
+def _rotary_module(decoder: Any) -> Any:
+    """Return the rotary module of a decoder, or None."""
+    return next((each for name in _ROTARY if (each := getattr(decoder, name, None)) is not None), None)
+
+
+def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.Module], at: list[int]) -> None:
     """Raise ModelError if the model has features that this adapter does not support."""
     name = type(model).__name__
     if getattr(config, "alibi", False) or hasattr(decoder, "build_alibi_tensor"):
@@ -166,16 +235,31 @@ def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: int) -> N
         raise ModelError(
             f"{name} also attends to later tokens; only causal decoders are supported", reason="bidirectional"
         )
-    if getattr(decoder, "rotary_emb", None) is None:
-        raise ModelError(f"{name} has no rotary positions (rotary_emb) and no registered adapter", reason="positions")
-    for kind in _declared(config, "layer_types") or []:
-        if kind not in _KINDS_OF_LAYERS:
-            raise ModelError(f"{name} has layers of type {kind!r}, which is not supported", reason="layer_type")
-    rope_type = getattr(decoder.rotary_emb, "rope_type", "default")
-    refuse_length_dependent(tuple(rope_type.values()) if isinstance(rope_type, dict) else (rope_type,))
-    if layers != config.num_hidden_layers:
+    latent = [i for i in at if any(hasattr(attention_of(layers[i]), each) for each in _LATENT)]
+    if latent:
         raise ModelError(
-            f"{name} has {layers} decoder layers; its configuration has {config.num_hidden_layers}", reason="modules"
+            f"{len(latent)} of the {len(layers)} layers of {name} use multi-head latent attention, which does not "
+            "cache keys and values per head and is not supported; see 'Supported models' in the documentation",
+            reason="latent_attention",
+        )
+    rotary = _rotary_module(decoder)
+    # Recurrent layers know the order of tokens, so hybrids may have no positions.
+    if len(at) == len(layers) and not any(hasattr(decoder, each) for each in _ROTARY):
+        raise ModelError(f"{name} has no rotary positions (rotary_emb) and no registered adapter", reason="positions")
+    types = _layer_types(config, at) or []
+    strange = [kind for kind in types if kind not in _KINDS_OF_LAYERS]
+    if strange:
+        raise ModelError(
+            f"{strange.count(strange[0])} of the {len(layers)} layers of {name} are of type {strange[0]!r}, which is "
+            "not supported",
+            reason="layer_type",
+        )
+    rope_type = getattr(rotary, "rope_type", "default")
+    refuse_length_dependent(tuple(rope_type.values()) if isinstance(rope_type, dict) else (rope_type,))
+    if len(layers) != config.num_hidden_layers:
+        raise ModelError(
+            f"{name} has {len(layers)} decoder layers; its configuration has {config.num_hidden_layers}",
+            reason="modules",
         )
 
 
@@ -211,20 +295,33 @@ def _declared(config: Any, name: str) -> Any:
     return getattr(config, name, None) if any(field.name == name for field in fields(config)) else None
 
 
-def _windows(config: Any, decoder: Any, layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer."""
+def _layer_types(config: Any, at: list[int]) -> list[str] | None:
+    """Return the types of the attention layers, whose indices are `at`, or None if none are declared."""
+    types = _declared(config, "layer_types")
+    return types and [types[i] for i in at]
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """Return the RoPE parameters; empty for a model without RoPE."""
+    return getattr(config, "rope_parameters", None) or {}
+
+
+def _windows(config: Any, decoder: Any, at: list[int]) -> tuple[int | None, ...]:
+    """Return the sliding window of each attention layer."""
     # Llama's configuration may state a window, but its module builds no sliding-window mask.
     slides = hasattr(sys.modules[type(decoder).__module__], "create_sliding_window_causal_mask")
     window: int | None = getattr(config, "sliding_window", None) if slides else None
-    types = _declared(config, "layer_types") or ["sliding_attention"] * layers
+    types = _layer_types(config, at) or ["sliding_attention"] * len(at)
     shown = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
     return tuple(shown.get(kind) for kind in types)
 
 
-def _kinds(config: Any, decoder: Any, attentions: list[Any]) -> list[str | None]:
+def _kinds(config: Any, decoder: Any, rotary: Any, attentions: list[Any], at: list[int]) -> list[str | None]:
     """Return the key of each layer's rotation in the rotary module, or None for layers without positions."""
-    several = isinstance(getattr(decoder.rotary_emb, "rope_type", None), dict)
-    types = _declared(config, "layer_types") or [""] * len(attentions)
+    if rotary is None:
+        return [None] * len(attentions)
+    several = isinstance(getattr(rotary, "rope_type", None), dict)
+    types = _layer_types(config, at) or [""] * len(attentions)
     without = type(decoder).__name__ in _ROTATED_WHERE_SLIDING
     kinds: list[str | None] = []
     for attention, kind in zip(attentions, types, strict=True):
@@ -245,7 +342,7 @@ def _logit_factor(config: Any) -> float:
 def _max_positions(config: Any) -> int:
     """Return the maximum number of positions. YaRN checkpoints often state only the original training length."""
     trained: int = config.max_position_embeddings
-    rope = config.rope_parameters
+    rope = _rope(config)
     rope = rope.get("full_attention", rope)
     if rope.get("rope_type") == "yarn":
         return max(trained, int(rope["factor"] * (rope.get("original_max_position_embeddings") or trained)))

@@ -16,9 +16,9 @@ from torch import nn
 
 from ..errors import ModelError
 from ..kernels.dispatch import rms_norm
-from .weights import ATTENTION
+from .weights import attention_of
 
-_MLP = ("mlp", "block_sparse_moe", "feed_forward")
+_MLP = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ _PLACEMENTS = (
     Norms("input_layernorm", None, None, None, parallel=True),
     # Falcon-40B
     Norms("ln_attn", None, "ln_mlp", None, parallel=True),
+    # Bamba, Falcon-H1; LFM2; LFM3; Nemotron-H, whose attention layers have no MLP
+    Norms("input_layernorm", None, "pre_ff_layernorm", None),
+    Norms("operator_norm", None, "ffn_norm", None),
+    Norms("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
+    Norms("norm", None, None, None),
 )
 """Known norm placements, distinguished by the set of norm names."""
 
@@ -60,9 +65,15 @@ class DecoderLayer:
 
     def __init__(self, module: Any) -> None:
         """Raise ModelError if the layer's norms match no placement, or a module with weights is unused."""
-        self.attention = first_of(module, ATTENTION)
-        self._mlp = first_of(module, _MLP)
-        own = {name for name, child in module.named_children() if child in (self.attention, self._mlp)}
+        self.attention = attention_of(module)
+        lone = self.attention is getattr(module, "mixer", None)
+        self._mlp: Any = None if lone else first_of(module, _MLP)
+        shared = None if lone else getattr(module, "shared_mlp", None)
+        self._shared_mlp = None if shared is self._mlp else shared
+        # Falcon-H1: a recurrent mixer beside the attention, with the same input.
+        self._mixer = getattr(module, "mamba", None)
+        used = [self.attention, self._mlp, self._shared_mlp, self._mixer]
+        own = {name for name, child in module.named_children() if any(child is each for each in used)}
         present = {name for name, child in module.named_children() if "norm" in name or name.startswith("ln_")}
         norms = next((n for n in _PLACEMENTS if present == _names(n)), None)
         if norms is None:
@@ -79,6 +90,9 @@ class DecoderLayer:
         if self._parallel and norms.before_mlp is None:
             self._before_mlp = self._before_attention
         self._multiplier = float(getattr(module, "residual_multiplier", 1.0))
+        self.input_multiplier = float(getattr(module, "attention_in_multiplier", 1.0))
+        self._attention_multiplier = float(getattr(module, "attn_out_multiplier", 1.0))
+        self._mixer_multiplier = float(getattr(module, "ssm_out_multiplier", 1.0))
         self.of_experts = hasattr(self._mlp, "experts")
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -86,17 +100,23 @@ class DecoderLayer:
         normed: torch.Tensor = self._before_attention(hidden)
         return normed
 
-    def after_attention(self, hidden: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+    def after_attention(
+        self, hidden: torch.Tensor, projected: torch.Tensor, mix: Callable[[Any, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         """Return the residual stream `[T, D]` from the layer's input and its projected attention, both `[T, D]`.
 
-        If attention and MLP run in parallel, the MLP is already included.
+        If attention and MLP run in parallel, the MLP is already included. `mix` runs the recurrent mixer beside the
+        attention, if there is one, on the layer's normed input.
         """
+        if self._mixer is not None:
+            beside = mix(self._mixer, self.attention_input(hidden)) * self._mixer_multiplier
+            projected = beside + projected * self._attention_multiplier
         residual = hidden + self._scaled(self._after_attention(projected))
         return residual + self._run_mlp(hidden) if self._parallel else residual
 
     def mlp(self, residual: torch.Tensor) -> torch.Tensor:
         """Return the layer's output `[T, D]` from the residual stream after its attention."""
-        return residual if self._parallel else residual + self._run_mlp(residual)
+        return residual if self._parallel or self._mlp is None else residual + self._run_mlp(residual)
 
     def _run_mlp(self, x: torch.Tensor) -> torch.Tensor:
         """Return the MLP's contribution to the residual stream, `[T, D]`."""
@@ -104,7 +124,10 @@ class DecoderLayer:
         if not self.of_experts:
             return self._scaled(self._after_mlp(self._mlp(normed)))
         out = self._mlp(normed[None])  # a mixture of experts takes [1, T, D] and may also return router scores
-        return self._scaled(self._after_mlp((out[0] if isinstance(out, tuple) else out).view_as(x)))
+        mixed = (out[0] if isinstance(out, tuple) else out).view_as(x)
+        if self._shared_mlp is not None:
+            mixed = mixed + self._shared_mlp(normed)
+        return self._scaled(self._after_mlp(mixed))
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:
         return x if self._multiplier == 1 else x * self._multiplier
@@ -151,6 +174,9 @@ class Projections:
 
     If keys and values have different widths, d is the larger one and the other is padded with zeros. Zeros do not
     change scores, and `output` removes them from attention outputs.
+
+    An output gate multiplies attention outputs before the output projection. It is computed by `q_proj` (Qwen 3.5, for
+    each head behind its query) or by `g_proj` (LFM3, one number per head).
     """
 
     def __init__(self, attention: Any, heads: int, kv_heads: int) -> None:
@@ -164,17 +190,20 @@ class Projections:
         Raises:
             ModelError: The module is not supported, or does not match the configuration.
         """
-        _refuse_latent(attention)
         self.heads, self.kv_heads = heads, kv_heads
         self._key_dim = int(getattr(attention, "head_dim", None) or attention.head_size)
         self._value_dim = int(getattr(attention, "v_head_dim", None) or self._key_dim)
         self.head_dim = max(self._key_dim, self._value_dim)
         self._output: nn.Module = first_of(attention, ("o_proj", "dense", "out_proj"))
-        used = {"o_proj", "dense", "out_proj", "sinks"}
+        used = {"o_proj", "dense", "out_proj", "sinks", "g_proj"}
+        self._gate: nn.Module | None = getattr(attention, "g_proj", None)
+        self._key_multiplier = float(getattr(attention, "key_multiplier", 1.0))
+        self.gated_queries = False
         if hasattr(attention, "q_proj"):
             self._q, self._k, self._v = attention.q_proj, attention.k_proj, attention.v_proj
             self._split: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
             used |= {"q_proj", "k_proj", "v_proj"}
+            self.gated_queries = getattr(self._q, "out_features", None) == 2 * heads * self._key_dim
         elif hasattr(attention, "qkv_proj"):
             self._q, self._split = attention.qkv_proj, self._split_blocks
             used.add("qkv_proj")
@@ -202,7 +231,20 @@ class Projections:
         """Return q `[H, T, d]`. A fused projection computes k and v as well and discards them."""
         if self._split is not None:
             return self._wide(self._query_norm(self._split(self._q(x))[0]))
-        return self._wide(self._query_norm(self._q(x).view(len(x), self.heads, self._key_dim)))
+        rows = self._q(x).view(len(x), self.heads, -1)
+        return self._wide(self._query_norm(rows[..., : self._key_dim]))
+
+    @property
+    def gated(self) -> bool:
+        """Whether attention outputs are multiplied by a gate."""
+        return self.gated_queries or self._gate is not None
+
+    def query_and_gate(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `query` and the factors of attention outputs, `[T, H, d or 1]`, for attention inputs `[T, D]`."""
+        if self._gate is not None:
+            return self.query(x), torch.sigmoid(self._gate(x)).unsqueeze(-1)
+        q, gate = self._q(x).view(len(x), self.heads, -1).chunk(2, dim=-1)
+        return self._wide(self._query_norm(q)), torch.sigmoid(gate)
 
     def key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return k and v `[Hkv, T, d]`. A fused projection computes q as well and discards it."""
@@ -210,6 +252,7 @@ class Projections:
             _, k, v = self._split(self._q(x))
         else:
             k, v = (each(x).view(len(x), self.kv_heads, -1) for each in (self._k, self._v))
+        k = k if self._key_multiplier == 1 else k * self._key_multiplier
         return self._wide(self._key_norm(k)), self._wide(v.transpose(0, 1))
 
     def normed_after_rotation(self, rows: torch.Tensor) -> torch.Tensor:
@@ -219,8 +262,10 @@ class Projections:
         """
         return rows if self._norm_after_rotation is None else self._norm_after_rotation(rows)
 
-    def output(self, attended: torch.Tensor) -> torch.Tensor:
-        """Apply the output projection to attention outputs `[T, H * d]`. Return `[T, D]`."""
+    def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        """Apply `gate`, if given, and the output projection to attention outputs `[T, H * d]`. Return `[T, D]`."""
+        if gate is not None:
+            attended = (attended.view(len(attended), self.heads, -1) * gate).flatten(1)
         if self._value_dim < self.head_dim:
             attended = attended.view(len(attended), self.heads, -1)[..., : self._value_dim].flatten(1)
         out: torch.Tensor = self._output(attended)
@@ -272,6 +317,7 @@ class Projections:
     def _check_widths(self, attention: Any) -> None:
         """Raise ModelError if the width of a projection does not match the number of heads."""
         q, k, v = (self.heads, self._key_dim), (self.kv_heads, self._key_dim), (self.kv_heads, self._value_dim)
+        q = (q[0], 2 * q[1]) if self.gated_queries else q
         for name, (heads, dim) in {"q_proj": q, "k_proj": k, "v_proj": v}.items():
             width = getattr(getattr(attention, name, None), "out_features", heads * dim)
             if width != heads * dim:
@@ -299,13 +345,4 @@ def refuse_unused(module: nn.Module, used: Collection[str]) -> None:
         raise ModelError(
             f"{type(module).__name__} has {', '.join(strange)}, which this version does not support",
             reason="modules",
-        )
-
-
-def _refuse_latent(attention: Any) -> None:
-    if hasattr(attention, "kv_b_proj") or hasattr(attention, "kv_a_proj_with_mqa"):
-        raise ModelError(
-            f"{type(attention).__name__} is multi-head latent attention, which does not cache keys and values per head "
-            "and is not supported; see 'Architectures' in the documentation",
-            reason="latent_attention",
         )

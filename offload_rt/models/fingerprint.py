@@ -185,12 +185,13 @@ def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
             paths = {path for path in folder.iterdir() if path.is_file()}
             if (index := folder / _INDEX).exists():  # may refer to files in other folders
                 paths |= {folder / shard for shard in read_json(index)["weight_map"].values()}
-        return [_identity(path) for path in sorted(paths)]
+        return [file_identity(path) for path in sorted(paths)]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None  # reading the weights reports the error
 
 
-def _identity(path: Path) -> tuple[Any, ...]:
+def file_identity(path: Path) -> tuple[Any, ...]:
+    """Return what changes if the contents of a file do. Raise OSError."""
     status = path.stat()
     # Copying or restoring a file can preserve its mtime, but not its ctime.
     return path.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..config import Verify
+from ..config import Quantize, Verify
 from ..errors import ConfigError, ModelError
 from ..sampling_params import SamplingParams
 from ..utils.openmp import stop_spinning
+from ..utils.progress import report
 from .adapter import ModelAdapter
 from .checkpoint import (
-    MERGE,
     architecture_of,
     build_skeleton,
     one_error,
@@ -29,11 +29,13 @@ from .checkpoint import (
     resolve_dtype,
 )
 from .fingerprint import FingerprintCache, LiveWeights, fingerprint
+from .gguf_import import packed_source
 from .linear import GGUF_NOTE, packing, packing_of, use_backends
+from .linear.quantize import quantize_layers
 from .multimodal import is_multimodal, text_config
 from .registry import adapter_for, architectures, refuse_unverified
 from .rotary import fix_rope_scaling
-from .source import DEFAULT_HUB, Hub, ModelSource, find_source
+from .source import DEFAULT_HUB, MERGE, Hub, ModelSource, find_source
 from .verification import verify_model, verify_once
 from .weights import ON_DEVICE, HostEmbedding, Placement, decoder_layers, lone_embedding, place_weights, weight_bytes
 
@@ -100,11 +102,12 @@ def load_model(
     verify: Verify = "auto",
     hub: Hub = DEFAULT_HUB,
     max_model_len: int | None = None,
+    quantize: Quantize = "auto",
 ) -> LoadedModel:
     """Load a model, or prepare a loaded transformers model.
 
     Args:
-        model: "reference" (ships with the package), a local folder, a hub id, or a GGUF file, which is dequantised
+        model: "reference" (ships with the package), a local folder, a hub id, or a GGUF file
             ("model.gguf", a folder that holds one, or "owner/name/file.gguf" on the hub). A loaded model is put into
             eval mode and keeps its device and dtype.
         tokenizer: A tokenizer, or a name or folder to read one from. None reads the checkpoint's own, if it has one.
@@ -114,6 +117,7 @@ def load_model(
         verify: See `EngineConfig`. Weights in host memory are verified there.
         hub: Options for fetching the checkpoint and a named tokenizer.
         max_model_len: Length of the longest text in tokens, for `fix_rope_scaling`.
+        quantize: As in `EngineConfig`.
 
     Raises:
         ModelError: The model is unsupported, missing, incomplete or damaged, or fails verification.
@@ -123,10 +127,13 @@ def load_model(
     stop_spinning()
     source, identify = None, fingerprint
     if isinstance(model, (str, os.PathLike)):
-        source, name, target = find_source(model, hub), os.fspath(model), resolve_device(device)
+        name, target = os.fspath(model), resolve_device(device)
+        source = source_of_weights(find_source(model, hub), target, quantize)
         identify = FingerprintCache(source).fingerprint
-        model = _read_checkpoint(source, target, dtype, placement, verify, max_model_len)
+        model = _read_checkpoint(source, target, dtype, placement, verify, max_model_len, quantize)
     else:
+        if quantize in ("int4", "int8"):
+            raise ConfigError(f"quantize={quantize!r} changes weights while they are loaded: pass the model's folder")
         _prepare_loaded(model, str(device), str(dtype).removeprefix("torch."), placement, verify)
         name, target = getattr(model.config, "name_or_path", "") or type(model).__name__, model.device
     if tokenizer is not None:
@@ -147,15 +154,45 @@ def _read_checkpoint(
     placement: Placement,
     verify: Verify,
     max_model_len: int | None,
+    quantize: Quantize,
 ) -> PreTrainedModel:
     """Read the weights. Arguments and errors are those of `load_model`."""
     config = read_config(source)
     _refuse_early(source, config, verify, max_model_len)
+    report("reading the weights")
     landing, moved = torch.device("cpu") if placement else device, bool(placement)
     loaded = read_weights(source, config, landing, resolve_dtype(dtype, source, config, device), moved=moved)
     fix_rope_scaling(loaded, max_model_len)
+    quantize_checkpoint(loaded, quantize)
     use_backends(loaded, device)
     return loaded
+
+
+def source_of_weights(source: ModelSource, device: torch.device, quantize: Quantize) -> ModelSource:
+    """Return where the weights are read from: a packed checkpoint for a GGUF file that stays packed.
+
+    Raises:
+        ConfigError: A GGUF file cannot be quantised again.
+        ModelError: The file is damaged.
+    """
+    if source.gguf is None:
+        return source
+    if quantize in ("int4", "int8"):
+        raise ConfigError(f"quantize={quantize!r} is for 16-bit checkpoints, and {source} is quantised already")
+    return packed_source(source) if quantize == "auto" and device.type == "cpu" else source
+
+
+def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize) -> None:
+    """Quantise the linear layers of a 16-bit checkpoint in place, if `quantize` requests it.
+
+    Raises:
+        ConfigError: The checkpoint is quantised already.
+    """
+    if quantize not in ("int4", "int8"):
+        return
+    if (method := packing(model.config)) is not None:
+        raise ConfigError(f"quantize={quantize!r} is for 16-bit checkpoints, and this one is packed ({method}) already")
+    quantize_layers(model, int(quantize.removeprefix("int")))
 
 
 def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify, max_model_len: int | None) -> None:
@@ -216,6 +253,7 @@ def _verify(
 ) -> LoadedModel:
     """Return a model after the verification that `verify` requests. `identify` returns its fingerprint."""
     adapter = adapter_for(model)  # refuses unsupported models before their weights are digested
+    report("computing the fingerprint of the weights")
     identity = identify(model)
     own_code = not type(model).__module__.startswith("transformers.")  # may change after it was verified
     if verify == "always" or (verify == "auto" and own_code):

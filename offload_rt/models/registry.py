@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 _DECODERS = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Ministral", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3",
     "Phi", "Phi3", "Olmo2", "Olmo3", "Granite", "Cohere", "Cohere2", "Starcoder2", "SmolLM3", "Glm", "Glm4",
-    "GPTNeoX", "Falcon", "GptOss", "Ministral3", "MiMoV2Flash", "Llama4",
+    "GPTNeoX", "Falcon", "GptOss", "Ministral3", "MiMoV2Flash", "Llama4", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe",
+    "GraniteMoeHybrid", "Lfm2", "Lfm2Moe", "Lfm3", "FalconH1", "NemotronH", "OlmoHybrid", "Bamba",
 )  # fmt: skip
 """Prefixes of the `...ForCausalLM` classes of transformers that `DecoderAdapter` is tested with."""
 
-_MULTIMODAL = ("Gemma3", "Llava", "Mistral3", "Qwen2VL", "Qwen2_5_VL")
+_MULTIMODAL = ("Gemma3", "Llava", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3_5", "Qwen3_5Moe")
 """Prefixes of the `...ForConditionalGeneration` classes whose language model `DecoderAdapter` is tested with."""
 
 _DECODER = "offload_rt.models.decoder:DecoderAdapter"
@@ -74,7 +75,8 @@ def adapter_for(model: Any) -> ModelAdapter:
     except ModelError as error:
         raise unsupported(architecture, str(error), error.reason) from error
     except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError) as error:
-        raise unsupported(architecture, reason="modules") from error
+        why = f"its modules are not those of a known decoder ({type(error).__name__}: {error})"
+        raise unsupported(architecture, why, "modules") from error
     return adapter
 
 
@@ -86,6 +88,9 @@ def refuse_unverified(architecture: str, verify: Verify) -> None:
 
 
 def unsupported(architecture: str, why: str = "", reason: str = "architecture") -> ModelError:
-    """Return the error for an unsupported architecture."""
-    message = f"{architecture} is not supported{why and f': {why}'}; supported are {', '.join(_adapters)}"
-    return ModelError(message, reason=reason)
+    """Return the error for an unsupported architecture. Without a reason `why`, it lists the supported ones."""
+    return ModelError(f"{architecture} is not supported{f': {why}' if why else _listed()}", reason=reason)
+
+
+def _listed() -> str:
+    return f"; supported are {', '.join(_adapters)}"

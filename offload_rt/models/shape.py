@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..config import Quantize
 from ..core import ModelGeometry
 from ..errors import ModelError
 from .checkpoint import build_skeleton, one_error, read_config, resolve_device, resolve_dtype
 from .linear import can_stream, packing, packing_of, stays_packed, use_backends
-from .loading import check_loaded
+from .loading import check_loaded, quantize_checkpoint, source_of_weights
 from .multimodal import belongs_to, unused_modules
 from .registry import adapter_for
 from .rotary import fix_rope_scaling
@@ -72,6 +73,7 @@ def load_shape(
     dtype: str | torch.dtype = "auto",
     hub: Hub = DEFAULT_HUB,
     max_model_len: int | None = None,
+    quantize: Quantize = "auto",
 ) -> ModelShape:
     """Return the shape of a model from its configuration (config.json or GGUF header), or of a loaded model.
 
@@ -81,13 +83,14 @@ def load_shape(
         check_loaded(model, str(device), str(dtype).removeprefix("torch."))
         geometry, sizes, packed = adapter_for(model).geometry, weight_sizes(model), packing_of(model)
         return ModelShape(geometry, weight_bytes(model), sizes, model.dtype, model.device, packed, packed is None)
-    source = find_source(model, hub)
-    config = read_config(source)
     where = resolve_device(device)
+    source = source_of_weights(find_source(model, hub), where, quantize)
+    config = read_config(source)
     chosen = resolve_dtype(dtype, source, config, where) or torch.float32
     skeleton = build_skeleton(source, config, chosen)
     with one_error(f"the checkpoint {source} is not a valid model"):
         fix_rope_scaling(skeleton, max_model_len)
+        quantize_checkpoint(skeleton, quantize)
         use_backends(skeleton, where)
         geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)
     if not stays_packed(config, where):

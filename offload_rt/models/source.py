@@ -15,6 +15,12 @@ from ..errors import ModelError
 SHIPPED = {"reference": "llama", "reference-opt": "opt"}
 """Shipped checkpoints by name, with their folders under `offload_rt/reference`."""
 
+MERGE = (
+    "merge the adapter with peft.PeftModel.from_pretrained(model, ADAPTER).merge_and_unload(), and pass the result or "
+    "the folder where it is saved"
+)
+"""Advice for PEFT adapters, for error messages."""
+
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HUB_FILE = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/(\w[\w./-]*\.gguf)", re.IGNORECASE)
 
@@ -73,6 +79,16 @@ class ModelSource:
     def folder(self) -> Path | None:
         """The local folder, or None for a hub id."""
         return Path(self.place) if Path(self.place).is_dir() else None
+
+    def check_folder(self) -> None:
+        """Raise ModelError if a local folder contains no model. No file is read."""
+        folder = self.folder
+        if folder is None or self.gguf is not None or (folder / "config.json").is_file():
+            return
+        if (folder / "adapter_config.json").is_file():
+            raise ModelError(f"{self} is a PEFT adapter, not a model; {MERGE}", reason="peft")
+        expected = "a model folder contains config.json and *.safetensors, or one GGUF file"
+        raise ModelError(f"{self} has no config.json; {expected}")
 
     def __str__(self) -> str:
         """Return the quoted place, for messages."""

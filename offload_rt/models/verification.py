@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 import logging
 import sys
@@ -24,6 +25,7 @@ import torch
 
 from ..core import KVPart
 from ..errors import ModelError
+from ..utils.progress import report
 from .adapter import ModelAdapter
 from .checkpoint import one_error
 from .fingerprint import cache_folder
@@ -112,25 +114,32 @@ class _Verification:
     """One comparison over `length` tokens, starting at position `start`."""
 
     def __init__(self, model: Any, adapter: ModelAdapter, length: int, start: int) -> None:
-        self._model, self._adapter, self._name = model, adapter, type(model).__name__
+        self._model, self._name = model, type(model).__name__
+        self._adapter = adapter.for_new_sequence()
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(adapter.geometry.vocab, (length,), generator=generator)
         self._tokens = tokens.to(adapter.device)
         self._positions = torch.arange(start, start + length, device=adapter.device)
         self._one_by_one = range(max(1, length - _DECODE_TOKENS), length)
+        first = self._one_by_one.start
+        half = first // 2 if adapter.geometry.states else 0  # states must continue between two pieces
+        cuts = sorted({0, half, *self._one_by_one, length})
+        self._pieces = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
 
     def run(self) -> None:
         """Run the comparison. Raises ModelError like `verify_model`."""
         seen = self._observe()
         self._compare_arguments(seen.arguments)
-        embedded = self._adapter.embed(self._tokens, self._positions)
+        embedded = self._through(-1, self._adapter.embed(self._tokens, self._positions))
         # A layer of the adapter covers a decoder layer with attention and all later ones without attention.
         starts = attention_layers(decoder_layers(self._model))
         stops = [*starts[1:], len(seen.hidden) - 1]
         self._compare("the embedding", torch.zeros_like(embedded), embedded, seen.hidden[starts[0]])
         for layer, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            report("verifying the model against transformers (once)", layer, len(starts))
             given = seen.hidden[start]
-            self._compare(f"layer {layer}", given, self._layer(layer, given), seen.hidden[stop])
+            found = self._through(layer, self._layer(layer, given))
+            self._compare(f"layer {layer}", given, found, seen.hidden[stop])
         logits = self._adapter.logits(seen.hidden[-1][-len(seen.logits) :])
         self._compare("the head", torch.zeros_like(logits), logits, seen.logits.to(logits.dtype))
 
@@ -138,7 +147,10 @@ class _Verification:
         """Run transformers' own forward and record its results."""
         seen = _Observed()
         layers = decoder_layers(self._model)
-        known = inspect.signature(self._model.forward).parameters
+        parameters = inspect.signature(self._model.forward).parameters
+        known = set(parameters)
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            known.add("position_ids")  # a subclass may pass on all arguments without naming them
         options = {"position_ids": self._positions[None], "use_cache": False, "logits_to_keep": _DECODE_TOKENS}
 
         def enter(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -156,15 +168,20 @@ class _Verification:
         return seen
 
     def _layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Run a layer of the adapter on its input `[T, D]`: the last tokens one by one, the others at once."""
+        """Run a layer of the adapter on its input `[T, D]`: the last tokens one by one, the others together."""
         adapter, outs, parts = self._adapter, [], []
-        first = self._one_by_one.start
-        for s in (slice(0, first), *(slice(token, token + 1) for token in self._one_by_one)):
+        for s in self._pieces:
             q, *rows = adapter.qkv(layer, adapter.attention_input(layer, hidden[s]), self._positions[s])
             parts.append(rows)
             kv = KVPart(*(torch.cat(each, dim=1) for each in zip(*parts, strict=True)))
             outs.append(adapter.mlp(layer, residual_after_attention(adapter, layer, hidden[s], q, kv, s.stop)))
         return torch.cat(outs)
+
+    def _through(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Run the stages of the adapter behind a layer on its output `[T, D]`, in the same pieces."""
+        for stage in self._adapter.stages(layer):
+            hidden = torch.cat([stage.run(hidden[s]) for s in self._pieces])
+        return hidden
 
     def _compare(self, what: str, given: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Raise ModelError if `actual` and `expected` `[T, D]` differ by more than rounding, relative to the change

@@ -14,7 +14,7 @@ from .multimodal import text_decoder
 ALIGNMENT = 64
 """Alignment in bytes of each weight in a layer that is copied as one buffer."""
 
-ATTENTION = ("self_attn", "attention", "self_attention", "attn")
+_ATTENTION = ("self_attn", "attention", "self_attention", "attn")
 """Names of the attention module in a decoder layer."""
 
 
@@ -129,8 +129,15 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 def attention_layers(layers: list[nn.Module]) -> list[int]:
     """Return the indices of the decoder layers that have an attention module; all if none has a known name."""
-    found = [i for i, layer in enumerate(layers) if any(getattr(layer, name, None) is not None for name in ATTENTION)]
+    found = [i for i, layer in enumerate(layers) if attention_of(layer) is not None]
     return found or list(range(len(layers)))
+
+
+def attention_of(layer: nn.Module) -> Any:
+    """Return the attention module of a decoder layer, or None. Nemotron-H has one `mixer` of any kind per layer."""
+    found = next((each for name in _ATTENTION if (each := getattr(layer, name, None)) is not None), None)
+    mixer = getattr(layer, "mixer", None)
+    return found if found is not None or not hasattr(mixer, "q_proj") else mixer
 
 
 def experts_of(layer: nn.Module) -> Any:
@@ -153,7 +160,8 @@ def lone_embedding(model: Any) -> nn.Module | None:
     Every token reads the whole matrix of a tied head, so it must stay on the device.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is None or getattr(head, "weight", None) is embedding.weight
+    own = {id(weight) for weight in embedding.parameters()}
+    tied = head is None or any(id(weight) in own for weight in head.parameters())
     return None if tied else embedding
 
 

@@ -87,6 +87,10 @@ class DeviceCosts:
         tokens = sum(sum(geometry.resident(layer, 0, self.demand.resident)) for layer in range(geometry.layers))
         return tokens * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + self.working_set_bytes
 
+    def states(self, sequences: int) -> int:
+        """Return the bytes of the recurrent state of sequences. Slots grow by a quarter (`StateSlots`)."""
+        return (sequences + sequences // 4) * self.shape.geometry.state_bytes(self.shape.dtype)
+
     def fetched(self, context: int, layer: int) -> int:
         """Return the maximum tokens that a layer fetches; 0 for sliding-window layers and after the last layer."""
         if layer == self.shape.geometry.layers or self.shape.geometry.windows[layer] is not None:
@@ -184,6 +188,7 @@ class DeviceCosts:
     def total(self, contexts: Sequence[int]) -> int:
         """Return the total bytes for concurrent sequences, including a prefill of the longest one."""
         lasting = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
+        lasting += self.states(len(contexts))
         step = self.staging(contexts) + self.decode(contexts)
         return lasting + max(self.prefill(max(contexts)), self.calibration(), step) + (step if self.graphs else 0)
 
@@ -214,6 +219,7 @@ class Requirements:
         decode: Hidden states, scores, attention weights and logits while decoding.
         prefill: Replaces `staging` and `decode` during prefill.
         graphs: Memory kept by captured CUDA graphs other than the running one.
+        states: Recurrent state of a hybrid model, which does not depend on the context.
     """
 
     context: int
@@ -227,11 +233,12 @@ class Requirements:
     decode: int
     prefill: int
     graphs: int = 0
+    states: int = 0
 
     @property
     def device(self) -> int:
         """Device memory: the maximum of prefill and decoding."""
-        lasting = self.weights + self.scoring + self.resident + self.working_set + self.graphs
+        lasting = self.weights + self.scoring + self.resident + self.working_set + self.graphs + self.states
         return lasting + max(self.prefill, self.staging + self.decode)
 
 
@@ -259,6 +266,7 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
         decode=decode,
         prefill=costs.prefill(context),
         graphs=max_graphs * (staging + decode) if costs.graphs else 0,
+        states=costs.states(1),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -15,10 +14,10 @@ from starlette.responses import Response
 from .chat_responses import prepare, respond_to
 from .chat_stream import Step, Usage, collected
 from .connection import event, json_answer, streamed, until_gone
-from .conversation import Conversation, call_message, content_text, refuse_prefill, tool_options
+from .conversation import Conversation, call_message, content_text, continues_last, parsed_arguments, tool_options
 from .errors import refused
-from .openai.requests import Body, CacheSalt, Count, Texts, sampling_fields
-from .parsers import Content, Piece, Reasoning, ToolCall
+from .openai.requests import Body, CacheSalt, Count, RequestBody, Texts, sampling_fields
+from .parsers import Arguments, Content, Piece, Reasoning, ToolCall
 from .service import CurrentService, EngineArguments
 
 router = APIRouter()
@@ -44,12 +43,12 @@ class ClientTool(Body):
 class ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
-class CountRequest(Body):
+class CountRequest(RequestBody):
     """`POST /v1/messages/count_tokens`."""
 
-    model: str | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
     tools: list[ClientTool] | None = None
@@ -70,14 +69,9 @@ class MessagesRequest(CountRequest):
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, request: Request, service: CurrentService) -> Response:
-    """Count the tokens of a prompt.
-
-    If the conversation ends with an assistant message, the generation prompt is not counted.
-    """
-    service.check_model(body.model)
-    conversation = _conversation(body)
-    answers = conversation.messages[-1]["role"] != "assistant"
-    made = service.prompts.of_conversation(conversation, answer=answers)
+    """Count the tokens of a prompt."""
+    service.admit(body, request)
+    made = service.prompts.of_conversation(_conversation(body))
     _, ids = await until_gone(request, made)
     return json_answer({"input_tokens": len(ids)})
 
@@ -85,9 +79,8 @@ async def count_tokens(body: CountRequest, request: Request, service: CurrentSer
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request, service: CurrentService) -> Response:
     """Handle a request. The response is an event stream if `stream` is true."""
-    service.check_model(body.model)
+    service.admit(body, request)
     conversation = _conversation(body)
-    refuse_prefill(conversation.messages, "messages")
     sampling = sampling_fields(body) | {"stop": body.stop_sequences or ()}
     job = await prepare(service, request, conversation, body.max_tokens, sampling)
     steps = respond_to(service, request, job, EngineArguments(cache_salt=service.salt(request, body.cache_salt)))
@@ -95,7 +88,7 @@ async def messages(body: MessagesRequest, request: Request, service: CurrentServ
         "id": f"msg_{request.state.request_id}",
         "type": "message",
         "role": "assistant",
-        "model": service.name,
+        "model": request.state.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -132,11 +125,12 @@ def _block(piece: Piece) -> dict[str, Any]:
         return {"type": "text", "text": piece.text, "citations": None}
     if isinstance(piece, Reasoning):
         return {"type": "thinking", "thinking": piece.text, "signature": ""}
+    assert isinstance(piece, ToolCall)
     return {
         "type": "tool_use",
         "id": f"toolu_{uuid.uuid4().hex[:24]}",
         "name": piece.name,
-        "input": json.loads(piece.arguments),
+        "input": parsed_arguments(piece.arguments) or {},
         "caller": {"type": "direct"},
     }
 
@@ -150,7 +144,8 @@ async def _events(steps: AsyncGenerator[Step, None], message: dict[str, Any]) ->
                 begun = True
                 yield _named("message_start", message=message | {"usage": _usage(step.usage)})
             for piece in step.pieces:
-                if isinstance(piece, ToolCall) or open_kind is not type(piece):
+                new = not isinstance(piece, Arguments) and open_kind is not type(piece)
+                if new or isinstance(piece, ToolCall):
                     if open_kind is not None:
                         yield _named("content_block_stop", index=index)
                     index, open_kind = index + 1, type(piece)
@@ -178,7 +173,7 @@ def _delta(piece: Piece) -> dict[str, Any]:
         return {"type": "text_delta", "text": piece.text}
     if isinstance(piece, Reasoning):
         return {"type": "thinking_delta", "thinking": piece.text}
-    return {"type": "input_json_delta", "partial_json": piece.arguments}
+    return {"type": "input_json_delta", "partial_json": piece.text if isinstance(piece, Arguments) else piece.arguments}
 
 
 def _conversation(body: CountRequest) -> Conversation:
@@ -197,7 +192,12 @@ def _conversation(body: CountRequest) -> Conversation:
         functions.append({"name": tool.name, "description": tool.description or "", "parameters": parameters})
     choice = body.tool_choice or ToolChoice(type="auto")
     named = choice.name or "" if choice.type == "tool" else None
-    return Conversation(messages, **tool_options(functions, _CHOICES[choice.type], named))
+    return Conversation(
+        messages,
+        **tool_options(functions, _CHOICES[choice.type], named),
+        parallel=not choice.disable_parallel_tool_use,
+        continues=continues_last(messages, "messages"),
+    )
 
 
 def _template_messages(message: InputMessage, where: str) -> list[dict[str, Any]]:

@@ -83,6 +83,8 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
 def _add_errors(app: FastAPI) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
         failure = refusal(error)
+        if isinstance(error, HTTPException) and failure.status == 404:
+            failure = RefusedError(404, _path_hint(app, request.url.path), code="not_found")
         if failure.status >= 500:
             logger.error("a request failed", exc_info=error)
         request.state.notes["error"] = failure.message
@@ -97,9 +99,18 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(ClientGoneError, gone)
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _path_hint(app: FastAPI, path: str) -> str:
+    """Return the message for a path that does not exist."""
+    if path.startswith("/v1/v1/"):
+        return f"the path {path} does not exist: remove /v1 from the end of the client's base URL"
+    if f"/v1{path}" in app.openapi()["paths"]:
+        return f"the path {path} does not exist, /v1{path} does: add /v1 to the end of the client's base URL"
+    return f"the path {path} does not exist: the protocols of OpenAI and Anthropic are under /v1 (see /openapi.json)"
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
     return {
-        "id": service.name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "offload-rt",
@@ -109,13 +120,12 @@ def _model(service: Service) -> dict[str, Any]:
 
 @router.get("/v1/models")
 async def models(service: CurrentService) -> dict[str, Any]:
-    return {"object": "list", "data": [_model(service)]}
+    return {"object": "list", "data": [_model(service, name) for name in service.names]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, service: CurrentService) -> dict[str, Any]:
-    service.check_model(name)
-    return _model(service)
+    return _model(service, service.check_model(name))
 
 
 @router.post("/v1/embeddings")
@@ -144,7 +154,7 @@ async def delete_session(name: str, request: Request, service: CurrentService) -
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request, service: CurrentService) -> dict[str, Any]:
-    service.check_model(body.model)
+    service.admit(body, request)
     if (body.prompt is None) == (body.messages is None):
         raise refused("send either prompt (a string) or messages", "prompt")
     if body.messages is None:
@@ -162,7 +172,7 @@ async def tokenize(body: TokenizeRequest, request: Request, service: CurrentServ
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request, service: CurrentService) -> dict[str, Any]:
-    service.check_model(body.model)
+    service.admit(body, request)
     return {"prompt": await until_gone(request, service.prompts.text_of(body.tokens))}
 
 

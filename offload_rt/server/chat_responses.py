@@ -13,7 +13,7 @@ from ..sampling_params import SamplingParams
 from .chat_stream import ChatStream, Step
 from .connection import until_gone
 from .conversation import Conversation, forced_call
-from .parsers import Parser, answer_parser, ends_within_thinking
+from .parsers import FirstCall, Parser, answer_parser, ends_within_thinking, needs_special_tokens
 from .service import EngineArguments, Service
 
 
@@ -55,14 +55,19 @@ async def prepare(
     text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
     forced = {} if structured else forced_call(conversation)
     tokens = service.limits.tokens(len(ids), max_tokens)
-    params = service.params(max_tokens=tokens, **sampling, **(structured or forced))
+    guided = structured or forced
+    fields = {**sampling, **guided}
+    if not guided and needs_special_tokens(service.tools, service.reasoning, offered=conversation.offered is not None):
+        fields["skip_special_tokens"] = False
+    params = service.params(max_tokens=tokens, **fields)
 
     def make_parser() -> Parser:
         # Guided decoding applies from the first token on, so the response has no reasoning section.
-        if params.structured_outputs is not None:
+        if guided:
             return answer_parser("llama3_json" if forced else "none", "none", conversation.offered)
-        thinking = ends_within_thinking(text)
-        return answer_parser(service.tools, service.reasoning, conversation.offered, thinking=thinking)
+        thinking = ends_within_thinking(text, conversation.prefill)
+        parser = answer_parser(service.tools, service.reasoning, conversation.offered, thinking=thinking)
+        return parser if conversation.parallel else FirstCall(parser)
 
     return ChatJob(text, ids, params, make_parser)
 

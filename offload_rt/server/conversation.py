@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic_core import from_json
+
 from ..sampling_params import StructuredOutputs
 from .errors import refused
 from .openai.requests import ChatRequest, Message, NamedTool, TokenizeRequest
+from .parsers import Tools
 
 Choice = Literal["auto", "none", "required"]
 
@@ -23,58 +26,92 @@ class Conversation:
         tools: Tools in OpenAI's format.
         choice: Whether the response may, must not or must call a tool.
         named: Name of the tool that must be called.
+        parallel: Whether the response may call several tools.
         template: Additional variables of the chat template, such as `enable_thinking`.
+        continues: Whether the response continues the last message.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     choice: Choice = "auto"
     named: str | None = None
+    parallel: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
 
     @property
-    def offered(self) -> list[str] | None:
-        """Names of the tools that the response may call, or None if it may call none."""
+    def offered(self) -> Tools | None:
+        """Tools that the response may call, with the schemas of their parameters, or None if it may call none."""
         if not self.tools or self.choice == "none":
             return None
-        return [self.named] if self.named else [tool["function"]["name"] for tool in self.tools]
+        tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
+        return {self.named: tools[self.named]} if self.named else tools
+
+    @property
+    def prefill(self) -> str:
+        """Text of the message that the response continues."""
+        return str(self.messages[-1]["content"]) if self.continues else ""
 
 
-def refuse_prefill(messages: Sequence[Mapping[str, Any]], param: str) -> None:
-    """Raise RefusedError if a conversation ends with an assistant message, which clients send to have it continued."""
-    # A chat template would close that message and begin a new one.
-    if messages and messages[-1].get("role") == "assistant":
-        raise refused(
-            f"{param} ends with an assistant message, and this server cannot continue a message: remove it, add "
-            "a user or tool message after it, or send the whole prompt as text to /v1/completions",
-            param,
-        )
+def continues_last(messages: Sequence[Mapping[str, Any]], param: str, wanted: bool | None = None) -> bool:
+    """Return whether the response continues the last message: if it is an assistant message with text.
+
+    Args:
+        messages: Messages of the conversation.
+        param: Name of the field with the messages.
+        wanted: vLLM's `continue_final_message`. False: begin a new message.
+
+    Raises:
+        RefusedError: The last message cannot be continued.
+    """
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant":
+        if wanted:
+            raise refused("continue_final_message requires that the last message is the assistant's", param)
+        return False
+    if last.get("tool_calls"):
+        raise refused(f"{param} ends with tool calls: add a message with the result of each call", param)
+    return wanted is not False
+
+
+def with_answer(conversation: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], *, continues: bool) -> list[Any]:
+    """Return a conversation with the response. If it continues the last message, join the two."""
+    if not continues:
+        return [*conversation, answer]
+    before = content_text(conversation[-1].get("content"), "messages")
+    return [*conversation[:-1], {**answer, "content": before + (answer.get("content") or "")}]
 
 
 def from_chat(body: ChatRequest) -> Conversation:
-    """Convert a chat request. Raises RefusedError for content that is not text and for a final assistant message."""
-    refuse_prefill([{"role": message.role} for message in body.messages[-1:]], "messages")
-    if body.add_generation_prompt is False:
+    """Convert a chat request. Raises RefusedError for content that is not text."""
+    found = conversation_of(body, body.messages, body.tool_choice, parallel=body.parallel_tool_calls is not False)
+    if body.add_generation_prompt is False and not found.continues:
         raise refused(
-            "add_generation_prompt must be true: without a generation prompt the model would continue the last "
-            "message. Send the whole prompt as text to /v1/completions instead",
+            "add_generation_prompt: false requires that the last message is the assistant's, which is continued. Send "
+            "the whole prompt as text to /v1/completions instead",
             "add_generation_prompt",
         )
-    return conversation_of(body, body.messages, body.tool_choice)
+    return found
 
 
 def conversation_of(
-    body: ChatRequest | TokenizeRequest, messages: Sequence[Message], choice: str | NamedTool | None = None
+    body: ChatRequest | TokenizeRequest,
+    messages: Sequence[Message],
+    choice: str | NamedTool | None = None,
+    *,
+    parallel: bool = True,
 ) -> Conversation:
     """Convert messages and tools in the format of chat requests."""
-    if body.continue_final_message:
-        raise refused("continue_final_message: this server cannot continue a message", "continue_final_message")
     functions = [tool.function.model_dump(exclude_none=True) for tool in body.tools or ()]
     named = choice.function.name if isinstance(choice, NamedTool) else None
+    effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
+    converted = [template_message(message, f"messages.{i}") for i, message in enumerate(messages)]
     return Conversation(
-        [template_message(message, f"messages.{i}") for i, message in enumerate(messages)],
+        converted,
         **tool_options(functions, choice, named),
-        template=body.chat_template_kwargs or {},
+        parallel=parallel,
+        template=effort | (body.chat_template_kwargs or {}),
+        continues=continues_last(converted, "messages", body.continue_final_message),
     )
 
 
@@ -135,25 +172,44 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise refused(f"{where}.function needs a name", f"{where}.function")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise refused(f"{where}.function.arguments must be JSON", f"{where}.function.arguments") from None
+        arguments = parsed_arguments(arguments)
     if not isinstance(arguments, dict):
-        raise refused(f"{where}.function.arguments must be an object", f"{where}.function.arguments")
+        raise refused(f"{where}.function.arguments must be a JSON object", f"{where}.function.arguments")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+def parsed_arguments(text: str) -> dict[str, Any] | None:
+    """Parse the arguments of a tool call. Text that ends early is completed. Return None for anything but an object.
+
+    A response that `max_tokens` cut off has such arguments, and the client sends it back with the next request.
+    """
+    try:
+        found = from_json(text, allow_partial="trailing-strings", cache_strings=False)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+MAX_CALLS = 8
+"""Maximum number of calls in a response that must call a tool. A small model may otherwise repeat calls endlessly."""
+
+
 def forced_call(conversation: Conversation) -> dict[str, Any]:
-    """Return the `structured_outputs` field of `SamplingParams` that forces a tool call, or no field."""
+    """Return the `structured_outputs` field of `SamplingParams` that forces tool calls, or no field.
+
+    The response is one call, or a list of calls if several may be made.
+    """
     if conversation.choice != "required":
         return {}
     functions = [tool["function"] for tool in conversation.tools]
     offered = [function for function in functions if function["name"] in (conversation.offered or ())]
-    if len(offered) == 1:
-        return {"structured_outputs": StructuredOutputs(json=_call_schema(offered[0], "#"))}
-    calls = [_call_schema(function, f"#/anyOf/{i}") for i, function in enumerate(offered)]
-    return {"structured_outputs": StructuredOutputs(json={"anyOf": calls})}
+    listed = conversation.parallel and conversation.named is None
+    place = "#/items" if listed else "#"
+    calls = [_call_schema(function, f"{place}/anyOf/{i}") for i, function in enumerate(offered)]
+    schema: dict[str, Any] = {"anyOf": calls}
+    if listed:
+        schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": MAX_CALLS}
+    return {"structured_outputs": StructuredOutputs(json=schema)}
 
 
 def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:

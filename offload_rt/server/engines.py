@@ -17,6 +17,7 @@ from .options import ServerOptions
 
 _ADDED = (
     "waiting", "running", "prompt_tokens", "cached_tokens", "generated_tokens", "h2d_bytes", "device_kv_bytes",
+    "host_hit_tokens",
 )  # fmt: skip
 """Fields of `EngineLoad` that are summed over the engines. The other fields describe the shared pool."""
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from starlette.types import Scope
 
+from .options import LogFormat
+
 MAX_KINDS = 100
 """Maximum number of message kinds that are counted separately."""
 
@@ -32,6 +34,21 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=True, default=str)
+
+
+class TextLines(logging.Formatter):
+    """Format records for a terminal: the time, and the `text` of `extra`, or the message with its `fields`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = dict(getattr(record, "fields", {}))
+        fields.pop("id", None)
+        shown = " ".join(f"{name}={value!s}" for name, value in fields.items())
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        said = getattr(record, "text", f"{record.getMessage()} {shown}")
+        line = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {level}{said}"
+        trace = f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""
+        # Clients choose some of the values: no control characters may reach the terminal.
+        return "".join(c if c.isprintable() else " " for c in line).rstrip() + trace
 
 
 class Repetitions(logging.Filter):
@@ -62,10 +79,11 @@ class Repetitions(logging.Filter):
         return self._counts[kind] <= self._limit
 
 
-def log_to_stderr() -> None:
+def log_to_stderr(log_format: LogFormat = "auto") -> None:
     """Send the logs of this package, uvicorn and asyncio to stderr."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines())
+    text = handler.stream.isatty() if log_format == "auto" else log_format == "text"
+    handler.setFormatter(TextLines() if text else JsonLines())
     handler.addFilter(Repetitions())
     for name in ("offload_rt", "uvicorn", "asyncio"):
         chosen = logging.getLogger(name)

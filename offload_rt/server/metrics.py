@@ -25,7 +25,7 @@ _GAUGES = {
     "kv_pool_limit_bytes": ("capacity of the KV cache in host memory", "pool_limit_bytes"),
     "kv_kept_bytes": ("KV in host memory that no request uses, kept for prefix caching", "kept_bytes"),
     "kv_device_bytes": ("KV on the device", "device_kv_bytes"),
-    "kv_store_bytes": ("size of the session store on disk", "store_bytes"),
+    "kv_store_bytes": ("size of the store on disk", "store_bytes"),
     "weight_bytes": ("size of the model weights", "weight_bytes"),
 }
 _TOTALS = {
@@ -35,9 +35,9 @@ _TOTALS = {
     "h2d_bytes": ("KV bytes copied from host to device", "h2d_bytes"),
 }
 _TIERS = {
-    "host": "session_host_tokens",
-    "disk": "session_disk_tokens",
-    "computed": "session_computed_tokens",
+    "host": "host_hit_tokens",
+    "disk": "disk_hit_tokens",
+    "lost": "lost_tokens",
 }
 """Fields of `EngineLoad` with the tokens of each tier. `_GAUGES` and `_TOTALS` map metrics to (help text, field)."""
 
@@ -115,8 +115,8 @@ class _EngineCollector(Collector):
             total = CounterMetricFamily(PREFIX + name, help, labels=["model_name"])
             total.add_metric([self._model], getattr(load, field))
             yield total
-        help = "session tokens at the start of a request, by the tier of their KV (computed: recomputed)"
-        tiers = CounterMetricFamily(PREFIX + "session_tokens", help, labels=["model_name", "tier"])
+        help = "prompt tokens by the tier of their cached KV (lost: KV of named sessions that was computed again)"
+        tiers = CounterMetricFamily(PREFIX + "prefix_cache_tokens", help, labels=["model_name", "tier"])
         for tier, field in _TIERS.items():
             tiers.add_metric([self._model, tier], getattr(load, field))
         yield tiers

@@ -21,6 +21,9 @@ from .protocol import MAX_HEAD_BYTES
 
 REQUEST_ID = "x-request-id"
 
+IGNORED_FIELDS = "x-ignored-fields"
+"""Response header with the unknown fields of the request."""
+
 GONE = 499
 """Status in the log if the client disconnects before the response begins."""
 
@@ -61,7 +64,10 @@ class RequestMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = request_id
+                if ignored := state["notes"].get("ignored_fields"):
+                    headers[IGNORED_FIELDS] = ", ".join(ignored)
             await send(message)
 
         try:

@@ -10,8 +10,21 @@ from ..config import Duration, Size
 from ..utils.config_fields import check, check_choice, check_types, option
 from ..utils.units import parse_duration, parse_size
 
-ToolParser = Literal["auto", "hermes", "llama3_json", "none"]
-ReasoningParser = Literal["auto", "think", "none"]
+ToolParser = Literal[
+    "auto",
+    "hermes",
+    "qwen3_coder",
+    "glm",
+    "deepseek",
+    "mistral",
+    "harmony",
+    "pythonic",
+    "llama3_json",
+    "json",
+    "none",
+]
+ReasoningParser = Literal["auto", "think", "harmony", "none"]
+LogFormat = Literal["auto", "text", "json"]
 
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses that other machines cannot reach."""
@@ -26,9 +39,9 @@ class ServerOptions:
 
     Attributes:
         api_keys: Each request must send one of these keys. Empty: requests need no key.
-        served_model_name: None: the hub id, or the last part of the path.
+        served_model_names: Empty: the hub id, or the last part of the path. The first one is used in metrics.
         max_waiting: Further requests get 429 with Retry-After.
-        max_tokens_limit: None: the model's context length.
+        max_tokens_limit: Requests for more tokens get this number. None: the model's context length.
         max_engines: Each policy (with its options) has an engine. The default policy counts.
         max_body: Larger requests get 413.
         timeout: From the arrival of a request to the last byte of the response.
@@ -50,7 +63,14 @@ class ServerOptions:
         metavar="KEY",
         group="server",
     )
-    served_model_name: str | None = option(None, help="model name for clients", metavar="NAME", group="server")
+    served_model_names: tuple[str, ...] = option(
+        (),
+        help="model name for clients; may be repeated",
+        flag="--served-model-name",
+        metavar="NAME",
+        group="server",
+    )
+    accept_any_model: bool = option(False, help="accept requests for any model name", group="server")
     max_waiting: int = option(256, help="maximum number of waiting requests, then 429", metavar="N", group="limits")
     max_tokens_limit: int | None = option(
         None, help="maximum number of new tokens per request", metavar="N", group="limits"
@@ -94,6 +114,9 @@ class ServerOptions:
         metavar="NAME",
         group="server",
     )
+    log_format: LogFormat = option(
+        "auto", help="format of the log on stderr (auto: text on a terminal, else json)", group="server"
+    )
     log_prompts: bool = option(False, help="write prompts and responses to the log", group="server")
 
     def __post_init__(self) -> None:
@@ -103,6 +126,7 @@ class ServerOptions:
         check_types(self)
         check_choice("tool_parser", self.tool_parser, get_args(ToolParser))
         check_choice("reasoning_parser", self.reasoning_parser, get_args(ReasoningParser))
+        check_choice("log_format", self.log_format, get_args(LogFormat))
         check(0 <= self.port <= 65535, f"port={self.port} must be between 0 and 65535; 0 chooses a free port")
         for name in ("max_waiting", "max_tokens_limit", "max_engines", "max_connections"):
             value = getattr(self, name)

@@ -15,6 +15,7 @@ from ..sessions.chat_render import render_chat
 from ..utils.allocator import give_back
 from .conversation import Conversation
 from .errors import refused
+from .generic_tools import describe_tools
 from .options import ServerOptions
 from .tokenizing import TextTokenizer
 
@@ -60,25 +61,14 @@ class TokenLimits:
     def tokens(self, prompt: int, requested: int | None, default: int | None = None) -> int:
         """Return the maximum number of new tokens for a prompt of `prompt` tokens.
 
-        It is `requested` if given, else the minimum of `default` and the limits. The engine refuses requests that
-        exceed the KV cache. Raises RefusedError if the context length or the server's limit is exceeded.
+        It is `requested` or `default`, limited by the context length, the KV cache and the server's limit.
+        Raises RefusedError if the prompt is empty or too long.
         """
-        left = self.positions - prompt
         if prompt == 0:
             raise refused("the prompt is empty: send at least one token")
-        if left < 1 or (requested is not None and requested > left):
-            wanted = f"{prompt:,} in the prompt" + (f" and {requested:,} new ones" if requested else "")
-            raise refused(
-                f"this model's maximum context length is {self.positions:,} tokens, and you requested {wanted}: "
-                "shorten the prompt, or request fewer new tokens",
-                code="context_length_exceeded",
-            )
-        if requested is not None and self._limit is not None and requested > self._limit:
-            raise refused(
-                f"{requested:,} new tokens exceed this server's limit of {self._limit:,}: request fewer", "max_tokens"
-            )
-        fits = max(1, self.capacity - prompt)
-        return requested or min(n for n in (default, left, fits, self._limit) if n is not None)
+        self.check_prompt(prompt)
+        left = min(self.positions, self.capacity) - prompt
+        return min(n for n in (requested or default, left, self._limit) if n is not None)
 
 
 class Prompts:
@@ -180,19 +170,25 @@ class Prompts:
         return self._texts.encode(text, special_tokens, cancelled, self._limits.check_prompt)
 
     def _rendered(self, conversation: Conversation, answer: bool) -> str:
-        if conversation.offered is not None and "tools" not in self.template:
-            raise refused("the chat template of this model does not support tools: remove tools", "tools")
         messages = [dict(message) for message in conversation.messages]
         for message in messages:
             if message["role"] == "developer" and "developer" not in self.template:
                 message["role"] = "system"
+        tools = () if conversation.offered is None else conversation.tools
+        if "tools" not in self.template:
+            system = "System role not supported" not in self.template
+            messages, tools = describe_tools(messages, tools, system=system), ()
+        continues = conversation.continues
+        if continues and not conversation.prefill.strip():  # an empty message cannot be continued: begin it
+            messages, continues = messages[:-1], False
         try:
             return render_chat(
                 self.tokenizer,
                 messages,
-                tools=None if conversation.offered is None else conversation.tools,
+                tools=tools or None,
                 chat_template_kwargs=conversation.template,
-                add_generation_prompt=answer,
+                add_generation_prompt=answer and not continues,
+                continue_final_message=continues,
             )
         except OffloadError:
             raise

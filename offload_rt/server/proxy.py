@@ -33,8 +33,8 @@ _FIELDS = ("system", "instructions", "messages", "prompt", "input")
 def route_key(headers: Headers, body: bytes) -> str:
     """Return the routing key of a request, or "" if any replica may handle it.
 
-    The key is derived from the header `x-session-id`, else from the API key and the field `session`, else from the
-    prefix of the prompt.
+    The key is derived from the header `x-session-id`, else from the API key and the field `session` or
+    `prompt_cache_key`, else from the prefix of the prompt.
     """
     if named := headers.get(SESSION_HEADER):
         return _digest("session", named)
@@ -44,9 +44,10 @@ def route_key(headers: Headers, body: bytes) -> str:
         return ""
     if not isinstance(fields, dict):
         return ""
-    if isinstance(session := fields.get("session"), str):
-        key = headers.get("authorization") or headers.get("x-api-key") or ""
-        return _digest("named", key, session)
+    key = headers.get("authorization") or headers.get("x-api-key") or ""
+    for name, kind in (("session", "named"), ("prompt_cache_key", "cache")):
+        if isinstance(value := fields.get(name), str):
+            return _digest(kind, key, value)
     prefix = ""
     for text in _texts([fields.get(name) for name in _FIELDS]):
         prefix += text[: PREFIX - len(prefix)]

@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import ConfigError
+from ..utils.progress import observed
 from .errors import RefusedError, error_body
 from .log import log_to_stderr, logger
 from .options import ServerOptions
@@ -25,8 +26,6 @@ from .protocol import make_server
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-    from ..async_llm import AsyncLLM
 
 RETRY_AFTER = 2
 """Seconds after which a client may retry and a browser reloads."""
@@ -38,12 +37,13 @@ class Loading:
     If `make` fails, `on_failure` is called and `error` holds the exception.
     """
 
-    def __init__(self, make: Callable[[], FastAPI]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], FastAPI], url: str = "") -> None:
+        self._make, self._url = make, url
         self._made: FastAPI | None = None
         self._app: ASGIApp | None = None
         self.error: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None
+        self._progress = LoadingProgress()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -51,7 +51,7 @@ class Loading:
         elif self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await _loading_response(scope)(scope, receive, send)
+            await _loading_response(scope, self._progress.state)(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -73,8 +73,11 @@ class Loading:
     def _load(self, loop: asyncio.AbstractEventLoop, loaded: asyncio.Event) -> None:
         begun = time.perf_counter()
         try:
-            self._made = self._make()
-            logger.info("loaded", extra={"fields": {"seconds": round(time.perf_counter() - begun, 2)}})
+            with observed(self._progress.update):
+                self._made = self._make()
+            fields = {"seconds": round(time.perf_counter() - begun, 2), "url": self._url}
+            text = f"ready at {self._url} after {fields['seconds']} s (Ctrl-C stops the server)"
+            logger.info("loaded", extra={"fields": fields, "text": text})
         except BaseException as error:
             self.error = error
         try:
@@ -83,13 +86,34 @@ class Loading:
             return
 
 
-def _loading_response(scope: Scope) -> Response:
+class LoadingProgress:
+    """Log each task of loading when it begins, and its progress every `INTERVAL` seconds.
+
+    Attributes:
+        state: The current task with its finished and total amounts, for clients that ask meanwhile.
+    """
+
+    INTERVAL = 5.0
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+        self._logged = 0.0
+
+    def update(self, task: str, done: int, total: int | None) -> None:
+        begins, now = task != self.state.get("task"), time.monotonic()
+        self.state = {"task": task} | ({} if total is None else {"done": done, "total": total})
+        if begins or now - self._logged > self.INTERVAL:
+            self._logged = now
+            logger.info("loading", extra={"fields": self.state})
+
+
+def _loading_response(scope: Scope, state: dict[str, Any]) -> Response:
     headers = {"Retry-After": str(RETRY_AFTER)}
     if scope["path"] == "/":
         headers["Refresh"] = str(RETRY_AFTER)
         return Response("The model is being loaded.", 503, headers, "text/plain")
     error = RefusedError(503, "the model is being loaded: retry later", code="loading")
-    return JSONResponse({"status": "loading"} | error_body(error, scope["path"]), 503, headers)
+    return JSONResponse({"status": "loading"} | state | error_body(error, scope["path"]), 503, headers)
 
 
 def bound(options: ServerOptions) -> socket.socket:
@@ -105,22 +129,21 @@ def bound(options: ServerOptions) -> socket.socket:
     return found
 
 
-def serve(make_engine: Callable[[], AsyncLLM], options: ServerOptions, listener: socket.socket) -> None:
+def serve(make_app: Callable[[], FastAPI], options: ServerOptions, listener: socket.socket) -> None:
     """Serve on `listener` until the process is stopped. Running requests then have `options.grace` seconds to finish.
 
-    `make_engine` runs in a separate thread. Requests get 503 until it returns. Its exceptions are raised here.
+    `make_app` runs in a separate thread. Requests get 503 until it returns. Its exceptions are raised here.
     """
-    log_to_stderr()
+    log_to_stderr(options.log_format)
 
     def make() -> FastAPI:
         with nothing_collected():
-            from .app import make_app
+            return make_app()
 
-            return make_app(make_engine(), options)
-
-    loading = Loading(make)
     host, port = listener.getsockname()[:2]
-    logger.info("listening", extra={"fields": {"url": f"http://{host}:{port}"}})
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    loading = Loading(make, url)
+    logger.info("listening", extra={"fields": {"url": url}})
     server = make_server(loading, options)
     loading.on_failure = lambda: setattr(server, "should_exit", True)
     server.run(sockets=[listener])

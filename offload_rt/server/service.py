@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,13 +20,14 @@ from ..async_llm import AsyncLLM
 from ..errors import ConfigError, OffloadError, PoolFullError, SessionBusyError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
+from ..utils.private_files import make_private_folder, open_private
 from .chat_stream import Usage
 from .documents import Conversations, DocumentCache, ResponseStore, response_of, session_of
 from .engines import Engines
 from .errors import RefusedError, ending, refused
 from .log import logger
 from .metrics import Metrics
-from .openai.requests import SampledBody
+from .openai.requests import RequestBody, SampledBody
 from .options import ServerOptions
 from .parsers import reasoning_parser, tool_parser
 from .prompts import Prompts, TokenLimits
@@ -51,10 +53,11 @@ class Service:
         self.conversations = Conversations(self._documents("conversations"))
         self.responses = ResponseStore(self._documents("responses"))
         self._locked: set[str] = set()
-        self._salt_key = secrets.token_bytes(32)
+        self._salt_key = _salt_key(options.documents)
         self._salts_keys = len(set(options.api_keys)) > 1 and not options.share_prefixes
         self._forgetting: set[asyncio.Task[None]] = set()
-        self.name = options.served_model_name or _called(engine.llm.name)
+        self.names = options.served_model_names or (_called(engine.llm.name),)
+        self.name = self.names[0]
         self.created = int(time.time())
         self.limits = limits = TokenLimits(engine.llm.geometry.max_positions, engine.llm.max_model_len, options)
         self.prompts = Prompts(engine.llm.tokenizer, limits)
@@ -62,14 +65,22 @@ class Service:
         self.tools = tool_parser(options.tool_parser, self.prompts.template)
         self.reasoning = reasoning_parser(options.reasoning_parser, self.prompts.template)
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.name:
-            raise RefusedError(
-                404,
-                f"the model {name!r} does not exist: this server has {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+    def check_model(self, name: str | None) -> str:
+        """Return the model name of a response. Raises RefusedError (404) for another model."""
+        if name is None or name in self.names or self.options.accept_any_model:
+            return name or self.name
+        raise RefusedError(
+            404,
+            f"the model {name!r} does not exist: this server has {' and '.join(map(repr, self.names))}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def admit(self, body: RequestBody, request: Request) -> None:
+        """Check the model of a request, and note unknown fields for the log and the response header."""
+        request.state.model = self.check_model(body.model)
+        if ignored := body.ignored_fields:
+            request.state.notes["ignored_fields"] = ignored
 
     def arguments(self, body: SampledBody, request: Request, *, trace: bool = False) -> EngineArguments:
         """Return the engine options of a request. Raises RefusedError for unsupported combinations."""
@@ -80,7 +91,8 @@ class Service:
             return EngineArguments(body.policy, body.policy_options, None, trace, salt)
         if not self.remembers:
             raise refused(
-                "this server does not store sessions: remove session, or start the server with --store", "session"
+                "this server does not store sessions: remove session, or start the server with a --store of its own",
+                "session",
             )
         if body.policy is not None:
             raise refused("a session always uses the server's policy: remove policy or session", "policy")
@@ -93,8 +105,8 @@ class Service:
         if not owner and not given:
             return ""
         text = f"{owner}:{given or ''}"
-        # The engine writes the salt to session files. The secret key prevents readers of these files from testing API
-        # keys against it. It need not persist, because a session keeps the salt of its file.
+        # The engine writes the salt to session files. Without the secret key, a reader of these files cannot test API
+        # keys against it.
         return hmac.new(self._salt_key, text.encode(), hashlib.sha256).hexdigest()
 
     def params(self, **fields: Any) -> SamplingParams:
@@ -182,7 +194,9 @@ class Service:
             "cache_salt": arguments.cache_salt,
         }
         deadline, first, last = request.state.deadline, 0.0, None
-        reason = "abort"
+        reason, copies = "abort", 1
+        if params.temperature == 0 and params.num_beams == 1:  # all completions are equal: compute one
+            copies, params = params.n, replace(params, n=1)
         try:
             async with (
                 self.engines.under(arguments.policy, arguments.policy_options) as engine,
@@ -190,7 +204,7 @@ class Service:
             ):
                 while last is None or not last.finished:
                     async with asyncio.timeout_at(deadline):
-                        last = await anext(states)
+                        last = _copied(await anext(states), copies)
                     if not first and any(each.token_ids for each in last.outputs):
                         first = time.perf_counter()
                         self.metrics.began(first - begun)
@@ -247,6 +261,33 @@ class Service:
         self.prompts.close()
         await asyncio.gather(*self._forgetting, return_exceptions=True)
         await self.engines.close()
+
+
+def _copied(output: RequestOutput, copies: int) -> RequestOutput:
+    """Return an output with copies of its only completion."""
+    if copies == 1:
+        return output
+    return replace(output, outputs=[replace(output.outputs[0], index=i) for i in range(copies)])
+
+
+def _salt_key(folder: Path | None) -> bytes:
+    """Return the secret key of cache salts. It is kept in `folder`, so that prompts are found after a restart.
+
+    Raises ConfigError if the folder cannot be used.
+    """
+    if folder is None:
+        return secrets.token_bytes(32)
+    path = folder / "salt.key"
+    try:
+        make_private_folder(folder)
+        with open(open_private(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
+            if len(key := file.read(32)) < 32:
+                key = secrets.token_bytes(32)
+                file.seek(0)
+                file.write(key)
+            return key
+    except OSError as error:
+        raise ConfigError(f"cannot use {str(path)!r}: {error.strerror or error}") from error
 
 
 def _called(name: str) -> str:

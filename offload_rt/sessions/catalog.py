@@ -107,8 +107,7 @@ def read_catalog(folder: Path) -> Catalog:
         InputError: The folder does not exist.
         StoreError: An earlier version wrote the store.
     """
-    if not folder.is_dir():
-        raise InputError(f"there is no store at {str(folder)!r}: give the folder that `chat --store` was given")
+    _check_folder(folder)
     documents = DiskStore(folder, "", 0, read_only=True).documents()
     files = {(space.name, key): file for space in spaces(folder) for key, file in _files(block_paths(space))}
     told = {name: file.used for name in documents for _, file in _files([folder / f"{name}{DOCUMENTS}"])}
@@ -131,6 +130,11 @@ def read_catalog(folder: Path) -> Catalog:
         sessions.append(StoredSession(name, history, tuple(blocks.values()), own, used, damage))
     sessions.sort(key=lambda one: (one.history.name, one.document))
     return Catalog(tuple(sessions), tuple(sorted(damaged, key=lambda one: one.document)))
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise InputError(f"there is no store at {str(folder)!r}: give the folder of `chat --store` or `serve --store`")
 
 
 def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
@@ -213,6 +217,25 @@ def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
     if isinstance(one, DamagedSession):
         return Deleted(one.name, one.space, removed)
     return Deleted(one.history.name, one.history.model, removed)
+
+
+def clear_prompts(folder: Path) -> int:
+    """Delete all KV that no session in the folder refers to: that of prompts without a session name.
+
+    Returns:
+        The number of freed bytes.
+
+    Raises:
+        InputError: The folder does not exist.
+        StoreError: Another process writes to the store, or a file cannot be deleted.
+    """
+    _check_folder(folder)
+    store = DiskStore(folder, "", 0)
+    try:
+        # No session has an empty name.
+        return sum(remove_session(store, space.name, document_name("")).bytes for space in spaces(folder))
+    finally:
+        store.close()
 
 
 def export_text(history: History) -> str:

@@ -10,6 +10,9 @@ from ..storage.block_store import StorageTier
 from ..storage.loader import read_buffer_layers
 from ..storage.saver import Saver
 
+SEGMENT_SECONDS = 2.0
+"""Target duration of a prefill segment. A request that ends early loses at most the segment being computed."""
+
 
 @dataclass(eq=False)
 class SessionContext:
@@ -36,6 +39,18 @@ class SessionContext:
         """Whether only a session and its forks may use its blocks. True if the pool stores KV in a rounded format."""
         # A prefill attends to its own KV before rounding, so the KV of later tokens depends on where prefills began.
         return not self.runner.pool.format.exact
+
+    def segment_stop(self, start: int, stop: int) -> int:
+        """Return the end of the prefill segment of tokens [start, stop) that begins at `start`.
+
+        Segments have whole slices (`prefill_chunk_size`), so that the same tokens are computed together as in one
+        prefill. Streamed weights are copied once per segment, and the KV of rounded formats depends on where prefills
+        begin: there is one segment in these cases.
+        """
+        if self.private or self.runner.weights is not None:
+            return stop
+        slices = SEGMENT_SECONDS / (self.compute_rate * self.runner.slice_tokens) if self.compute_rate else 1
+        return min(stop, start + max(1, int(slices)) * self.runner.slice_tokens)
 
     def read_buffer(self, loaded_bytes: int, new_tokens: int) -> int:
         """Return the number of layers k to load before a turn starts (`read_buffer_layers`).

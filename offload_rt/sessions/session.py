@@ -22,7 +22,7 @@ from .history import History, check_name
 from .host_tier import HostTier
 from .session_kv import SessionKV
 from .truncate import SINKS, tokens_after, truncate
-from .turn import Turn, check_turn, said
+from .turn import Turn, WholeTurn, check_turn, said
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -174,8 +174,13 @@ class Session:
             InputError: A parameter is not supported in sessions, or the prompt is invalid.
             ModelError, PoolFullError: The turn with `max_tokens` new tokens does not fit.
         """
-        check_turn(params, self.kv.runner.model)
         tokens = self._tokens(prompt)
+        self._check_fits(tokens, params)
+        return tokens
+
+    def _check_fits(self, tokens: TurnTokens, params: SamplingParams) -> None:
+        """Raise the errors of `encode` for a turn of these tokens."""
+        check_turn(params, self.kv.runner.model)
         new = len(tokens.added) + params.max_tokens
         self._check_overflow(new - tokens.dropped)
         left = tokens_after(self.kv, new - tokens.dropped)
@@ -185,7 +190,6 @@ class Session:
                 "positions and cannot be truncated and rewritten at once: use another template, or a new session"
             )
         self.kv.runner.check_fits(left + new)
-        return tokens
 
     def _check_overflow(self, new: int) -> None:
         """Raise ModelError if `new` more tokens exceed the model's positions and `overflow` is "error"."""
@@ -212,8 +216,40 @@ class Session:
         self.check_idle()
         if tokens.held != len(self.history.tokens):  # another turn ran between `send` and the first event
             tokens = self.encode(prompt, params)
-        engine = Engine(self.kv.runner, max_num_seqs=1)
-        turn = Turn(self.kv, self.host, next(self._ids), said(prompt), tokens, params)
+        yield from self._run(Turn(self.kv, self.host, next(self._ids), said(prompt), tokens, params))
+
+    def extend(
+        self,
+        tokens: Seq[int],
+        params: SamplingParams,
+        *,
+        replaced: int = 0,
+        on_prefill: Callable[[int], None] = lambda layers: None,
+    ) -> Generator[TokenOutput]:
+        """Continue a text: replace its last `replaced` tokens by `tokens`, and stream up to `max_tokens` new ones.
+
+        If the iterator is closed before the last token, the session stays as it was. At every point, the session on
+        disk is that before or after the whole call, with all its KV.
+
+        Args:
+            tokens: Token ids, at least one.
+            params: Sampling parameters.
+            replaced: 0 or 1. The last token has no KV yet, so that 1 with this token first continues the text as is.
+            on_prefill: Called with the number of finished layers of the prefill.
+
+        Raises:
+            InputError, ModelError, PoolFullError: As `send`.
+        """
+        self.check_idle()
+        added = self._tokens(tokens).added
+        turn = TurnTokens(len(self.history.tokens), replaced, added)
+        self._check_fits(turn, params)
+        events = self._run(WholeTurn(self.kv, self.host, next(self._ids), "", turn, params), on_prefill)
+        self._answers.add(events)
+        return events
+
+    def _run(self, turn: Turn, on_prefill: Callable[[int], None] = lambda layers: None) -> Generator[TokenOutput]:
+        engine = Engine(self.kv.runner, max_num_seqs=1, on_prefill=lambda _, layers: on_prefill(layers))
         engine.submit(turn)
         self.busy = True
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from functools import cache
 
 from ..core import BLOCK_SIZE, BlockTable
 from ..errors import DiskError, StoreError
@@ -147,7 +148,7 @@ class SessionKV:
     def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
         """Build a sequence from cached blocks, and start loading further blocks from disk."""
         history, runner, storage = self.history, self.runner, self.context.storage
-        blocks = runner.match(history.tokens, history.provenance, history.floor)
+        blocks = self._match()
         self._host_tokens = blocks.length
         with runner.cache_manager.released_on_error(blocks):
             found, known = self._find(blocks)
@@ -167,6 +168,10 @@ class SessionKV:
                 runner.free(sequence)
                 raise
         return sequence
+
+    def _match(self) -> BlockTable:
+        """Return the cached blocks of the history."""
+        return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
 
     def adopt(self, blocks: BlockTable, capacity: int, known: int) -> Sequence:
         """Return a sequence of the history that owns `blocks`.
@@ -192,16 +197,22 @@ class SessionKV:
     def _find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
         """Find stored blocks that continue `blocks`. Return them and the number of tokens they extend to.
 
-        Return no blocks if the sliding windows of the next token are incomplete.
+        The blocks in the sliding windows of the next token are complete.
         """
         found, known = self._find_full(blocks.length)
-        shown = [name for name in self._shown(known) if name.index not in blocks.windows]
-        stored = [self._find_one(name) for name in shown] if known > blocks.length else []
-        windows = [PlacedBlock(n.index, c, n.group) for n, c in zip(shown, stored, strict=False) if c is not None]
-        if len(windows) < len(stored) or known == blocks.length:
-            return [], blocks.length
-        self._pin(placed.block.key for placed in (*found, *windows))
-        return [*found, *windows], known
+        names, find_one = self.names(known), cache(self._find_one)
+        while known > blocks.length:
+            names = names[: -(-known // BLOCK_SIZE)]
+            shown = window_blocks(self.runner.pool.groups, names, known, self.history.floor)
+            stored = [(name, find_one(name)) for name in shown if name.index not in blocks.windows]
+            missing = [name.index for name, block in stored if block is None]
+            if not missing:
+                found += [PlacedBlock(name.index, block, name.group) for name, block in stored if block is not None]
+                self._pin(placed.block.key for placed in found)
+                return found, known
+            known = max(missing) * BLOCK_SIZE
+            found = [placed for placed in found if placed.place * BLOCK_SIZE < known]
+        return [], blocks.length
 
     def _find_one(self, name: NamedBlock) -> StoredBlock | None:
         block = self.context.storage.find(name.parent, name.provenance_key, name.tokens)

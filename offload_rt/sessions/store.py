@@ -114,14 +114,21 @@ class SessionStore:
         runner.reclaimables.append(self)
 
     @classmethod
-    def on_disk(cls, runner: Runner, folder: Path, options: StoreOptions | None = None) -> Self:
-        """Open the store in `folder`. Until `close`, no other process can write to it.
+    def on_disk(
+        cls, runner: Runner, folder: Path, options: StoreOptions | None = None, *, read_only: bool = False
+    ) -> Self:
+        """Open the store in `folder`. Until `close`, no other process can write to it, unless it is `read_only`.
+
+        A read-only store reuses stored KV and stores nothing. It must not be used for sessions.
 
         Raises:
             ConfigError, ModelError, StoreError: See `__init__`.
         """
-
-        store = cls(runner, lambda namespace, layers: DiskStore(folder, namespace, layers, options), options)
+        store = cls(
+            runner,
+            lambda namespace, layers: DiskStore(folder, namespace, layers, options, read_only=read_only),
+            options,
+        )
         store._folder = folder
         return store
 

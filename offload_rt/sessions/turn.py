@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import TypeVar
 
-import torch
-
-from ..core import BLOCK_SIZE, Prompt
+from ..core import Prompt
 from ..engine.logits_processors import check_answerable
-from ..engine.request import SampledRequest, StartAgainError
 from ..engine.runner import Runner
 from ..errors import InputError
 from ..model_runner.prefill import Prefill
 from ..model_runner.sequence import Sequence
-from ..model_runner.trace import Recorder, Trace
+from ..model_runner.trace import Recorder
 from ..models.loading import LoadedModel
-from ..outputs import FinishReason, TokenOutput
+from ..outputs import FinishReason
 from ..sampling_params import SamplingParams
 from ..storage.loader import DamagedBlockError
-from ..storage.saver import Saving
 from .chat_template import TurnTokens
 from .host_tier import HostTier
 from .session_kv import SessionKV
+from .stored_request import StoredRequest
 from .truncate import close_gap, truncate_for
+
+T = TypeVar("T")
 
 
 def said(prompt: str | Seq[int]) -> str:
@@ -40,7 +41,7 @@ def check_turn(params: SamplingParams, model: LoadedModel) -> None:
     check_answerable(params, model)
 
 
-class Turn(SampledRequest):
+class Turn(StoredRequest):
     """One turn of a session, as an engine request.
 
     The session's KV is the prefix of the request. When the turn ends, its tokens are added to the history and its KV
@@ -72,17 +73,14 @@ class Turn(SampledRequest):
             params: Sampling parameters.
             recorder: Trace recorder of the request, if any.
         """
-        model = kv.runner.model
         self._before, self._tokens = list(kv.history.tokens), tokens
-        prompt = Prompt(number, (*self._kept, *tokens.added))
-        super().__init__(prompt, params, model.tokenizer, model.eos_token_ids, recorder=recorder)
-        self.kv, self._host = kv, host
+        super().__init__(kv, host, Prompt(number, (*self._kept, *tokens.added)), params, recorder)
         self._text = text
         self._computed = kv.history.computed
-        self._prefill: Prefill | None = None
-        self._saving: Saving | None = None
-        self._seconds = 0.0
-        self._known = 0, 0
+
+    @property
+    def _computed_before(self) -> int:
+        return self._computed
 
     @property
     def _kept(self) -> list[int]:
@@ -113,20 +111,7 @@ class Turn(SampledRequest):
             self._set_back()
             raise
         sequence.tokens = self.tokens
-        self._known = sequence.position, 0 if arrived else min(sequence.position, kv.loaded_tokens)
-        self._count_on(sequence)
-        sequence.trace.diverged_at = sequence.position
-        self._seconds = sequence.trace.prefill_seconds
-        self._saving = kv.context.saver.begin(
-            sequence.blocks, kv.fresh(kv.stored(len(taken) // BLOCK_SIZE * BLOCK_SIZE))
-        )
-        # The prefill allocates slots in sliding layers, which may require evicting idle sessions.
-        self._prefill = self._host.retry_after_reclaim(
-            lambda: runner.begin_prefill(
-                sequence, len(taken), want_logits=True, before_layer=self._wait, after_layer=self._layer_done
-            )
-        )
-        return self._prefill
+        return self._begin_prefill(runner, len(taken), in_memory=arrived, diverged_at=sequence.position)
 
     def _fit(self, runner: Runner) -> None:
         """Truncate the conversation if needed, so that it fits the model's positions including this turn."""
@@ -173,50 +158,12 @@ class Turn(SampledRequest):
                 sequence.trace.prompt_tokens = len(self.prompt.token_ids)
                 return sequence
 
-    def _wait(self, layer: int) -> None:
-        try:
-            self.kv.wait(layer)
-        except DamagedBlockError as damage:
-            raise StartAgainError from damage
+    def _after_reclaim(self, action: Callable[[], T]) -> T:
+        return self._host.retry_after_reclaim(action)
 
-    def _layer_done(self, layer: int) -> None:
-        """Pass a computed layer to the saver. After the last layer, end loading and record statistics."""
-        kv, host, context = self.kv, self._host, self.kv.context
-        if self._saving is not None:
-            context.saver.layer_done(self._saving, layer)
-        if layer < kv.runner.adapter.geometry.layers - 1:
-            return
-        assert self.sequence is not None and self._prefill is not None
-        kv.mark_enqueued(entry.block for entry in (self._saving.entries if self._saving is not None else ()))
-        kv.recheck()
-        host.stats.count(self._computed, *self._known)
-        seconds = self.sequence.trace.prefill_seconds - self._seconds
-        if kv.loader is not None:
-            stalled = kv.end_loading()
-            kv.runner.reload(self.sequence)
-            host.stats.stall_seconds += stalled
-            seconds -= stalled
-        context.compute_rate = seconds / self._prefill.tokens
-        self._saving = self._prefill = None
-
-    def reserve(self, runner: Runner) -> None:
-        """Allocate the slot of the next token, and evict parked sessions if needed.
-
-        Raises:
-            PoolFullError: No parked session is left to evict.
-        """
-        sequence = self.sequence
-        assert sequence is not None
-        self._host.retry_after_reclaim(lambda: runner.reserve(sequence))
-        self.kv.recheck()
-
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """Sample the next token, and enqueue a block that decoding has filled for writing."""
+    def _save_decoded(self, stop: int) -> None:
         assert self.sequence is not None
-        position, prompt = self.sequence.position, len(self.prompt.token_ids)
-        if position % BLOCK_SIZE == 0 and position > prompt:
-            self.kv.enqueue_decoded(self.sequence.tokens, prompt, position)
-        return super().accept(runner, logits)
+        self.kv.enqueue_decoded(self.sequence.tokens, len(self.prompt.token_ids), stop)
 
     def drop(self, runner: Runner) -> None:
         """Release the turn's memory and restore the session.
@@ -228,17 +175,13 @@ class Turn(SampledRequest):
         self._trace = self.sequence.trace
         damaged = self.kv.loader is not None and self.kv.loader.damaged
         self._count_arrived(self._trace)
-        untouched = self._prefill is not None and self._prefill.untouched and not damaged
+        untouched = self._untouched and not damaged
         self._give_up_prefill()
         if not untouched:
             self.kv.history.tokens = list(self._before)
             self.kv.drop()
         self._set_back()
         self.sequence = None
-
-    def _count_arrived(self, trace: Trace) -> None:
-        if self.kv.loader is not None:
-            trace.reused_tokens -= self._known[0]
 
     def _set_back(self) -> None:
         """Restore the session to its state before the turn, and park it."""
@@ -267,8 +210,9 @@ class Turn(SampledRequest):
         if sequence is not None:
             self._count_arrived(sequence.trace)
             self._final = self.stats(runner)
+        interrupted, progressed = self._prefilling, sequence is not None and sequence.position > self._start
+        taken_in = sequence is not None and not interrupted
         self.sequence = None
-        taken_in = sequence is not None and self._prefill is None
         if taken_in:
             assert sequence is not None
             history.tokens, history.computed = list(sequence.tokens), sequence.position
@@ -276,7 +220,7 @@ class Turn(SampledRequest):
             if sequence.interrupted:
                 kv.relearn()
         else:
-            self._undo()
+            self._undo(interrupted, progressed)
         kv.last_stats = self._final
         try:
             if taken_in or self.new_tokens:
@@ -289,13 +233,17 @@ class Turn(SampledRequest):
         """Write the history. Raise StoreError if it cannot be written; the session stays usable."""
         self.kv.write_history()
 
-    def _undo(self) -> None:
-        """Restore the session after an incomplete prefill, but keep tokens generated before a preemption."""
+    def _undo(self, interrupted: bool, progressed: bool) -> None:
+        """Restore the session after an incomplete prefill, but keep tokens generated before a preemption.
+
+        Args:
+            interrupted: The prefill had begun.
+            progressed: Some of its segments were complete. The prefix tree and the store keep them.
+        """
         kv = self.kv
-        interrupted = self._prefill is not None
         self._give_up_prefill()
         kept = self.tokens if self.new_tokens else self._before
-        if kv.loader is not None and interrupted:
+        if interrupted and (kv.loader is not None or progressed):
             kv.history.tokens = list(kept)
             kv.drop()
             return
@@ -303,7 +251,23 @@ class Turn(SampledRequest):
         if kv.sequence is not None and interrupted:
             kv.relearn()
 
-    def _give_up_prefill(self) -> None:
-        if self._saving is not None:
-            self.kv.context.saver.abort(self._saving)
-        self._saving = self._prefill = None
+
+class WholeTurn(Turn):
+    """A turn that counts only if it is complete: if it is cancelled, the session stays as before the turn.
+
+    Its KV is on disk before the history that refers to it. If the process is killed at any point, the stored session
+    is that after this turn or before it, with all KV. Then nothing is computed in another way than without the kill.
+    """
+
+    def finish(self, runner: Runner, reason: FinishReason) -> None:
+        if self.finish_reason is not None:
+            super().finish(runner, reason)
+            return
+        self.finish_reason = reason
+        self._final = self.stats(runner)
+        self.kv.last_stats = self._final
+        self.drop(runner)
+
+    def persist(self) -> None:
+        self.kv.context.saver.flush()
+        super().persist()

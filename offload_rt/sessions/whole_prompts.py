@@ -1,16 +1,19 @@
-"""Turns of sessions from whole prompts.
+"""Requests of clients that send the whole conversation each time, with and without a session name.
 
-The client sends the whole conversation with every turn. The KV of the part that the session has already computed is
-reused from host memory or disk.
+The KV of the part that was computed before is reused from host memory or disk.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 
 from ..engine.cache_manager import salt_provenance
+from ..engine.checks import check_token_ids
+from ..engine.logits_processors import check_answerable
 from ..errors import SessionBusyError
 from ..model_runner.trace import Recorder
 from ..sampling_params import SamplingParams
@@ -18,7 +21,10 @@ from .chat_template import TurnTokens
 from .host_tier import TierStats
 from .session import Session
 from .store import SessionStore
+from .stored_prompt import StoredPrompt
 from .turn import Turn, check_turn
+
+logger = logging.getLogger(__name__)
 
 MOST_OPEN = 256
 """Maximum number of sessions kept open between turns. Beyond it, the least recently used one is saved and closed."""
@@ -32,10 +38,16 @@ def tokens_of_prompt(held: Seq[int], prompt: Seq[int]) -> TurnTokens:
 
 
 class WholePrompts:
-    """Create turns of a store's sessions for an engine that the caller runs. Not thread-safe."""
+    """Create requests of a store for an engine that the caller runs. Not thread-safe.
 
-    def __init__(self, store: SessionStore) -> None:
-        self.store = store
+    Args:
+        store: The store.
+        call_soon: Calls a function on the engine's thread later. Any thread may call it.
+    """
+
+    def __init__(self, store: SessionStore, call_soon: Callable[[Callable[[], None]], None]) -> None:
+        self.store, self._call_soon = store, call_soon
+        self._ending: set[StoredPrompt] = set()
         self._opened: OrderedDict[str, Session] = OrderedDict()
         store.hold(self)
 
@@ -46,6 +58,53 @@ class WholePrompts:
     @property
     def disk_bytes(self) -> int:
         return self.store.context.storage.bytes_used
+
+    def keeps(self, params: SamplingParams) -> bool:
+        """Return whether the store keeps the KV of prompts without a session name.
+
+        Beam search and log-probabilities of prompts do not use it. KV that is not shared is not kept either (see
+        `CacheManager.shares`), nor that of weights that were changed in place.
+        """
+        runner = self.store.context.runner
+        usual = params.num_beams == 1 and params.prompt_logprobs is None
+        return usual and runner.cache_manager.shares and not runner.model.weights_provenance()
+
+    def prompt(
+        self, number: int, prompt: Seq[int], params: SamplingParams, recorder: Recorder | None, cache_salt: str
+    ) -> StoredPrompt:
+        """Create a request without a session name. Call `prompt_ended` when it has ended. Arguments as `turn`.
+
+        Raises:
+            InputError: A token id or a parameter is invalid.
+        """
+        context = self.store.context
+        check_answerable(params, context.runner.model)
+        check_token_ids(prompt, context.runner.model)
+        return StoredPrompt(context, self.store.host, number, prompt, params, recorder, cache_salt)
+
+    def prompt_ended(self, request: StoredPrompt) -> None:
+        """Free the memory of an ended request when its blocks are written."""
+        self._ending.add(request)
+        self.store.context.saver.notify(lambda: self._call_soon(lambda: self._release(request)))
+
+    def _release(self, request: StoredPrompt) -> None:
+        self._ending.discard(request)
+        if not self.store.closed:
+            with self.store.context.runner.pool.lock:
+                try:
+                    again = request.release()
+                except Exception:  # must not fail another request
+                    logger.exception("the memory of an ended request could not be freed at the first attempt")
+                    request.drop(self.store.context.runner)
+                    again = False
+            if again:
+                self.prompt_ended(request)
+
+    def _drop_ending(self) -> None:
+        """Write all enqueued blocks, and free the memory of ended requests."""
+        with self.store.context.runner.pool.lock:
+            for request in self._ending:
+                request.drop(self.store.context.runner)
 
     def turn(
         self,
@@ -111,6 +170,7 @@ class WholePrompts:
         if name in self._opened and self._opened[name].busy:
             raise SessionBusyError(f"session {name!r} is answering: wait for it, or abort it")
         self._opened.pop(name, None)
+        self._drop_ending()  # so that none of their blocks is written after the deletion
         known = self.store.exists(name)
         self.store.delete(name)
         return known
@@ -124,5 +184,6 @@ class WholePrompts:
         with ExitStack() as ends:
             ends.callback(self.store.release, self)
             ends.callback(self._opened.clear)
+            ends.callback(self._drop_ending)
             for session in self._opened.values():
                 ends.callback(session.close)

@@ -107,10 +107,20 @@ class BlockSink(Protocol):
         """Layers per stored block: L, or the layers of a group in sliding-window models (`kv_cache.layer_groups`)."""
         ...
 
-    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> BlockWriter | None:
+    def begin(
+        self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int, cost: int = 0
+    ) -> BlockWriter | None:
         """Reserve space for a block of `layer_bytes` bytes per layer.
 
-        Returns None if the block is already stored or cannot be stored.
+        Args:
+            parent: Key of the preceding block.
+            provenance_key: KV provenance.
+            tokens: Token ids as little-endian int64.
+            layer_bytes: Bytes per layer.
+            cost: Tokens to compute again without the block (`policies.recomputation_cost`), to choose what to evict.
+
+        Returns:
+            A writer, or None if the block is already stored or cannot be stored.
         """
         ...
 

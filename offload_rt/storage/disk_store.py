@@ -72,7 +72,8 @@ class DiskStore(NamespaceDocuments):
         clock: Returns nanoseconds since 1970.
 
     Raises:
-        StoreError: The folder cannot be used, or another process writes to it.
+        StoreError: The folder cannot be used.
+        StoreInUseError: Another process writes to it.
     """
 
     def __init__(
@@ -120,16 +121,19 @@ class DiskStore(NamespaceDocuments):
         damaged = partial(self._folder.discard, path)
         return DiskBlock(key, count, header.layer_bytes, header.checksums, header.data_offset, opened, damaged)
 
-    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> DiskBlockWriter | None:
+    def begin(
+        self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int, cost: int = 0
+    ) -> DiskBlockWriter | None:
         """Reserve space for a block and create its file.
 
-        Returns None if the block is already stored, the limit leaves no space, or the file cannot be created
-        (`last_error`).
+        Returns None if the block is already stored, the limit leaves no space, the file cannot be created
+        (`last_error`), or the store is read-only.
         """
-        assert not self._folder.read_only
+        if self._folder.read_only:
+            return None
         key, offset = block_key(parent, provenance_key, tokens), data_offset(self.layers)
         path, size = self._path(key), offset + self.layers * layer_bytes
-        temporary = self._folder.reserve(path, size)
+        temporary = self._folder.reserve(path, size, cost)
         if temporary is None:
             return None
 
@@ -140,7 +144,7 @@ class DiskStore(NamespaceDocuments):
                 os.fsync(handle)
             finally:
                 os.close(handle)
-            self._folder.finish(temporary, path, size)
+            self._folder.finish(temporary, path, size, cost)
 
         give_up = partial(self._folder.give_up, temporary, size)
         try:

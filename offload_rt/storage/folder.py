@@ -13,7 +13,7 @@ from errno import ELOOP
 from pathlib import Path
 
 from ..config import StoreOptions
-from ..errors import StoreError
+from ..errors import StoreError, StoreInUseError
 from ..utils.private_files import make_private, make_private_folder, open_private
 from .files import read_document
 from .index import BEFORE, DOCUMENTS, DiskIndex
@@ -55,7 +55,8 @@ class StoreFolder:
         clock: Returns nanoseconds since 1970.
 
     Raises:
-        StoreError: The folder cannot be used, or another process writes to it.
+        StoreError: The folder cannot be used.
+        StoreInUseError: Another process writes to it.
     """
 
     def __init__(self, path: Path, options: StoreOptions, *, read_only: bool, clock: Callable[[], int]) -> None:
@@ -94,18 +95,19 @@ class StoreFolder:
 
     # ---------------------------------------------------------------------------------------------------------- space
 
-    def make_room(self, size: int, *, pinned: bool = False) -> bool:
+    def make_room(self, size: int, *, pinned: bool = False, cost: int | None = None) -> bool:
         """Evict files until `size` more bytes fit within the limit.
 
         Args:
             size: Bytes needed.
             pinned: Also evict pinned files, if nothing else is left.
+            cost: As in `DiskIndex.victims`.
 
         Returns:
             False if the space cannot be made. If too few bytes can be evicted, no file is removed.
         """
         with self.mutex:
-            victims = self.index.victims(size, pinned=pinned)
+            victims = self.index.victims(size, pinned=pinned, cost=cost)
             for path in victims or ():
                 self.discard(path)
             return victims is not None and not any(path in self.index for path in victims)
@@ -125,13 +127,13 @@ class StoreFolder:
                     break
             return True
 
-    def reserve(self, path: Path, size: int) -> Path | None:
-        """Reserve `size` bytes for the new file `path`.
+    def reserve(self, path: Path, size: int, cost: int) -> Path | None:
+        """Reserve `size` bytes for the new file `path`, which saves the computation of `cost` tokens.
 
         Returns the temporary file to write, or None if `path` already exists or there is no space.
         """
         with self.mutex:
-            if path in self.index or not self.make_room(size):
+            if path in self.index or not self.make_room(size, cost=cost):
                 return None
             return self.hold(path, size)
 
@@ -149,12 +151,12 @@ class StoreFolder:
             self._temporaries += 1
             return path.with_name(f"{path.stem}.{os.getpid()}.{self._temporaries}{_TEMPORARY}")
 
-    def finish(self, temporary: Path, path: Path, size: int) -> None:
-        """Rename a completely written and synced temporary file to `path`. Raises OSError."""
+    def finish(self, temporary: Path, path: Path, size: int, cost: int = 0) -> None:
+        """Rename a completely written and synced temporary file to `path`. Raises OSError. `cost`: As in `reserve`."""
         with self.mutex:
             os.replace(temporary, path)
             self.index.reserved -= size
-            self.index.enter(path, size)
+            self.index.enter(path, size, cost)
 
     def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
         """Remove a temporary file and release its reservation. If `error` is given, set `last_error`."""
@@ -241,7 +243,7 @@ class StoreFolder:
         except BlockingIOError:
             holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
             self.close()
-            raise StoreError(
+            raise StoreInUseError(
                 f"the store {str(self.path)!r} is being written by another process ({holder or 'unknown'}): one "
                 "process writes at a time; end that one, or use another folder"
             ) from None
@@ -257,7 +259,7 @@ class StoreFolder:
                     path.unlink()
                 elif path.suffix != _TEMPORARY:
                     status = path.stat()
-                    found.append((status.st_mtime_ns, path, status.st_size))
+                    found.append((status.st_mtime_ns, path, status.st_size, status.st_atime_ns))
         for path in self.index.load(found):
             if not self.read_only:
                 self.index.write_stamp(path)

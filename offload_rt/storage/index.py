@@ -6,28 +6,47 @@ import contextlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .policies import EvictionOrder
+from ..core import BLOCK_SIZE
+from .policies import EvictionOrder, recomputation_cost
 
 DOCUMENTS, BEFORE = ".doc", ".before"
 """Suffixes of files that are never evicted: documents and their previous generations."""
 
 _STAYING = (DOCUMENTS, BEFORE)
 
+NS_PER_TOKEN = 10**9
+"""Nanoseconds of more recent use that outweigh one token to compute again. With one second, the KV of a conversation of
+5,000 tokens stays until that of a request of 300 tokens is used two and a half hours later."""
+
+LONGEST_KEEP = 30 * 86400 * 10**9
+"""Largest difference between rank and last use of a file that is found at start, in nanoseconds."""
+
 
 @dataclass
 class _File:
-    """Size of a file in bytes, and its last use (fifo: creation) in nanoseconds since 1970."""
+    """Size of a file in bytes, and times in nanoseconds since 1970.
+
+    Attributes:
+        size: Size in bytes.
+        used: Last use (fifo: creation).
+        keep: Rank in the eviction order: the last use, or later if the file is costly to compute again.
+    """
 
     size: int
     used: int
+    keep: int
 
 
 class DiskIndex:
     """Index files by path, in the eviction order of `policy`.
+
+    With "lookahead", each token that would have to be computed again (`recomputation_cost`) counts as much as
+    SECONDS_PER_TOKEN of more recent use. The file system keeps both times: the last use as the modification time, the
+    rank as the access time.
 
     Time stamps increase monotonically, so a clock that goes backwards does not change the order. Time stamps in the
     future are replaced by the current time. Thread-safe: callers hold `mutex` to combine several calls.
@@ -43,7 +62,7 @@ class DiskIndex:
         self.limit_bytes = limit_bytes
         self.files: dict[Path, _File] = {}
         self.reserved = 0
-        self._renew = policy != "fifo"
+        self._renew, self._weighs = policy != "fifo", policy == "lookahead"
         self._order = EvictionOrder[Path](policy)
         self._ttl, self._clock = ttl, clock
         self._pins: Counter[Path] = Counter()
@@ -59,42 +78,43 @@ class DiskIndex:
     def __contains__(self, path: Path) -> bool:
         return path in self.files
 
-    def load(self, found: Iterable[tuple[int, Path, int]]) -> list[Path]:
-        """Add existing files, given as (modification time, path, size) in any order.
+    def load(self, found: Iterable[tuple[int, Path, int, int]]) -> list[Path]:
+        """Add existing files, given as (modification time, path, size, access time) in any order.
 
         Returns the files with a modification time in the future. They count as used now, and the caller updates their
         modification time (`write_stamp`).
         """
         now, ahead = self._clock(), []
-        for used, path, size in sorted(found, key=lambda one: (one[0], str(one[1]))):
+        for used, path, size, accessed in sorted(found, key=lambda one: (one[0], str(one[1]))):
             self._stamp = used if used <= now else max(now, self._stamp + 1)
             if used > now:
                 ahead.append(path)
-            self.files[path] = _File(size, self._stamp)
-            self._order.enter(path)
+            keep = min(max(self._stamp, accessed), self._stamp + LONGEST_KEEP) if self._weighs else self._stamp
+            self.files[path] = _File(size, self._stamp, keep)
+            self._order.enter(path, keep)
             self._stored += size
         return ahead
 
-    def enter(self, path: Path, size: int) -> None:
+    def enter(self, path: Path, size: int, cost: int = 0) -> None:
+        """Add a file as used now. `cost`: tokens to compute again without it (`recomputation_cost`)."""
         with self.mutex:
             self.forget(path)
-            self.files[path] = _File(size, 0)
+            self.files[path] = _File(size, 0, 0)
             self._stored += size
-            self._order.enter(path)
+            self._mark(path, cost)
             if path in self._wanted:
                 self._order.expect(path)
-            self._mark(path)
 
     def use(self, paths: Sequence[Path]) -> None:
-        """Mark files as used now.
+        """Mark the block files of a sequence, first block first, as used now. The fifo policy ignores all uses.
 
-        Files at the end of `paths` are evicted before files at its start. The fifo policy ignores uses.
+        Later files are evicted before earlier ones.
         """
+        tokens = len(paths) * BLOCK_SIZE
         with self.mutex:
-            for path in reversed(paths):
+            for i, path in reversed(list(enumerate(paths))):
                 if self._renew and path in self.files:
-                    self._order.enter(path)
-                    self._mark(path)
+                    self._mark(path, recomputation_cost(tokens, i * BLOCK_SIZE))
 
     def forget(self, path: Path) -> None:
         with self.mutex:
@@ -122,7 +142,7 @@ class DiskIndex:
             self._pins.subtract(Counter(paths))
             self._pins += Counter()
 
-    def victims(self, size: int, *, pinned: bool = False) -> list[Path] | None:
+    def victims(self, size: int, *, pinned: bool = False, cost: int | None = None) -> list[Path] | None:
         """Return the files to evict so that `size` more bytes fit.
 
         Expired files come first, then the others in eviction order. Documents are never evicted.
@@ -130,27 +150,45 @@ class DiskIndex:
         Args:
             size: Bytes needed.
             pinned: Also evict pinned files, if nothing else is left.
+            cost: Tokens to compute again without the new file. With "lookahead", no file of a higher rank is evicted
+                for it. None is a document, for which any file may be evicted.
 
         Returns:
             The files to evict, or None if evicting all candidates is not enough.
         """
         horizon = self._clock() - int(self._ttl * 1e9) if self._ttl is not None else -1
         used, limit = self.bytes_used + size, self.limit_bytes
-        gone, spared = [], []
+        rank = None if cost is None or not self._weighs else self._clock() + cost * NS_PER_TOKEN
+        gone, spared = dict[Path, None](), []
+        for path in self._expired(horizon):
+            gone[path] = None
+            used -= self.files[path].size
         for path in self._order.ranked():
             file = self.files[path]
-            if (limit is None or used <= limit) and (file.used >= horizon or self._order.wants(path)):
+            if (
+                limit is None
+                or used <= limit
+                or (rank is not None and file.keep > rank and not self._order.wants(path))
+            ):
                 break
             if path.suffix in _STAYING or self._pins[path]:
                 spared.append(path)
-                continue
-            gone.append(path)
-            used -= file.size
+            elif path not in gone:
+                gone[path] = None
+                used -= file.size
         for path in spared if pinned else []:
             if limit is not None and used > limit and path.suffix not in _STAYING:
-                gone.append(path)
+                gone[path] = None
                 used -= self.files[path].size
-        return gone if limit is None or used <= limit else None
+        return list(gone) if limit is None or used <= limit else None
+
+    def _expired(self, horizon: int) -> Iterator[Path]:
+        """Yield the files last used before `horizon` that may be evicted. `files` is in the order of use."""
+        for path, file in self.files.items():
+            if file.used >= horizon:
+                return
+            if path.suffix not in _STAYING and not self._pins[path] and not self._order.wants(path):
+                yield path
 
     def blocks(self) -> list[tuple[Path, int]]:
         """Return the block files and their sizes in bytes, in eviction order. Pinned files come last."""
@@ -162,17 +200,23 @@ class DiskIndex:
         assert self.limit_bytes is None or self.bytes_used <= self.limit_bytes
         ranked = list(self._order.ranked())
         assert len(ranked) == len(self.files) and set(ranked) == set(self.files)
-        stamps = [self.files[path].used for path in ranked if self.files[path].used and not self._order.wants(path)]
-        assert stamps == sorted(stamps), "not in order of use"
+        ranks = [self.files[path].keep for path in ranked if not self._order.wants(path)]
+        assert ranks == sorted(ranks), "not in eviction order"
+        uses = [file.used for file in self.files.values()]
+        assert uses == sorted(uses), "not in order of use"
         assert self._stored == sum(file.size for file in self.files.values())
 
-    def _mark(self, path: Path) -> None:
+    def _mark(self, path: Path, cost: int = 0) -> None:
         self._stamp = max(self._clock(), self._stamp + 1)
-        self.files[path].used = self._stamp
+        file = self.files.pop(path)
+        # A sequence that shares only the first blocks with a longer one does not make them less valuable.
+        keep = max(file.keep, self._stamp + cost * NS_PER_TOKEN) if self._weighs else self._stamp
+        self.files[path] = _File(file.size, self._stamp, keep)
+        self._order.enter(path, keep)
         self.write_stamp(path)
 
     def write_stamp(self, path: Path) -> None:
-        """Set the modification time of a file to its last use."""
-        used = self.files[path].used
+        """Set the modification time of a file to its last use, and the access time to its rank."""
+        file = self.files[path]
         with contextlib.suppress(OSError):
-            os.utime(path, ns=(used, used), follow_symlinks=False)
+            os.utime(path, ns=(file.keep, file.used), follow_symlinks=False)

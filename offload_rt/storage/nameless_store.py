@@ -57,7 +57,9 @@ class NamelessStore:
     def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> FileBlock | None:
         return self._blocks.get(block_key(parent, provenance_key, tokens))
 
-    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> FileBlockWriter | None:
+    def begin(
+        self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int, cost: int = 0
+    ) -> FileBlockWriter | None:
         """Reserve a slot for a block. Return None if the block is already stored or the limit is reached."""
         assert self.layers * layer_bytes <= self._slot_bytes
         key = block_key(parent, provenance_key, tokens)

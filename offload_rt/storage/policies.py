@@ -1,10 +1,12 @@
-"""Eviction order of stored KV: LRU, FIFO and CachedAttention's look-ahead (§3.3).
+"""Eviction order of stored KV: LRU, FIFO, and CachedAttention's look-ahead (§3.3) with recomputation cost.
 
 Items are any hashable objects: files (`index.py`) or sessions (`sessions/host_tier.py`).
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
@@ -33,12 +35,25 @@ def eviction_window(host_bytes: int, disk_bytes: int, mean_bytes: float) -> int:
     return int((host_bytes + disk_bytes) / mean_bytes) if mean_bytes > 0 else 0
 
 
+def recomputation_cost(tokens: int, start: int) -> int:
+    """Return the cost of losing a block, in tokens to compute again.
+
+    Losing any block of a long sequence costs more than losing one of a short sequence, such as the request for a title.
+    Within a sequence, an earlier block counts more, because the later ones are useless without it.
+
+    Args:
+        tokens: Number of tokens in the sequence.
+        start: First token of the block.
+    """
+    return 2 * tokens - start
+
+
 class EvictionOrder(Generic[K]):
     """Eviction order of the items of one tier.
 
-    The least recently used item is evicted first; with "fifo", the oldest one. With "lookahead", items in the eviction
-    window are evicted after all others, starting with the item that is needed last (CachedAttention §3.3.2). If no
-    requests wait, the order is LRU, because the store knows only requests in the queue.
+    The item of the lowest rank is evicted first. By default that is the least recently used one; with "fifo", the
+    oldest one. With "lookahead", items in the eviction window follow after all others, those needed last first
+    (CachedAttention §3.3.2). A live store cannot look beyond the request queue.
 
     Args:
         policy: One of `LIVE_POLICIES`. Raises ConfigError for any other policy.
@@ -47,14 +62,24 @@ class EvictionOrder(Generic[K]):
     def __init__(self, policy: str) -> None:
         check_choice("store policy", policy, LIVE_POLICIES)
         self._renew, self._looks_ahead = policy != "fifo", policy == "lookahead"
-        self._others: OrderedDict[K, None] = OrderedDict()
+        self._uses = itertools.count()
+        self._others: dict[K, tuple[int, int]] = {}
+        self._heap: list[tuple[int, int, K]] = []
+        """Entries (rank, number of the use, item). Those that differ from `_others` are outdated."""
         self._wanted: OrderedDict[K, None] = OrderedDict()
 
-    def enter(self, item: K) -> None:
-        """Add an item or record its use. Items in the window stay there."""
+    def enter(self, item: K, rank: int = 0) -> None:
+        """Add an item or record its use. Items in the window stay there. Among equal ranks, the last use decides."""
         if item not in self._wanted and (self._renew or item not in self._others):
-            self._others[item] = None
-            self._others.move_to_end(item)
+            self._rank(item, rank)
+
+    def _rank(self, item: K, rank: int) -> None:
+        number = next(self._uses)
+        self._others[item] = rank, number
+        heapq.heappush(self._heap, (rank, number, item))
+        if len(self._heap) > 2 * len(self._others) + 64:
+            self._heap = [(*place, item) for item, place in self._others.items()]
+            heapq.heapify(self._heap)
 
     def leave(self, item: K) -> None:
         self._others.pop(item, None)
@@ -67,12 +92,12 @@ class EvictionOrder(Generic[K]):
             self._wanted[item] = None
 
     def window(self, items: Sequence[K]) -> list[K]:
-        """Set the window to `items`, soonest needed first, and return the items that left it."""
+        """Set the window to `items`, soonest needed first. Return the items that left it, now with rank 0."""
         now = dict.fromkeys(items)
         left = [item for item in self._wanted if item not in now]
         for item in left:
             del self._wanted[item]
-            self._others[item] = None
+            self._rank(item, 0)
         for item in now:
             self.expect(item)
             if item in self._wanted:
@@ -85,7 +110,11 @@ class EvictionOrder(Generic[K]):
 
     def ranked(self) -> Iterator[K]:
         """Iterate over all items in eviction order. The order must not change during the iteration."""
-        yield from self._others
+        heap = self._heap.copy()
+        while heap:
+            rank, number, item = heapq.heappop(heap)
+            if self._others.get(item) == (rank, number):
+                yield item
         yield from reversed(self._wanted)
 
     def victim(self) -> K:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ from ..kv_cache.stored_rows import SlotSpan
 from ..transfer.base import KVStorage
 from .block_store import BlockSink, BlockWriter, NamedBlock
 from .disk_store import DiskBlockWriter
+from .policies import recomputation_cost
 
 WRITE_BUFFER = 1 << 28
 """Maximum bytes waiting to be written."""
@@ -33,6 +34,7 @@ class Entry:
         block: The block with its key.
         identity: Pool id of the block.
         span: Position of the block in the pool.
+        cost: Tokens to compute again without the block.
         writer: Writer of the store, when it is open.
         extent: File of the store, if the KV pool writes the block directly to it.
         refused: Whether the store did not accept the block.
@@ -42,6 +44,7 @@ class Entry:
     block: NamedBlock
     identity: int
     span: SlotSpan
+    cost: int
     writer: BlockWriter | None = None
     extent: StoredExtent | None = None
     refused: bool = False
@@ -107,7 +110,7 @@ class Saver:
         self._active: list[Saving] = []
         self._failure: BaseException | None = None
         self._mutex = threading.Lock()
-        self._jobs: queue.Queue[tuple[Saving, int] | None] = queue.Queue()
+        self._jobs: queue.Queue[tuple[Saving, int] | Callable[[], None] | None] = queue.Queue()
         self._worker = threading.Thread(target=self._work, name="offload-rt saver", daemon=True)
         self._worker.start()
 
@@ -119,7 +122,9 @@ class Saver:
         for block in named:
             tokens = range(block.index * BLOCK_SIZE, block.index * BLOCK_SIZE + block.count)
             [span] = self._pool.spans(blocks, block.group, tokens)
-            entry = Entry(block, self._identity(blocks, block), span)
+            # A table of windows alone has no capacity.
+            cost = recomputation_cost(max(blocks.capacity, tokens.stop), tokens.start)
+            entry = Entry(block, self._identity(blocks, block), span, cost)
             if not self._attach(saving, entry):
                 if saving.buffered == room:
                     break
@@ -228,6 +233,10 @@ class Saver:
             self._failure = None
             raise failure
 
+    def notify(self, written: Callable[[], None]) -> None:
+        """Call `written` on the worker thread when all completed layers are written. It must not raise."""
+        self._jobs.put(written)
+
     def close(self) -> None:
         """Write all completed layers and stop the worker thread."""
         self._jobs.put(None)
@@ -235,16 +244,21 @@ class Saver:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                self._write(*job)
-            except DiskError:  # unreadable KV is recomputed when it is needed
-                self._give_up(job[0])
-            except BaseException as error:  # `flush` re-raises it
-                self._failure = error
-                self._give_up(job[0])
-            finally:
-                self._jobs.task_done()
+            if isinstance(job, tuple):
+                self._try_to_write(*job)
+            else:
+                job()
+            self._jobs.task_done()
         self._jobs.task_done()
+
+    def _try_to_write(self, saving: Saving, layer: int) -> None:
+        try:
+            self._write(saving, layer)
+        except DiskError:  # unreadable KV is recomputed when it is needed
+            self._give_up(saving)
+        except BaseException as error:  # `flush` re-raises it
+            self._failure = error
+            self._give_up(saving)
 
     def _write(self, saving: Saving, layer: int) -> None:
         """Write one layer of every block, or all layers for a pool on disk. Then commit the blocks, parents first."""
@@ -284,7 +298,7 @@ class Saver:
         """Return the writer of a block, opened if needed, or None if the store has the block or does not accept it."""
         if entry.writer is None and not entry.refused:
             block, size = entry.block, layer_bytes(self._pool, entry.block.count)
-            entry.writer = self._store.begin(block.parent, block.provenance_key, block.tokens, size)
+            entry.writer = self._store.begin(block.parent, block.provenance_key, block.tokens, size, entry.cost)
             entry.refused = entry.writer is None
         return entry.writer
 

@@ -77,6 +77,7 @@ LIBRARIES = {
         "kernels/decode_attention.c", KERNEL_FLAGS, _TORCH, {"HEAD_DIM": HEAD_DIMS, "BFLOAT16": (0, 1)}
     ),
     "row_products": NativeLibrary("kernels/row_products.c", KERNEL_FLAGS, _TORCH, {"BFLOAT16": (0, 1)}),
+    "packed_products": NativeLibrary("kernels/packed_products.c", KERNEL_FLAGS, _TORCH, {"BFLOAT16": (0, 1)}),
     "team": NativeLibrary("kernels/team.c", SYSTEM_FLAGS, "kernels run on one thread"),
     "merge": NativeLibrary("kv_cache/disk/merge.c", SYSTEM_FLAGS, "requests are merged by numpy"),
     "requests": NativeLibrary("kv_cache/disk/requests.c", SYSTEM_FLAGS, "disk reads are made by threads"),

@@ -1,10 +1,11 @@
-"""Progress bars on stderr for work that takes more than two seconds."""
+"""Progress of long work: bars on stderr after two seconds, and calls of an observer."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 from rich.console import Console
@@ -12,6 +13,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 PATIENCE_SECONDS = 2.0
+
+
+Observer = Callable[[str, int, int | None], None]
+"""Function that is called with a task and its finished and total amounts (None: unknown)."""
+
+_observer: ContextVar[Observer | None] = ContextVar("_observer", default=None)
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Call `observer` with all progress that is reported in the context, also if no bar is shown."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+def report(task: str, done: int = 0, total: int | None = None) -> None:
+    """Report progress to the observer, if there is one."""
+    if (observer := _observer.get()) is not None:
+        observer(task, done, total)
 
 
 class Show(Protocol):
@@ -59,6 +82,7 @@ class Progress:
 
         def show(done: int, total: int | None = total) -> None:
             nonlocal shown
+            report(what, done, total)
             bar.update(task, completed=done, total=total)
             if not shown and done != total and time.monotonic() - began > PATIENCE_SECONDS:
                 shown = True

@@ -197,7 +197,7 @@ class Case:
     def edits(self, llm: LLM) -> None:
         """Send whole prompts to a session. Each one changes, repeats or continues the previous text."""
         rng, store = self.rng, llm.session_store(self.folder / "edits")
-        whole, engine, prompt = WholePrompts(store), llm.make_engine(), self.prompt()
+        whole, engine, prompt = WholePrompts(store, [].append), llm.make_engine(), self.prompt()
         try:
             for number in range(rng.randint(2, 4)):
                 self.done["edits"] += 1

@@ -14,6 +14,8 @@ int check_low_bit(void);
 int check_best_scores(void);
 int check_row_products_bfloat16(void);
 int check_row_products_float32(void);
+int check_packed_products_bfloat16(void);
+int check_packed_products_float32(void);
 int check_attention_bfloat16(void);
 int check_attention_float32(void);
 int check_decode_attention_bfloat16(void);

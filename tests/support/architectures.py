@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from support.tiny_models import fill
 
@@ -71,6 +71,34 @@ def _multimodal(text: dict[str, Any], vision: dict[str, Any], **options: Any) ->
     """Return options of a configuration that contains a text configuration."""
     return {"text_config": _COMMON | text, "vision_config": vision, **options}
 
+
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_QWEN = _DELTA | {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_QWEN["rope_parameters"]["partial_rotary_factor"] = 0.25
+_SHARED = _EXPERTS | {"shared_expert_intermediate_size": 24}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.5,
+    "shared_intermediate_size": 48,
+}
+_CONVOLUTIONS = ["conv", "full_attention", "conv"]
 
 RUNS: dict[str, Architecture] = {
     "llama3": Architecture("Llama", {"rope_parameters": _LLAMA3}, "RoPE of Llama 3.x"),
@@ -229,11 +257,113 @@ RUNS: dict[str, Architecture] = {
         ),
         "language model: as Qwen2-VL's",
     ),
+    "granite_attention": Architecture(
+        "GraniteMoeHybrid",
+        _GRANITE
+        | _MAMBA
+        | {"layer_types": ["full_attention"] * 3, "num_local_experts": 0, "position_embedding_type": "rope"},
+        "as Granite; layers of attention alone",
+    ),
+    "qwen3_next": Architecture("Qwen3Next", _QWEN | _SHARED, "gated delta rule, output gate, mixture of experts"),
+    "qwen3_5": Architecture("Qwen3_5Text", _QWEN, "gated delta rule, output gate, partial RoPE"),
+    "qwen3_5_multimodal": Architecture(
+        "Qwen3_5",
+        _multimodal(
+            _QWEN, {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16}
+        ),
+        "language model: as Qwen 3.5's",
+    ),
+    "qwen3_5_moe": Architecture("Qwen3_5MoeText", _QWEN | _SHARED, "as Qwen 3.5; mixture of experts"),
+    "qwen3_5_moe_multimodal": Architecture(
+        "Qwen3_5Moe",
+        _multimodal(
+            _QWEN | _SHARED,
+            {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16},
+        ),
+        "language model: as Qwen 3.5's; mixture of experts",
+    ),
+    "granite_hybrid": Architecture(
+        "GraniteMoeHybrid",
+        _GRANITE
+        | _MAMBA
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "position_embedding_type": None,
+        },
+        "Mamba-2, no positions, multipliers, mixture of experts with a shared MLP",
+    ),
+    "lfm2": Architecture("Lfm2", {"layer_types": _CONVOLUTIONS, "block_multiple_of": 8}, "short convolutions"),
+    "lfm2_moe": Architecture(
+        "Lfm2Moe",
+        _EXPERTS | {"layer_types": _CONVOLUTIONS, "num_dense_layers": 1},
+        "short convolutions, mixture of experts",
+    ),
+    "lfm3": Architecture(
+        "Lfm3",
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+            "sliding_window": WINDOW,
+        },
+        "short convolutions, full and sliding layers, output gate, norms before and after",
+    ),
+    "falcon_h1": Architecture(
+        "FalconH1",
+        {
+            "mamba_d_ssm": 64,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.8,
+            "ssm_out_multiplier": 0.9,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 1.0],
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.5,
+            **_MAMBA,
+        },
+        "Mamba-2 beside attention in every layer, multipliers",
+    ),
+    "nemotron_h": Architecture(
+        "NemotronH",
+        {
+            "layers_block_type": [
+                "linear_attention",
+                "full_attention",
+                "moe",
+                "linear_attention",
+                "full_attention",
+                "mlp",
+            ],
+            "num_hidden_layers": 6,
+            "head_dim": 32,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 24,
+        },
+        "one mixer per layer (Mamba-2, attention, MLP or experts), no positions",
+    ),
+    "olmo_hybrid": Architecture("OlmoHybrid", _DELTA, "gated delta rule; as OLMo 2"),
+    "bamba": Architecture(
+        "Bamba", {"attn_layer_indices": [1], "num_hidden_layers": 3, **_MAMBA}, "Mamba-2, partial RoPE"
+    ),
     "opt": Architecture("OPT", _OPT, "learned positions"),
     "gpt2": Architecture("GPT2", {"n_inner": 48}, "learned positions, fused q, k, v"),
 }
 """Supported architectures by short name."""
 
+RECURRENT = (
+    "qwen3_next", "qwen3_5", "qwen3_5_multimodal", "qwen3_5_moe", "qwen3_5_moe_multimodal", "granite_hybrid", "lfm2",
+    "lfm2_moe", "lfm3", "falcon_h1", "nemotron_h", "olmo_hybrid", "bamba",
+)  # fmt: skip
+"""Names in `RUNS` of hybrid models. Their recurrent state cannot go back to earlier tokens."""
 
 _LATENT: dict[str, Any] = {
     "q_lora_rank": 16,
@@ -281,6 +411,11 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
     ),
     "minimax": (Architecture("MiniMax", {"head_dim": 8}), "layer_type", "layers of linear attention"),
     "mamba": (Architecture("Mamba"), "modules", "no attention"),
+    "jamba": (
+        Architecture("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
+        "recurrent",
+        "Mamba-1: transformers' layers do not continue its state over several tokens",
+    ),
     "mimo_v2_flash_scaled": (
         Architecture("MiMoV2Flash", _MIMO | {"layer_types": ["full_attention"] * 3, "attention_value_scale": 0.7}),
         "verification",
@@ -300,7 +435,8 @@ def build(config_name: str, dtype: torch.dtype = torch.float32, **options: Any) 
     """Return a tiny random model of the configuration class `config_name`."""
     common = {} if "text_config" in options else _COMMON
     config = getattr(transformers, f"{config_name}Config")(**(common | options))
-    auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    # transformers also builds a text model from Qwen 3.5's multimodal configuration.
+    auto: Any = AutoModelForImageTextToText if "text_config" in options else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), no_init_weights():
         model: PreTrainedModel = auto.from_config(config, dtype=dtype, attn_implementation="eager")
     model.tie_weights()

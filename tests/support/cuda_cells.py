@@ -13,6 +13,7 @@ from offload_rt.model_runner.cuda_graphs import GraphSteps
 from offload_rt.models.shape import load_shape
 from offload_rt.planning.memory_model import DeviceCosts
 from offload_rt.policies.registry import memory_demand
+from offload_rt.sessions.whole_prompts import WholePrompts
 from offload_rt.transfer.weights.streamed import BUFFERS
 
 from .cuda_simulator import Late, Lazy, Schedule, Seeded
@@ -127,6 +128,24 @@ def session(make: Callable[..., LLM], folder: Path) -> Answers:
     for one in (second, twin):
         found.append([event.token_id for event in one.send(turns[2], greedy)])
         one.close()
+    return found
+
+
+def stored(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Answer prompts of two runtimes on one store. The prefill has two segments, and begins with KV from disk."""
+    found = []
+    for prompt in (tiny_prompt(150), tiny_prompt(150)[:140] + tiny_prompt(30, seed=1)):
+        llm = make(prefill_chunk_size=64)
+        prompts, engine = WholePrompts(llm.session_store(folder), [].append), llm.make_engine()
+        params = SamplingParams(max_tokens=3, temperature=0)
+        request = prompts.prompt(engine.next_id(), prompt, params, None, "")
+        engine.submit(request)
+        while not engine.idle:
+            engine.step()
+        found.append([request.cached_tokens, *request.new_tokens])
+        prompts.prompt_ended(request)
+        prompts.close()
+        llm.runner.check_integrity()
     return found
 
 
@@ -282,6 +301,8 @@ _CELLS = [
     Cell("sessions, full", "full", session),
     Cell("sessions", "infinigen", session, SPARSE),
     Cell("sessions, tail", "infinigen", session, TAIL),
+    Cell("prompts", "infinigen", stored, SPARSE),
+    Cell("prompts, a window", "full", stored, model="qwen2"),
     Cell("windows, full", "full", slid, model="mistral"),
     Cell("a window, full", "full", slid, model="qwen2"),
     Cell("a window", "quest", slid, POLICIES["quest"], model="qwen2"),
@@ -338,6 +359,8 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "forks, full": ("late write-back",),
     "sessions, full": ("late write-back", "seed 0"),
     "sessions, tail": ("late prefetch",),
+    "prompts": ("late prefetch",),
+    "prompts, a window": ("late write-back", "seed 0"),
     "streamed, full": ("late prefetch",),
     "exact": ("late write-back",),
 }

@@ -7,6 +7,7 @@ from offload_rt.utils import native_code, native_libraries
 
 _CACHED = (
     native._low_bit,
+    native._best_scores,
     native.compiled,
     row_products.torch_multiplies_bfloat16,
     team._library,

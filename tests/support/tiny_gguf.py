@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import torch
@@ -29,24 +30,41 @@ PARTS = {
 }
 
 
-def write_tiny_gguf(path: Path) -> PreTrainedModel:
-    """Write the file and return the model in it, in float32."""
+def write_tiny_gguf(
+    path: Path, kind: str = "F32", *, architecture: str = "qwen2", output: bool = False, **config: Any
+) -> PreTrainedModel:
+    """Write the file and return the model in it, in float32.
+
+    Args:
+        path: The file.
+        kind: Type of its matrices, such as "Q4_1". The model that is returned is not rounded.
+        architecture: "qwen2" or "llama", whose loaders change the order of rows of the file.
+        output: Whether the head is not tied to the embedding.
+        config: Changes of the configuration.
+    """
     tokens = [*sorted(ByteLevel.alphabet()), "he", "Ġt", END]
     model = tiny_model(
-        "qwen2", vocab_size=len(tokens), eos_token_id=len(tokens) - 1, bos_token_id=None, rms_norm_eps=2.0**-20
-    )
-    writer = gguf.GGUFWriter(path, "qwen2")
+        architecture, vocab_size=len(tokens), eos_token_id=len(tokens) - 1, bos_token_id=None, rms_norm_eps=2.0**-20,
+        tie_word_embeddings=not output, **config,
+    )  # fmt: skip
+    writer = gguf.GGUFWriter(path, architecture)
     _write_shape(writer, model)
     _write_tokenizer(writer, tokens)
     weights = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+    if output:
+        weights["output.weight"] = "lm_head.weight"
     for layer in range(model.config.num_hidden_layers):
         for name, part in PARTS.items():
-            for kind in ("weight", "bias"):
-                weights[f"blk.{layer}.{name}.{kind}"] = f"model.layers.{layer}.{part}.{kind}"
+            for what in ("weight", "bias"):
+                weights[f"blk.{layer}.{name}.{what}"] = f"model.layers.{layer}.{part}.{what}"
     state = model.state_dict()
     for name, own in weights.items():
         if own in state:
-            writer.add_tensor(name, state[own].to(torch.float32).numpy())
+            numbers, own_kind = state[own].to(torch.float32).numpy(), gguf.GGMLQuantizationType[kind]
+            if kind == "F32" or numbers.ndim == 1:
+                writer.add_tensor(name, numbers)
+            else:
+                writer.add_tensor(name, gguf.quantize(numbers, own_kind), raw_dtype=own_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

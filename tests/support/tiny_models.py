@@ -113,8 +113,12 @@ def fill(model: nn.Module, seed: int) -> None:
             noise = torch.randn(weight.shape, generator=generator)
             if kind == "bias":
                 noise *= 0.15
+            elif kind == "A_log":  # recurrent state forgets slowly: 0.6 to 0.95 of it stay per token
+                noise = 0.4 * noise - 2
             elif weight.dim() == 1:
                 noise = (1.6 if path.endswith(("q_norm", "k_norm")) else 1.0) * (1 + 0.3 * noise)
+            elif isinstance(module, nn.Conv1d):  # one input channel each
+                noise *= 1.2 / weight.shape[-1] ** 0.5
             elif isinstance(module, nn.Embedding):
                 noise *= 0.7
             else:

@@ -1,7 +1,7 @@
 """Speculative decoding: draft tokens cheaply, and verify them with one pass of full attention.
 
 A draft token is accepted if the request samples the same token from the verified logits, with its own random numbers.
-Drafts are sampled with a copy of the generator, so that similar distributions give equal tokens. The text therefore
+Random numbers depend on the position alone, so that similar distributions give equal tokens. The text therefore
 equals that of full attention, also at a temperature, up to rounding in products of several rows. No resampling is
 needed.
 """
@@ -169,7 +169,8 @@ class SpeculativeDecoder:
             for draft, row in zip(going, logits, strict=True):
                 sequence = draft.sequence
                 try:
-                    token = samplers[draft].pick(row, sequence.tokens, len(draft.request.prompt.token_ids))
+                    prompt = len(draft.request.prompt.token_ids)
+                    token = samplers[draft].pick(row, sequence.tokens, prompt, shift=sequence.shift)
                 except (InputError, ModelError):  # no token is allowed after this draft, which may still be rejected
                     draft.decoded = len(draft.tokens)
                     continue

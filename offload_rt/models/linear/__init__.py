@@ -11,14 +11,15 @@ from torch import nn
 from ...errors import ModelError
 from .backend import BackendLinear, LinearBackend, Place, quantization_option
 from .dense import DenseCPU
+from .packed import PACKED
 from .quantizers import MXFP4, BitsAndBytes, TorchAO
 
-BACKENDS: list[LinearBackend] = [BitsAndBytes(), TorchAO(), MXFP4(), DenseCPU()]
+BACKENDS: list[LinearBackend] = [BitsAndBytes(), TorchAO(), MXFP4(), PACKED, DenseCPU()]
 """All weight formats. The first one that takes a layer computes it."""
 
 GGUF_NOTE = (
-    "the weights of a GGUF file are dequantised when it is loaded; for weights that stay in 4 bits, use a checkpoint "
-    "packed by bitsandbytes (documentation: Architectures)"
+    "the weights of this GGUF file are dequantised; on a CPU they stay packed if the path of the file is the model "
+    "and quantize is 'auto' (documentation: Architectures)"
 )
 
 
@@ -42,6 +43,8 @@ def packing(config: Any) -> str | None:
 
 def packing_of(model: Any) -> str | None:
     """Return the quantisation method of a loaded model, or None."""
+    if any("packed" in module._parameters for module in model.modules()):
+        return PACKED.method
     # The configuration still names GGUF if transformers dequantised all weights, as it does for most architectures.
     method = packing(model.config)
     return None if method == "gguf" and all(weight.is_floating_point() for weight in model.parameters()) else method

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -29,27 +31,37 @@ class DenseCPU(LinearBackend):
         if torch.is_grad_enabled() or x.dtype != weight.dtype or not x.numel():
             return super().linear(layer, x)
         if x.numel() > row_products.MAX_ROWS * layer.in_features:
-            return self._by_tiles(layer, x)
+            return product_by_tiles(x, lambda tile, dtype: weight[tile].to(dtype), len(weight), layer.bias)
         code = row_products.takes(weight)
         return super().linear(layer, x) if code is None else code.linear(x, weight, layer.bias)
 
-    def _by_tiles(self, layer: BackendLinear, x: torch.Tensor) -> torch.Tensor:
-        # torch multiplies bfloat16 slowly without native instructions, so tiles of the weight are converted to float32.
-        widens = layer.weight.dtype == torch.bfloat16 and not row_products.torch_multiplies_bfloat16()
-        dtype = torch.float32 if widens else layer.weight.dtype
-        rows = x.reshape(-1, layer.in_features).to(dtype)
-        out = x.new_empty(len(rows), layer.out_features)
-        most = max(1, TILE_BYTES // (4 * layer.in_features))
-        parts = max(-(-layer.out_features // most), min(team.threads(), layer.out_features))
-        height = -(-layer.out_features // parts)
 
-        def compute(part: int) -> None:
-            tile = slice(part * height, (part + 1) * height)
-            bias = None if layer.bias is None else layer.bias[tile].to(dtype)
-            out[:, tile] = F.linear(rows, layer.weight[tile].to(dtype), bias)
+def product_by_tiles(
+    x: torch.Tensor, weights: Callable[[slice, torch.dtype], torch.Tensor], outs: int, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return x `[..., in]` times a weight `[outs, in]` plus bias, `[..., outs]`, for many rows of x.
 
-        team.share(compute, -(-layer.out_features // height))
-        return out.view(*x.shape[:-1], layer.out_features)
+    Args:
+        x: float32 or bfloat16.
+        weights: Returns rows of the weight in a dtype.
+        outs: Rows of the weight.
+        bias: `[outs]`, or None.
+    """
+    # torch multiplies bfloat16 slowly without native instructions, so tiles of the weight are converted to float32.
+    widens = x.dtype == torch.bfloat16 and not row_products.torch_multiplies_bfloat16()
+    dtype, ins = torch.float32 if widens else x.dtype, x.shape[-1]
+    rows = x.reshape(-1, ins).to(dtype)
+    out = x.new_empty(len(rows), outs)
+    most = max(1, TILE_BYTES // (4 * ins))
+    parts = max(-(-outs // most), min(team.threads(), outs))
+    height = -(-outs // parts)
+
+    def compute(part: int) -> None:
+        tile = slice(part * height, (part + 1) * height)
+        out[:, tile] = F.linear(rows, weights(tile, dtype), None if bias is None else bias[tile].to(dtype))
+
+    team.share(compute, -(-outs // height))
+    return out.view(*x.shape[:-1], outs)
 
 
 def computes_bfloat16() -> bool:

@@ -19,9 +19,9 @@ from ...outputs import RequestOutput
 from ..chat_responses import ChatJob, prepare, respond_to
 from ..chat_stream import Step, Usage, collected
 from ..connection import event, json_answer, streamed, until_gone
-from ..conversation import from_chat
+from ..conversation import from_chat, with_answer
 from ..errors import refused
-from ..parsers import Content, Piece, Reasoning, ToolCall, text_of
+from ..parsers import Arguments, Content, Piece, Reasoning, ToolCall, joined, text_of
 from ..service import CurrentService, EngineArguments, Service
 from .completions import chat_logprobs, response_head, usage_json
 from .requests import ChatRequest, sampling_fields, structured_outputs
@@ -94,7 +94,7 @@ class TraceEvents:
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request, service: CurrentService) -> Response:
     """Handle a chat request. The response is an event stream if `stream` is true."""
-    service.check_model(body.model)
+    service.admit(body, request)
     if body.trace and not body.stream:
         raise refused("trace requires stream: true", "trace")
     if body.top_logprobs is not None and not body.logprobs:
@@ -103,9 +103,12 @@ async def chat(body: ChatRequest, request: Request, service: CurrentService) -> 
     sampling = sampling_fields(body) | ({} if top is None else {"logprobs": top})
     structured = structured_outputs(body.response_format, body.structured_outputs)
     max_tokens = body.max_completion_tokens or body.max_tokens
-    job = await prepare(service, request, from_chat(body), max_tokens, sampling, structured)
+    conversation = from_chat(body)
+    job = await prepare(service, request, conversation, max_tokens, sampling, structured)
     arguments = service.arguments(body, request, trace=bool(body.trace))
-    steps = _stored(service, body, request, respond_to(service, request, job, arguments), arguments.session)
+    steps = respond_to(service, request, job, arguments)
+    if body.session is not None:
+        steps = _stored(service, body, request, steps, arguments.session, continues=conversation.continues)
     head = response_head(service, request, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
     if body.stream:
         traced = await _traced(service, job, arguments) if body.trace else None
@@ -125,17 +128,23 @@ async def chat(body: ChatRequest, request: Request, service: CurrentService) -> 
 
 
 async def _stored(
-    service: Service, body: ChatRequest, request: Request, steps: AsyncGenerator[Step, None], session: str | None
+    service: Service,
+    body: ChatRequest,
+    request: Request,
+    steps: AsyncGenerator[Step, None],
+    session: str | None,
+    *,
+    continues: bool,
 ) -> AsyncGenerator[Step, None]:
-    """Yield the steps. If the request has a session, lock it and store the conversation at the start and the end."""
+    """Yield the steps. Lock the session, and store the conversation at the start and the end."""
     begun, pieces = False, list[Piece]()
 
     def store() -> None:
-        if body.session is None:
-            return
+        assert body.session is not None
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         if pieces:
-            messages.append({key: value for key, value in _message(pieces).items() if value is not None})
+            answer = {key: value for key, value in _message(joined(pieces)).items() if value is not None}
+            messages = with_answer(messages, answer, continues=continues)
         service.forget(service.conversations.keep(request.state.owner, body.session, messages))
 
     with service.locked(session):  # until the response is stored, because that would undo a deletion in between
@@ -204,6 +213,9 @@ async def _events(
 
 
 def _delta(piece: Piece, number: int) -> dict[str, Any]:
+    """Return the delta of a piece. `number`: number of tool calls before it."""
+    if isinstance(piece, Arguments):
+        return {"tool_calls": [{"index": number - 1, "function": {"arguments": piece.text}}]}
     if isinstance(piece, Content):
         return {"content": piece.text}
     if isinstance(piece, Reasoning):

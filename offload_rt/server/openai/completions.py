@@ -18,6 +18,7 @@ from ...sampling_params import SamplingParams
 from ..chat_stream import ChatStream, Step, Usage, collected
 from ..connection import event, json_answer, streamed, until_gone
 from ..errors import refused
+from ..fill_in_middle import fill_in_middle
 from ..parsers import Content, text_of
 from ..service import CurrentService, EngineArguments, Service
 from .requests import CompletionRequest, sampling_fields, structured_outputs
@@ -37,12 +38,14 @@ class _Prompt:
 
     Attributes:
         ids: Token ids.
+        ends: Additional token ids that end the completion.
         echo: Text to echo before the completion.
         first: Text of the first token if the prompt is echoed with log-probabilities. Other tokens get their text from
             their log-probabilities, which the first token does not have.
     """
 
     ids: list[int]
+    ends: list[int]
     echo: str
     first: str
 
@@ -54,18 +57,19 @@ Choice = Callable[[Step, int], dict[str, Any]]
 @router.post("/v1/completions")
 async def complete(body: CompletionRequest, request: Request, service: CurrentService) -> Response:
     """Handle a completion request. The response is an event stream if `stream` is true."""
-    service.check_model(body.model)
+    service.admit(body, request)
     n = body.n or 1
-    if body.suffix:
-        raise refused("suffix is not supported: remove it", "suffix")
     if (body.best_of or n) != n:
         raise refused("best_of must equal n, because ranking is not supported", "best_of")
     prompts = await until_gone(request, _prompts(service, body))
     fields = sampling_fields(body) | structured_outputs(body.response_format, body.structured_outputs)
     if body.logprobs is not None:
         fields |= {"logprobs": body.logprobs} | ({"prompt_logprobs": body.logprobs} if body.echo else {})
-    limits = [service.limits.tokens(len(one.ids), body.max_tokens, DEFAULT_TOKENS) for one in prompts]
-    params = [service.params(max_tokens=limit, **fields) for limit in limits]
+    params = []
+    for one in prompts:
+        limit = service.limits.tokens(len(one.ids), body.max_tokens, DEFAULT_TOKENS)
+        ends = {"stop_token_ids": [*fields.get("stop_token_ids", ()), *one.ends]} if one.ends else {}
+        params.append(service.params(max_tokens=limit, **(fields | ends)))
     arguments = service.arguments(body, request)
     if arguments.session is not None and len(prompts) > 1:
         raise refused("a request with a session must have one prompt", "session")
@@ -96,10 +100,16 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
         raise refused(f"prompt must contain 1 to {MAX_PROMPTS} prompts, not {len(several)}", "prompt")
     found = []
     for one in several:
-        ids = await service.prompts.of_text(one) if isinstance(one, str) else one
+        ends: list[int] = []
+        if body.suffix:
+            if not isinstance(one, str):
+                raise refused("suffix needs a prompt that is text", "suffix")
+            ids, ends = await fill_in_middle(service.prompts, one, body.suffix)
+        else:
+            ids = await service.prompts.of_text(one) if isinstance(one, str) else one
         echo = "" if not body.echo else one if isinstance(one, str) else await service.prompts.text_of(one)
         first = await service.prompts.text_of(ids[:1]) if body.echo and body.logprobs is not None else ""
-        found.append(_Prompt(ids, echo, first))
+        found.append(_Prompt(ids, ends, echo, first))
     return found
 
 
@@ -178,7 +188,7 @@ async def _events(
 def response_head(service: Service, request: Request, prefix: str, kind: str) -> dict[str, Any]:
     """Return the fields with which chat and text completions begin."""
     name = f"{prefix}-{request.state.request_id}"
-    return {"id": name, "object": kind, "created": int(time.time()), "model": service.name}
+    return {"id": name, "object": kind, "created": int(time.time()), "model": request.state.model}
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:

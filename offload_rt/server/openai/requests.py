@@ -1,13 +1,14 @@
 """Request bodies of OpenAI's APIs, and their sampling parameters.
 
-Unknown fields are ignored. A known field of a wrong type is an error.
+A known field of a wrong type is an error. Unknown fields of a request are reported (see `RequestBody`), those of inner
+objects are ignored.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...sampling_params import StructuredOutputs
 from ..errors import refused
@@ -31,6 +32,59 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
 
+REFUSED_FIELDS = {
+    "audio": "only text is supported",
+    "conversation": "use previous_response_id",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "guided_choice": "use structured_outputs",
+    "guided_grammar": "use structured_outputs",
+    "guided_json": "use response_format or structured_outputs",
+    "guided_regex": "use structured_outputs",
+    "mcp_servers": "run the tools in the client",
+    "use_beam_search": "use n",
+    "web_search_options": "run the search as a tool in the client",
+}
+"""Unknown fields that would change the response, and advice."""
+
+UNREPORTED_FIELDS = {
+    "include",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+"""Unknown fields that no response depends on."""
+
+
+class RequestBody(Body):
+    """Body of a request. Unknown fields are ignored and reported, except those of the two tables above."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    model: str | None = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        for name in (self.model_extra or {}).keys() & REFUSED_FIELDS.keys():
+            if (self.model_extra or {})[name] is not None:
+                raise refused(f"{name} is not supported: {REFUSED_FIELDS[name]}", name)
+        return self
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        """Names of the unknown fields, at most ten."""
+        names = [name for name in self.model_extra or {} if name not in UNREPORTED_FIELDS | REFUSED_FIELDS.keys()]
+        return [name for name in names if name.isascii() and name.isidentifier() and len(name) <= MAX_FIELD][:10]
+
+
+MAX_FIELD = 50
+"""Maximum length of a field name in the report."""
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
 
@@ -46,10 +100,9 @@ class StructuredBody(Body):
     grammar: str | None = None
 
 
-class SampledBody(Body):
+class SampledBody(RequestBody):
     """Common fields of chat and completion requests: OpenAI's, then extensions of vLLM, then of this server."""
 
-    model: str | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -61,7 +114,6 @@ class SampledBody(Body):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    user: str | None = None
 
     top_k: Annotated[int, Field(ge=-1, le=INT64)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -72,6 +124,7 @@ class SampledBody(Body):
     allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     structured_outputs: StructuredBody | None = None
 
     policy: Annotated[str, Field(min_length=1)] | None = None
@@ -79,6 +132,7 @@ class SampledBody(Body):
     exact: bool | None = None
     session: Annotated[str, Field(min_length=1, max_length=100)] | None = None
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -140,7 +194,9 @@ class ChatRequest(SampledBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -179,10 +235,9 @@ class TextOptions(Body):
     format: TextFormat | None = None
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(RequestBody):
     """`POST /v1/responses`."""
 
-    model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Count | None = None
@@ -194,44 +249,46 @@ class ResponsesRequest(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     tools: list[FlatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatNamed | None = None
+    parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     background: bool | None = None
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: str | None = None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(RequestBody):
     """`POST /tokenize`: a text, or messages for the chat template."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     return_token_strs: bool = False
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(RequestBody):
     """`POST /detokenize`."""
 
-    model: str | None = None
     tokens: TokenIds
 
 
 _SAME = (
     "n", "seed", "stop", "temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", "stop_token_ids",
     "frequency_penalty", "presence_penalty", "repetition_penalty", "bad_words", "allowed_token_ids",
-    "include_stop_str_in_output",
+    "include_stop_str_in_output", "skip_special_tokens",
 )  # fmt: skip
 """Fields with the same meaning in requests and in `SamplingParams`."""
 
 
 def sampling_fields(body: Body) -> dict[str, Any]:
     """Return the fields of `SamplingParams` that a request of any protocol sets."""
-    given = {name: value for name in _SAME if (value := getattr(body, name, None)) is not None}
-    bias = getattr(body, "logit_bias", None)
+    known = type(body).model_fields  # unknown fields are attributes, too
+    given = {name: value for name in _SAME if name in known and (value := getattr(body, name)) is not None}
+    bias = body.logit_bias if isinstance(body, SampledBody) else None
     return given | ({"logit_bias": _bias(bias)} if bias else {})
 
 

@@ -7,18 +7,26 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from ..chat_responses import ChatJob, prepare, respond_to
 from ..chat_stream import Step, Usage, collected
 from ..connection import event, json_answer, streamed, until_gone
-from ..conversation import Conversation, call_message, content_text, refuse_prefill, tool_options
+from ..conversation import (
+    Conversation,
+    call_message,
+    content_text,
+    continues_last,
+    parsed_arguments,
+    tool_options,
+    with_answer,
+)
 from ..documents import StoredResponse, response_of
 from ..errors import RefusedError, refused
-from ..parsers import Content, Piece, Reasoning, ToolCall, text_of
+from ..parsers import Arguments, Content, Piece, Reasoning, ToolCall
 from ..service import CurrentService, EngineArguments, Service
 from .requests import FlatNamed, ResponsesRequest, sampling_fields, structured_outputs
 
@@ -30,81 +38,63 @@ Event = dict[str, Any]
 class Items:
     """Build output items and events from pieces. Adjacent pieces of one kind form one item.
 
-    `output` contains the completed items, `pieces` all pieces.
+    `output` contains the completed items.
     """
 
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
         self.output: list[dict[str, Any]] = []
         self._kind: type[Piece] | None = None
         self._id = self._text = ""
+        self._call: dict[str, Any] = {}
 
     def push(self, piece: Piece) -> list[Event]:
-        self.pieces.append(piece)
-        if isinstance(piece, ToolCall):
-            return self.close() + self._call(piece)
         found: list[Event] = []
-        if self._kind is not type(piece):
-            found = self.close() + self._open(type(piece))
-        self._text += piece.text
-        return [*found, self._event(f"{self._part_event}.delta", delta=piece.text)]
+        if isinstance(piece, ToolCall) or (self._kind is not type(piece) and not isinstance(piece, Arguments)):
+            found = self.close() + self._open(piece)
+        text = piece.arguments if isinstance(piece, ToolCall) else piece.text
+        self._text += text
+        return [*found, self._event("delta", delta=text)] if text else found
 
     def close(self) -> list[Event]:
         """Complete the open item, if any, and return its events."""
         if self._kind is None:
             return []
-        part, item = self._part(self._text), self._item(self._text, "completed")
-        found = [self._event(f"{self._part_event}.done", text=self._text)]
+        item = self._item(self._text, "completed")
+        if self._kind is ToolCall:
+            found = [self._event("done", arguments=self._text, name=self._call["name"])]
+        else:
+            found = [self._event("done", text=self._text)]
         if self._kind is Content:
-            found.append(self._event("response.content_part.done", part=part))
+            found.append(self._part_event("done", self._text))
         found.append({"type": "response.output_item.done", "output_index": len(self.output), "item": item})
         self.output.append(item)
         self._kind, self._text = None, ""
         return found
 
-    def _open(self, kind: type[Piece]) -> list[Event]:
-        self._kind = kind
-        self._id = f"{'msg' if kind is Content else 'rs'}_{uuid.uuid4().hex[:24]}"
-        item = self._item("", "in_progress") | {"content": []}
+    def _open(self, piece: Piece) -> list[Event]:
+        self._kind = kind = type(piece)
+        self._id = f"{_PREFIXES[kind]}_{uuid.uuid4().hex[:24]}"
+        if isinstance(piece, ToolCall):
+            self._call = {"call_id": f"call_{uuid.uuid4().hex[:24]}", "name": piece.name}
+        item = self._item("", "in_progress") | ({} if kind is ToolCall else {"content": []})
         found: list[Event] = [{"type": "response.output_item.added", "output_index": len(self.output), "item": item}]
         if kind is Content:
-            found.append(self._event("response.content_part.added", part=self._part("")))
+            found.append(self._part_event("added", ""))
         return found
 
-    def _call(self, call: ToolCall) -> list[Event]:
-        index = len(self.output)
-        item = {
-            "id": f"fc_{uuid.uuid4().hex[:24]}",
-            "type": "function_call",
-            "call_id": f"call_{uuid.uuid4().hex[:24]}",
-            "name": call.name,
-            "arguments": call.arguments,
-            "status": "completed",
-        }
-        at = {"item_id": item["id"], "output_index": index}
-        self.output.append(item)
-        return [
-            {
-                "type": "response.output_item.added",
-                "output_index": index,
-                "item": item | {"arguments": "", "status": "in_progress"},
-            },
-            {"type": "response.function_call_arguments.delta", "delta": call.arguments} | at,
-            {"type": "response.function_call_arguments.done", "arguments": call.arguments, "name": call.name} | at,
-            {"type": "response.output_item.done", "output_index": index, "item": item},
-        ]
+    def _event(self, change: str, **fields: Any) -> Event:
+        """Return an event of the text of the open item. `change`: "delta" or "done"."""
+        at = {"item_id": self._id, "output_index": len(self.output)}
+        if self._kind is ToolCall:
+            return {"type": f"response.function_call_arguments.{change}"} | at | fields
+        at["content_index"] = 0
+        if self._kind is Reasoning:
+            return {"type": f"response.reasoning_text.{change}"} | at | fields
+        return {"type": f"response.output_text.{change}"} | at | fields | {"logprobs": []}
 
-    @property
-    def _part_event(self) -> str:
-        return "response.output_text" if self._kind is Content else "response.reasoning_text"
-
-    def _event(self, kind: str, **fields: Any) -> Event:
-        logprobs: Event = {"logprobs": []} if kind.startswith("response.output_text") else {}
-        return (
-            {"type": kind, "item_id": self._id, "output_index": len(self.output), "content_index": 0}
-            | fields
-            | logprobs
-        )
+    def _part_event(self, change: str, text: str) -> Event:
+        at = {"item_id": self._id, "output_index": len(self.output), "content_index": 0}
+        return {"type": f"response.content_part.{change}", "part": self._part(text)} | at
 
     def _part(self, text: str) -> dict[str, Any]:
         if self._kind is Reasoning:
@@ -112,9 +102,15 @@ class Items:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def _item(self, text: str, status: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._id, "status": status}
+        if self._kind is ToolCall:
+            return item | {"type": "function_call", "arguments": text} | self._call
         if self._kind is Reasoning:
-            return {"id": self._id, "type": "reasoning", "summary": [], "content": [self._part(text)], "status": status}
-        return {"id": self._id, "type": "message", "role": "assistant", "status": status, "content": [self._part(text)]}
+            return item | {"type": "reasoning", "summary": [], "content": [self._part(text)]}
+        return item | {"type": "message", "role": "assistant", "content": [self._part(text)]}
+
+
+_PREFIXES: dict[type[Piece], str] = {Content: "msg", Reasoning: "rs", ToolCall: "fc"}
 
 
 @router.post("/v1/responses")
@@ -123,7 +119,7 @@ async def respond(body: ResponsesRequest, request: Request, service: CurrentServ
 
     The response is an event stream if `stream` is true.
     """
-    service.check_model(body.model)
+    service.admit(body, request)
     if body.background:
         raise refused("background is not supported: remove it, and wait for the response", "background")
     head = _head(service, body, request)
@@ -137,7 +133,8 @@ async def respond(body: ResponsesRequest, request: Request, service: CurrentServ
     structured = structured_outputs(body.text.format if body.text else None)
     conversation = _conversation(body, messages)
     job = await prepare(service, request, conversation, body.max_output_tokens, sampling_fields(body), structured)
-    generation = _Generation(service, request, body, job, messages, None if before is None else before.session)
+    session, continues = None if before is None else before.session, conversation.continues
+    generation = _Generation(service, request, body, job, messages, session, continues=continues)
     if body.stream:
         return await streamed(request, generation.events(head))
     return json_answer(await until_gone(request, generation.whole(head)))
@@ -152,6 +149,49 @@ async def compact() -> Response:
 @router.get("/v1/responses/{name}")
 async def retrieve(name: str, request: Request, service: CurrentService) -> Response:
     return json_answer(service.responses.get(name, request.state.owner).response)
+
+
+@router.get("/v1/responses/{name}/input_items")
+async def input_items(
+    name: str,
+    request: Request,
+    service: CurrentService,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """List the messages, tool calls and results before a response."""
+    items = _input_items(name, service.responses.get(name, request.state.owner).messages[:-1])
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise refused(f"after: {after!r:.80} is not an item of this response", "after")
+    first = 0 if after is None else ids.index(after) + 1
+    data = items[first : first + limit]
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return json_answer({"object": "list", "data": data, "has_more": first + limit < len(items)} | ends)
+
+
+def _input_items(name: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Convert messages to items. Their ids do not change."""
+    found: list[dict[str, Any]] = []
+
+    def add(prefix: str, **item: Any) -> None:
+        found.append({"id": f"{prefix}_{name.removeprefix('resp_')}_{len(found)}", "status": "completed"} | item)
+
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "tool":
+            add("fco", type="function_call_output", call_id=message["tool_call_id"], output=content)
+        elif content or not message.get("tool_calls"):
+            part = {"type": "output_text", "annotations": []} if role == "assistant" else {"type": "input_text"}
+            add("msg", type="message", role=role, content=[part | {"text": content}])
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            arguments = json.dumps(function["arguments"], ensure_ascii=False)
+            add("fc", type="function_call", call_id=call["id"], name=function["name"], arguments=arguments)
+    return found
 
 
 @router.delete("/v1/responses/{name}")
@@ -170,6 +210,7 @@ class _Generation:
         job: The tokenized conversation.
         messages: Messages of the conversation without instructions.
         before: Session of the conversation that the response continues, or None.
+        continues: Whether the response continues the last message.
     """
 
     def __init__(
@@ -180,9 +221,11 @@ class _Generation:
         job: ChatJob,
         messages: Sequence[Mapping[str, Any]],
         before: str | None,
+        *,
+        continues: bool,
     ) -> None:
         self._service, self._request, self._body, self._job = service, request, body, job
-        self._messages, self._before = messages, before
+        self._messages, self._before, self._continues = messages, before, continues
         self._owner: str = request.state.owner
         self._stored = body.store is not False
 
@@ -214,7 +257,7 @@ class _Generation:
         """Return the completed response object. Store it unless `store` is false."""
         response = _done(head, step, items.output)
         if self._stored:
-            messages = [*self._messages, _message(items.pieces)]
+            messages = with_answer(self._messages, _message(items.output), continues=self._continues)
             stored = StoredResponse(self._owner, response, messages, session)
             self._service.forget(self._service.responses.add(head["id"], stored))
         return response
@@ -266,9 +309,9 @@ def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[st
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "model": service.name,
+        "model": request.state.model,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "store": body.store is not False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
@@ -313,21 +356,21 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Return the response as an assistant message, without reasoning."""
+def _message(output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return output items as an assistant message, without reasoning."""
+    text = "".join(part["text"] for item in output if item["type"] == "message" for part in item["content"])
     calls = [
-        call_message(piece.name, piece.arguments, f"call_{uuid.uuid4().hex[:24]}", "answer")
-        for piece in pieces
-        if isinstance(piece, ToolCall)
+        call_message(item["name"], item["arguments"], item["call_id"], "answer")
+        for item in output
+        if item["type"] == "function_call" and parsed_arguments(item["arguments"]) is not None
     ]
-    return {"role": "assistant", "content": text_of(pieces, Content)} | ({"tool_calls": calls} if calls else {})
+    return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
 
 
 def _conversation(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> Conversation:
     """Return the conversation of the instructions of a request and `messages`."""
     if not messages:
         raise refused("input is empty: send a string or at least one item", "input")
-    refuse_prefill(messages, "input")
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     functions = []
     for i, tool in enumerate(body.tools or ()):
@@ -335,7 +378,12 @@ def _conversation(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]])
             raise refused(f"tools.{i}: only tools of type 'function' with a name are supported", f"tools.{i}")
         functions.append(tool.model_dump(exclude_none=True, exclude={"type"}))
     named = body.tool_choice.name if isinstance(body.tool_choice, FlatNamed) else None
-    return Conversation([*head, *messages], **tool_options(functions, body.tool_choice, named))
+    return Conversation(
+        [*head, *messages],
+        **tool_options(functions, body.tool_choice, named),
+        parallel=body.parallel_tool_calls is not False,
+        continues=continues_last(messages, "input"),
+    )
 
 
 def _new_messages(body: ResponsesRequest) -> list[dict[str, Any]]:

@@ -170,13 +170,13 @@ async function figures() {
     rows($("tiers"), [
       ["Weights", size(load.weight_bytes)], ["KV on the device", size(load.device_kv_bytes)],
       ["KV in host memory", held], ["kept for prefix caching", size(load.kept_bytes)],
-      ["Sessions on disk", size(load.store_bytes)],
+      ["KV and sessions on disk", size(load.store_bytes)],
     ]);
     rows($("load"), [
       ["Running", count(load.running)], ["Waiting", count(load.waiting)],
       ["Prompt tokens", count(load.prompt_tokens)], ["reused from the prefix cache", count(load.cached_tokens)],
-      ["Session tokens from host memory", count(load.session_host_tokens)],
-      ["from disk", count(load.session_disk_tokens)], ["recomputed", count(load.session_computed_tokens)],
+      ["Cached tokens from host memory", count(load.host_hit_tokens)],
+      ["from disk", count(load.disk_hit_tokens)], ["lost and recomputed", count(load.lost_tokens)],
       ["New tokens", count(load.generated_tokens)], ["KV transferred", size(load.h2d_bytes)],
     ]);
   } catch {

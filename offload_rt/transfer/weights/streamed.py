@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from torch import nn
 from ...kv_cache.arena import page_lock, reserve
 from ...models.adapter import ForwardingAdapter, ModelAdapter
 from ...models.linear import places_of
+from ...models.recurrent import Stage
 from ...models.weights import aligned, layer_bytes
 from ..streams import Event, Stream
 
@@ -160,15 +163,23 @@ class StreamedAdapter(ForwardingAdapter):
 
     `qkv` and `key_value` are only called for the current layer, so they call `WeightStream.begin`. `query` and
     `attention_input` are also called to predict the query of the next layer. `embed` and `logits` are always on the
-    device, and `rotate_keys` reads no weights.
+    device, and `rotate_keys` reads no weights. Layers of the stream are decoder layers.
     """
 
     def __init__(self, inner: ModelAdapter, stream: WeightStream) -> None:
         super().__init__(inner)
         self._stream = stream
 
+    def stages(self, layer: int) -> Sequence[Stage]:
+        return [replace(stage, run=partial(self._run, stage)) for stage in super().stages(layer)]
+
+    def _run(self, stage: Stage, hidden: torch.Tensor) -> torch.Tensor:
+        self._stream.begin(stage.layer)
+        self._stream.use(stage.layer)
+        return stage.run(hidden)
+
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        self._stream.use(layer)
+        self._use(layer)
         return super().attention_input(layer, hidden)
 
     def qkv(
@@ -178,7 +189,7 @@ class StreamedAdapter(ForwardingAdapter):
         return super().qkv(layer, attention_input, positions)
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        self._stream.use(layer)
+        self._use(layer)
         return super().query(layer, attention_input, positions)
 
     def key_value(
@@ -188,13 +199,16 @@ class StreamedAdapter(ForwardingAdapter):
         return super().key_value(layer, attention_input, positions)
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        self._stream.use(layer)
+        self._use(layer)
         return super().after_attention(layer, hidden, attended)
 
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-        self._stream.use(layer)
+        self._use(layer)
         return super().mlp(layer, residual)
 
     def _begin(self, layer: int) -> None:
-        self._stream.begin(layer)
-        self._stream.use(layer)
+        self._stream.begin(self.geometry.decoder_layer(layer))
+        self._use(layer)
+
+    def _use(self, layer: int) -> None:
+        self._stream.use(self.geometry.decoder_layer(layer))

@@ -25,7 +25,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def answer_all(
-    llm: Any, requests: list[BatchRequest], results: Results, at_once: int = 8, show: Any = lambda done, of: None
+    llm: Any, requests: list[Any], results: Results, at_once: int = 8, show: Any = lambda done, of: None
 ) -> int:
     return results.add_all(process(llm, requests, DEFAULTS, at_once), len(requests), show)
 
@@ -155,3 +155,47 @@ def test_from_the_command_line(
         assert "pip install 'offload-rt[ray]'" in capsys.readouterr().err
     (tmp_path / "other").write_text("text\n", encoding="utf-8")
     assert main([*arguments[:3], str(tmp_path / "other")]) == 2 and "choose another file" in capsys.readouterr().err
+
+
+def openai_line(id: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": id, "method": "POST", "url": "/v1/completions", "body": {"model": "gpt"} | body}
+
+
+def test_openais_format(tmp_path: Path) -> None:
+    """The results are those of `generate` and of the server. A second run computes nothing again."""
+    folder = tiny_checkpoint(tmp_path / "model", "llama", head_dim=32)
+    requests = [openai_line(f"q{i}", prompt=prompt, n=1 + i) for i, prompt in enumerate(PROMPTS[:3])]
+    wrong = openai_line("wrong", prompt="x", temperature="hot")
+    chat = {"custom_id": "chat", "url": "/v1/responses", "body": {"input": "Who?"}}  # the model has no chat template
+    source, out = written(tmp_path / "in", [*requests, wrong, chat]), tmp_path / "out"
+    arguments = ["batch", folder, str(source), str(out), "--policy", "full", "--at-once", "2", "--quiet"]
+    arguments += ["--temperature", "0", "--max-new-tokens", "4", "--ignore-eos"]
+    assert main(arguments) == 1, "one request failed"
+    found = {line["custom_id"]: line for line in lines(out)}
+    assert found.keys() == {"q0", "q1", "q2", "wrong", "chat"} and all(line["error"] is None for line in found.values())
+    [single] = LLM(folder, policy="full").generate([PROMPTS[1]], SamplingParams(**DEFAULTS))
+    for i in range(3):
+        response = found[f"q{i}"]["response"]
+        texts = [choice["text"] for choice in response["body"]["choices"]]
+        assert response["status_code"] == 200 and len(texts) == 1 + i and len(set(texts)) == 1
+        assert response["body"]["usage"]["completion_tokens"] == 4 * (1 + i) and response["body"]["model"] == "gpt"
+        assert i != 1 or texts[0] == single.outputs[0].text
+    for id in ("wrong", "chat"):
+        assert found[id]["response"]["status_code"] == 400 and found[id]["response"]["body"]["error"]["message"]
+    before = out.read_bytes()
+    assert main(arguments) == 0 and out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"custom_id": 5}, "custom_id"),
+        ({"url": "/v1/embeddings"}, "url must be"),
+        ({"method": "GET"}, "method"),
+        ({"body": []}, "body"),
+        ({"body": {"stream": True}}, "stream"),
+    ],
+)
+def test_invalid_lines_of_openais_format(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        read_requests(written(tmp_path / "in", [openai_line("a", prompt="x") | change]), {})

@@ -107,6 +107,7 @@ def test_an_interrupt_that_python_drops_still_ends_the_answer(
         name, turns, tokens, closed, history = "s", (), (), 0, types.SimpleNamespace(shift=0)
 
         def send(self, text: str, params: object) -> Any:
+            self.turns = (("user", text),)
             try:
                 for i in range(100):
                     yield TokenOutput(0, f"{i} ", i, i, None)
@@ -160,7 +161,24 @@ class Terminal:
         self._seen = re.sub(rb"\x1b\[[?0-9;]*[A-Za-z]", b"", self._seen)[found.end() :]
 
 
-@pytest.mark.slow
+def test_a_chat_without_a_store_is_not_saved_and_an_abandoned_one_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time\n"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    flags = ["--policy", "full", "--max-new-tokens", "3", "--host-memory", "64MiB"]
+    assert main(["chat", "reference", *flags]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() and "not saved: --store DIR keeps conversations" in err
+    assert not list((tmp_path / "temporary").iterdir())
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n"))
+    assert main(["chat", "reference", "--store", str(tmp_path / "store"), *flags]) == 0
+    assert "nothing was said" in capsys.readouterr().err
+    assert main(["sessions", "--store", str(tmp_path / "store")]) == 0
+    assert capsys.readouterr().out == "no sessions\n"
+
+
 @pytest.mark.slow
 def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path) -> None:
     """The test waits for output, never for a time."""

@@ -60,6 +60,34 @@ def test_text_goes_to_stdout_and_the_table_to_stderr(generate: Cli, pages: Path)
         assert chatter not in run.err
 
 
+def test_the_summary_is_short_and_all_statistics_can_be_shown(generate: Cli) -> None:
+    short, long = generate("--policy", "infinigen").err, generate("--policy", "infinigen", "--stats").err
+    rows = [line for line in short.splitlines() if "│" in line]
+    assert [name for row in rows if (name := row.split("│")[1].strip())] == [
+        "prompt", "prefill", "decode", "attended exactly", "KV copied to the device", "KV"
+    ]  # fmt: skip
+    assert "approximated attention mass" in long and "attention mass" not in short
+    help_text = " ".join(generate("--help").out.split())
+    described = help_text[help_text.index("options:") :]
+    sampled = described.index("--max-new-tokens N maximum number of new tokens (default: 256)")
+    assert sampled < described.index("--policy ")
+
+
+def test_a_missing_extra_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(arguments: list[str]) -> int:
+        raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval.api")
+
+    monkeypatch.setattr("offload_rt.eval.cli.run_eval", missing)
+    cli("eval", "tasks").fails_with("lm_eval is not installed", "pip install '.[eval]'")
+
+
+def test_a_text_that_is_the_name_of_a_file(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("It was a dark night")
+    run = cli("generate", "reference", "book.txt", "--max-new-tokens", "1", "--policy", "full")
+    assert run.code == 0 and "not the file of this name: --prompt-file book.txt reads the file" in run.err
+
+
 def test_quiet_writes_the_text_alone(generate: Cli) -> None:
     loud, quiet = generate(), generate("--quiet")
     assert quiet.err == ""
@@ -113,6 +141,7 @@ def test_skew_then_generate_with_the_artifact(
     )
     assert run.code == 0, run.err
     assert "svd" in run.out
+    cli("skew", "reference", "--out", str(tmp_path / "skewed")).fails_with("--overwrite replaces it")
 
     def other(*given: Any) -> None:
         pytest.fail("calibrated, though an artifact was given")
@@ -138,6 +167,7 @@ def test_info(cli: Cli) -> None:
     assert re.search(r"KV of the context +│ 8 MiB ", run.out)  # 32 blocks of 64 tokens
     run = cli(*arguments, "100000", "--policy", "full", "--host-memory", "100MiB")
     assert all(words in run.out for words in ("It does not fit in memory.", "100 MiB", "2,048 tokens"))
+    assert "policy infinigen, 2,048 tokens" in cli(*arguments[:-1]).out and "2,048 tokens" in cli(*arguments, "2k").out
     length = "The context length of the model is 2,048 tokens; the quality of longer texts is unknown."
     assert f"It fits in memory.\n{length}" in cli(*arguments, "4096").out
     for policy in ("full", "infinigen", "h2o", "quest", "streaming", "oracle"):
@@ -333,8 +363,11 @@ def test_models_that_cannot_be_loaded(cli: Cli, tmp_path: Path) -> None:
         ("skew reference", ("--out",)),
         ("skew reference --out x --method pca", ("pca", "svd, balanced")),
         ("skew reference --out x --calibration none.txt", ("none.txt",)),
-        ("info reference", ("--context",)),
         ("info reference --context 0", ("--context 0", "at least 1")),
+        ("info reference --context many", ("'many' is not a number of tokens", "128k")),
+        ("generat reference", ("invalid choice", "did you mean generate?")),
+        ("generate reference x --polcy full", ("--polcy", "did you mean --policy?")),
+        ("chat reference --session s", ("--session needs a store", "--store DIR")),
         ("info reference --context 10 --policy magic", ("magic",)),
         ("", ("COMMAND",)),
         ("continue", ("continue",)),

@@ -10,7 +10,7 @@ from support.tiny_models import assert_greedy, tiny_checkpoint, tiny_prompt
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.kernels import causal_cpu, decode_attention, row_products
+from offload_rt.kernels import causal_cpu, decode_attention, native, row_products
 from offload_rt.models.linear import BackendLinear
 
 PROMPT = tiny_prompt(300)
@@ -43,6 +43,15 @@ def generated(folder: str | Path, level: str, dtype: str, threads: int) -> list[
     finally:
         torch.set_num_threads(before)
     return list(output.outputs[0].token_ids)
+
+
+def test_code_is_that_of_the_level(level: str) -> None:
+    """Otherwise a test at this level would run the code of an earlier test's level."""
+    row = torch.empty(1, 32)
+    holders = [decode_attention.takes(row), row_products.takes(row), native.low_bit(32, 2, 1)]
+    loaded = [causal_cpu.takes(row), native._best_scores(), *(holder and holder.library for holder in holders)]
+    names = [Path(library._name).name for library in loaded if library is not None]
+    assert all(f"-{level}-" in name for name in names), names
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -59,7 +59,9 @@ def test_sampled_tokens_follow_the_filtered_distribution(options: dict[str, floa
     expected = torch.softmax(out.scores[0][0].double(), dim=-1)
     logits = model(torch.tensor([prompt])).logits[0, -1].float()
     sampler = Sampler(SamplingParams(seed=0, **options))  # type: ignore[arg-type]
-    counts = torch.bincount(torch.tensor([sampler.pick(logits, prompt) for _ in range(2000)]), minlength=len(expected))
+    counts = torch.bincount(
+        torch.tensor([sampler.pick(logits, prompt, shift=i) for i in range(2000)]), minlength=len(expected)
+    )
     assert not counts[expected == 0].any()
     error = (expected * (1 - expected) / 2000).sqrt()
     assert ((counts / 2000 - expected).abs() <= 5 * error + 1e-3).all()
@@ -226,8 +228,28 @@ def test_each_of_n_completions_has_a_seed_of_its_own() -> None:
     params, even = SamplingParams(seed=3, n=3), torch.zeros(500)
     drawn = []
     for sampler in (Sampler(params), *(Sampler(params, sample) for sample in range(3))):
-        drawn.append(tuple(sampler.pick(even, [1]) for _ in range(8)))
-    assert drawn[0] == drawn[1] and len(set(drawn)) == 3
+        drawn.append(tuple(sampler.pick(even, [1], shift=place) for place in range(8)))
+    assert drawn[0] == drawn[1] and len(set(drawn)) == 3 and len(set(drawn[0])) > 4
+
+
+def test_random_numbers_depend_on_the_absolute_position_alone() -> None:
+    """Continuing a text with another request gives the text of one request. Counts of pairs are those of independent
+    draws, also for neighbouring seeds."""
+    even = torch.zeros(500)
+    sampler = Sampler(SamplingParams(seed=3))
+    assert sampler.pick(even, [1] * 9) == sampler.pick(even, [1] * 9) == sampler.pick(even, [2] * 4, shift=5)
+    assert sampler.copy().pick(even, [1] * 9) == sampler.pick(even, [1] * 9)
+    llm = LLM(tiny_model("llama", dtype=torch.float64), policy="full", host_memory="8MiB", dtype="float64")
+    [whole] = completed(llm.generate([tiny_prompt(9)], SamplingParams(max_tokens=20, seed=7)))
+    for done in (1, 11):
+        prompt = [*tiny_prompt(9), *whole.token_ids[:done]]
+        [rest] = completed(llm.generate([prompt], SamplingParams(max_tokens=20 - done, seed=7)))
+        assert whole.token_ids[done:] == rest.token_ids
+    two = torch.zeros(2)
+    draws = [[Sampler(SamplingParams(seed=s)).pick(two, [], shift=p) for p in range(200)] for s in range(20)]
+    means = torch.tensor(draws).float()
+    assert (means.mean(1) - 0.5).abs().max() < 5 * 0.5 / 200**0.5
+    assert (torch.corrcoef(means) - torch.eye(20)).abs().max() < 5 / 200**0.5
 
 
 def test_a_stop_string_ends_a_generation(tokenizer: PreTrainedTokenizerBase) -> None:

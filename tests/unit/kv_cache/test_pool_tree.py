@@ -53,6 +53,18 @@ def test_at_most_all_but_the_last_token_matches() -> None:
     assert tree.match([*text(2), 5], "exact") == []
 
 
+def test_short_sequences_are_evicted_before_a_longer_one() -> None:
+    """Use two short sequences after a long one. Both go first, and then the long one from its end on."""
+    tree = PrefixTree()
+    tree.insert(text(1, 2, 3, 4, 5, 6, 7, 8), [*range(8)], "exact", alone)
+    tree.insert(text(9), [8], "exact", alone)
+    tree.insert(text(10), [9], "exact", alone)
+    for block in range(10):
+        tree.release([block])
+    assert tree.evict(4) == [8, 9, 7, 6]
+    tree.check_integrity(lambda block: 1)
+
+
 def test_provenance_keys_and_namespaces_never_match_each_other() -> None:
     tree = PrefixTree("model a")
     tree.insert(text(1), [7], "exact", alone)

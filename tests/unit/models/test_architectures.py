@@ -30,6 +30,7 @@ from offload_rt.models.adapter import ForwardingAdapter, ModelAdapter
 from offload_rt.models.decoder import DecoderAdapter
 from offload_rt.models.full_attention import residual_after_attention
 from offload_rt.models.loading import load_model
+from offload_rt.models.recurrent import RecurrentState
 from offload_rt.models.registry import adapter_for
 from offload_rt.models.rotary import HalfSplit
 from offload_rt.models.shape import load_shape
@@ -64,11 +65,17 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return logits `[T, V]` of one sequence, computed layer by layer with the adapter."""
+    """Return logits `[T, V]` of one sequence, computed layer by layer with the adapter.
+
+    Recurrent layers compute it in three pieces of odd lengths.
+    """
+    adapter, pieces = adapter.for_new_sequence(), [slice(0, 7), slice(7, 20), slice(20, None)]
     x = adapter.embed(tokens, positions)
+    adapter.run_stages(-1, x, pieces)
     for layer in range(adapter.geometry.layers):
         q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), positions)
         x = adapter.mlp(layer, residual_after_attention(adapter, layer, x, q, KVPart(k, v), len(tokens)))
+        adapter.run_stages(layer, x, pieces)
     return adapter.logits(x)
 
 
@@ -115,10 +122,12 @@ def test_rotated_keys_are_those_of_later_positions(name: str) -> None:
 def test_half_precision_rounds_like_transformers(name: str) -> None:
     """Use bfloat16. K of the first layer may differ by one unit in the last place; V must be equal."""
     model = architecture(name, dtype=torch.bfloat16)
-    adapter = adapter_for(model)
+    adapter = adapter_for(model).for_new_sequence()
     tokens, positions = torch.tensor(prompt_of(WINDOW - 1)), torch.arange(WINDOW - 1)
-    cached = model(tokens[None], use_cache=True).past_key_values.layers[0]
-    _, k, v = adapter.qkv(0, adapter.attention_input(0, adapter.embed(tokens, positions)), positions)
+    cached = model(tokens[None], use_cache=True).past_key_values.layers[adapter.geometry.decoder_layer(0)]
+    x = adapter.embed(tokens, positions)
+    adapter.run_stages(-1, x, [slice(None)])
+    _, k, v = adapter.qkv(0, adapter.attention_input(0, x), positions)
     group = cached.keys.shape[1] // len(k)  # Falcon caches grouped heads repeated
     torch.testing.assert_close(k, cached.keys[0, ::group], rtol=2**-7, atol=2**-6)
     expected = cached.values[0, ::group]
@@ -287,6 +296,12 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
     "no window": ("mistral", lambda a: geometry_with(a, windows=(None,) * 3), "sliding_window=12 in layer 0"),
     "a window too short": ("olmo3", lambda a: geometry_with(a, windows=(11, None, 12)), "sliding_window=12 in layer 0"),
     "no sinks": ("gpt_oss", lambda a: setattr(a, "_sinks", [None] * 3), "s_aux in layer 0"),
+    "no output gate": ("qwen3_5", lambda a: setattr(a, "_gate", lambda *_: None), "layer 0"),
+    "no output gate per head": ("lfm3", lambda a: setattr(a, "_gate", lambda *_: None), "layer 0"),
+    "no shared MLP": ("granite_hybrid", lambda a: setattr(a._layers[0], "_shared_mlp", None), "layer 0"),
+    "no mixer beside the attention": ("falcon_h1", lambda a: setattr(a._layers[1], "_mixer", None), "layer 1"),
+    "no multiplier of keys": ("falcon_h1", lambda a: setattr(a._projections[0], "_key_multiplier", 1.0), "layer 0"),
+    "a recurrent layer skipped": ("bamba", lambda a: setattr(a, "_attention_at", [0, *a._attention_at]), "layer 0"),
     "one after the other": ("gpt_neox", lambda a: setattr(a._layers[1], "_parallel", False), "layer 1"),
 }  # fmt: skip
 """For each fault: the model, the change to its adapter, and the part named in the error."""
@@ -317,6 +332,14 @@ class TestVerification:
         with pytest.raises(ModelError, match=named) as refused:
             verify_model(model, rewire(model, change))
         assert refused.value.reason == ("attention_argument" if " in layer" in named else "verification")
+
+    @pytest.mark.parametrize("call", ["update_conv_state", "update_recurrent_state"])
+    def test_state_that_is_not_kept_is_caught(self, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Verification runs recurrent layers in two pieces and then token by token."""
+        monkeypatch.setattr(RecurrentState, call, lambda self, given, *_, **__: given)
+        model = architecture("qwen3_5")
+        with pytest.raises(ModelError, match=r"the embedding .* in prefill"):
+            verify_model(model, adapter_for(model))
 
     def test_a_fault_of_the_numbers_is_caught_without_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Caps, windows and sinks are normally verified by comparing attention arguments. The outputs must reveal

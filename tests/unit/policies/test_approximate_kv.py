@@ -159,9 +159,7 @@ def test_a_provenance_key_is_what_it_was_before_there_were_tails_and_auto() -> N
     )
     assert InfiniGenOptions.preset("rows").provenance_text() == before
     assert InfiniGenOptions.preset("rows", scorer="int8").provenance_text() == before
-    tailed = (
-        before.replace("0.1", "0.02").replace("(0,)", "()").replace("budget=None", "budget=None, approximate_kv='int4'")
-    )
+    tailed = before.replace("0.1", "0.02").replace("(0,)", "()").replace("budget=None", "budget=None, tail='int4'")
     assert InfiniGenOptions().provenance_text() == tailed
 
 

@@ -71,6 +71,10 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(offload_rt, "LLM", Reference)
     monkeypatch.setattr(offload_rt, "SamplingParams", FewTokens)
+    write_document = offload_rt.write_document
+    monkeypatch.setattr(
+        offload_rt, "write_document", lambda *args, **given: write_document(*args, **given | {"max_tokens": 4})
+    )
     for name in ("book.txt", "report.txt"):
         Path(name).write_text("It was a dark night, and nobody was on the road to the moat house. " * 4)
     Path("questions.txt").write_text("Who was there?\nWhere was it?\n")

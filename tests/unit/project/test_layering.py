@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "offload_rt"
 ORDER = (
     "errors core", "utils", "config outputs sampling_params", "kernels", "models kv_cache", "skewing", "policies",
-    "transfer", "model_runner storage planning", "engine", "sessions", "llm", "async_llm drop_in", "__init__",
+    "transfer", "model_runner storage planning", "engine", "sessions", "llm", "async_llm drop_in writing", "__init__",
     "eval server", "cli", "__main__",
 )  # fmt: skip
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms.split()}

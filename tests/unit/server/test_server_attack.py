@@ -30,11 +30,12 @@ MOST_LOG = 256 << 10
 SERVER = """
 import sys
 from offload_rt import LLM, AsyncLLM
+from offload_rt.server.app import make_app
 from offload_rt.server.options import ServerOptions
 from offload_rt.server.run import bound, serve
 options = ServerOptions(port=0, timeout=20)
 make = lambda: AsyncLLM(LLM(sys.argv[1], policy="full", verify="off", host_memory="64MiB"), max_waiting=64)
-serve(make, options, bound(options))
+serve(lambda: make_app(make(), options), options, bound(options))
 """
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 

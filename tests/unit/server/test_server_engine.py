@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -17,6 +18,7 @@ from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, AsyncLLM, SamplingParams
 from offload_rt.engine.runner import Runner
+from offload_rt.server.conversation import MAX_CALLS
 
 WORDS = ("Dick", "Joan", "a dark night", "the river", "Sir Daniel", "arrows", "bread", "forest")
 
@@ -100,14 +102,14 @@ def test_an_unexpected_error_is_one_clients_500(url: str, engine: AsyncLLM, capl
 
 def test_errors_of_the_engine_are_the_clients(url: str, engine: AsyncLLM) -> None:
     """Errors must not reveal the server's folders."""
-    for wrong in ({"prompt": [5000]}, {"prompt": []}, {"prompt": ""}, {"prompt": "x", "max_tokens": 5000}):
+    for wrong in ({"prompt": [5000]}, {"prompt": []}, {"prompt": ""}, {"prompt": "x" * 20_000}):
         answer = httpx2.post(f"{url}/v1/completions", json=wrong)
         said = answer.json()["error"]["message"]
         assert answer.status_code == 400 and said and engine.llm.name not in said, wrong
 
 
 def test_an_answer_without_a_limit_ends_where_memory_does(engine: AsyncLLM) -> None:
-    """Host memory has room for 128 of the model's 4,096 positions. Requests for more are refused."""
+    """Host memory has room for 128 of the model's 4,096 positions. A longer prompt is refused."""
     small = LLM(engine.llm.name, policy="full", verify="off", host_memory="64KiB")
     small.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     with served(AsyncLLM(small)) as url:
@@ -115,8 +117,10 @@ def test_an_answer_without_a_limit_ends_where_memory_does(engine: AsyncLLM) -> N
         asked: Any = {"messages": [{"role": "user", "content": "Who?"}], "temperature": 0, "ignore_eos": True}
         answer = httpx2.post(f"{url}/v1/chat/completions", json=asked).json()
         assert answer["usage"]["total_tokens"] == 128 and answer["choices"][0]["finish_reason"] == "length"
-        for more in ({"max_tokens": 200}, {"messages": [{"role": "user", "content": "Dick and Joan. " * 50}]}):
-            assert httpx2.post(f"{url}/v1/chat/completions", json=asked | more).json()["error"]["code"] == "pool_full"
+        capped = httpx2.post(f"{url}/v1/chat/completions", json=asked | {"max_tokens": 200}).json()
+        assert capped["usage"]["total_tokens"] == 128 and capped["choices"][0]["finish_reason"] == "length"
+        more = {"messages": [{"role": "user", "content": "Dick and Joan. " * 50}]}
+        assert httpx2.post(f"{url}/v1/chat/completions", json=asked | more).json()["error"]["code"] == "pool_full"
 
 
 SCHEMA = {
@@ -131,8 +135,7 @@ SCHEMA = {
 def test_an_answer_follows_a_schema(url: str, path: str) -> None:
     schema = {"name": "person", "schema": SCHEMA}
     if path.endswith("responses"):
-        # Responses have no seed, and an untrained model writes much white space between JSON tokens.
-        asked: Any = {"input": "Who?", "text": {"format": {"type": "json_schema", **schema}}, "max_output_tokens": 600}
+        asked: Any = {"input": "Who?", "text": {"format": {"type": "json_schema", **schema}}, "max_output_tokens": 60}
         answer = httpx2.post(url + path, json=asked).json()["output"][0]["content"][0]["text"]
     else:
         asked = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 60, "seed": 1}
@@ -150,20 +153,53 @@ def test_a_call_that_must_be_made(url: str) -> None:
     """The tools' parameters refer to local definitions, as pydantic writes them."""
     whole = {"type": "object", "properties": {"who": {"$ref": "#/$defs/Name"}}, "$defs": {"Name": {"enum": ["Dick"]}}}
     tools: Any = [
-        {"type": "function", "function": {"name": "find", "parameters": whole | {"required": ["who"]}}},
+        {
+            "type": "function",
+            "function": {"name": "find", "parameters": whole | {"required": ["who"], "additionalProperties": False}},
+        },
         {"type": "function", "function": {"name": "lose", "parameters": SCHEMA}},
     ]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "tools": tools, "seed": 2}
         find, lose = ({"type": "function", "function": {"name": name}} for name in ("find", "lose"))
         for choice, names in (("required", {"find", "lose"}), (lose, {"lose"}), (find, {"find"})):
-            got = client.chat.completions.create(**asked, tool_choice=choice, max_tokens=300).choices[0]
-            assert got.finish_reason == "tool_calls" and got.message.tool_calls is not None
-            call: Any = got.message.tool_calls[0]
-            assert call.function.name in names and json.loads(call.function.arguments)["who"] in ("Dick", "Joan")
+            got = client.chat.completions.create(**asked, tool_choice=choice, max_tokens=1000).choices[0]
+            calls: Any = got.message.tool_calls
+            assert got.finish_reason == "tool_calls" and 1 <= len(calls) <= (MAX_CALLS if choice == "required" else 1)
+            for call in calls:
+                assert call.function.name in names and json.loads(call.function.arguments)["who"] in ("Dick", "Joan")
+        once = client.chat.completions.create(**asked, tool_choice="required", parallel_tool_calls=False)
+        assert len(once.choices[0].message.tool_calls or ()) == 1
         bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(**asked, response_format=bad)
+
+
+def test_a_model_without_tools_in_its_template_calls_one(tmp_path: Path) -> None:
+    """An untrained model follows the grammar, and `n` greedy completions are equal."""
+    llm = LLM(tiny_checkpoint(tmp_path / "tiny", "llama", head_dim=32), policy="full", verify="off")
+    llm.tokenizer.chat_template = (  # type: ignore[union-attr]
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    tool = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}
+    body = {"messages": [{"role": "user", "content": "Who?"}], "tools": [tool], "tool_choice": "required"}
+    with served(AsyncLLM(llm)) as url:
+        for stream in (False, True):
+            asked = body | {"temperature": 0, "n": 2, "max_tokens": 600, "stream": stream}
+            answer = httpx2.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
+            if not stream:
+                first, second = (choice["message"]["tool_calls"] for choice in answer.json()["choices"])
+                arguments = [call["function"]["arguments"] for call in first]
+                assert arguments == [call["function"]["arguments"] for call in second]
+                continue
+            parts: dict[tuple[int, int], str] = {}
+            for line in answer.text.splitlines():
+                for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+                    for call in choice["delta"].get("tool_calls", ()):
+                        key = choice["index"], call["index"]
+                        parts[key] = parts.get(key, "") + call["function"]["arguments"]
+            assert parts == {(i, number): text for i in range(2) for number, text in enumerate(arguments)}
+    assert arguments and all(json.loads(text)["who"] in ("Dick", "Joan") for text in arguments)
 
 
 def test_logprobs_of_prompt_and_answer(url: str) -> None:

@@ -17,9 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from offload_rt import ConfigError
 from offload_rt.server.app import make_app
-from offload_rt.server.log import JsonLines
+from offload_rt.server.log import JsonLines, TextLines
 from offload_rt.server.options import ServerOptions
 from offload_rt.server.run import Loading, bound
+from offload_rt.utils.progress import report
 
 SECRET = "Sedley of the Moat House"
 ASK = {"messages": [{"role": "user", "content": SECRET}]}
@@ -164,12 +165,15 @@ def test_the_socket_answers_while_the_model_is_loaded(tokenizer: PreTrainedToken
     ready, engine = threading.Event(), ScriptedEngine(tokenizer, str)
 
     def make() -> Any:
+        report("verifying", 1, 3)
         assert ready.wait(20)
         return make_app(engine)  # type: ignore[arg-type]
 
     with answering(Loading(make)) as (address, _):
+        wait_until(lambda: "task" in httpx2.get(f"{address}/health").json())
         early = httpx2.get(f"{address}/health"), httpx2.post(f"{address}/v1/chat/completions", json=ASK)
         assert [answer.status_code for answer in early] == [503, 503] and early[0].json()["status"] == "loading"
+        assert early[0].json()["task"] == "verifying" and early[0].json()["total"] == 3
         assert early[1].json()["error"]["code"] == "loading" and early[1].headers["retry-after"]
         assert httpx2.get(address).headers["refresh"], "a browser comes again"
         ready.set()
@@ -189,3 +193,13 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
         wait_until(lambda: bool(ends))
         assert httpx2.get(f"{address}/health").status_code == 503
     assert isinstance(loading.error, ConfigError)
+
+
+def test_the_log_of_a_terminal_has_no_control_characters() -> None:
+    record = logging.makeLogRecord(
+        {"msg": "request", "levelno": logging.WARNING, "levelname": "WARNING", "created": 0.0}
+    )
+    record.fields = {"id": "1", "path": "/a\x1b[2J\nb", "status": 404}
+    assert TextLines().format(record)[9:] == "warning: request path=/a [2J b status=404"
+    record.text = "ready at http://127.0.0.1:8000"
+    assert TextLines().format(record).endswith("warning: ready at http://127.0.0.1:8000")

@@ -111,6 +111,8 @@ def test_what_goes_together() -> None:
     assert key({}, x_session_id="a") == key(ASK, x_session_id="a") != key(ASK, x_session_id="b")
     named = {"session": "novel"}
     assert key(named, authorization="one") == key(ASK | named, authorization="one") != key(named, authorization="two")
+    cached = {"prompt_cache_key": "novel"}
+    assert key({"prompt": LONG} | cached) == key(cached) != key(named)
     one, other = ([{"role": "user", "content": LONG + end}] for end in ("Who?", "Why?"))
     parts = [{"role": "user", "content": [{"type": "text", "text": LONG}]}]
     assert key({"messages": one}) == key({"messages": other}) == key({"messages": parts}) != ""

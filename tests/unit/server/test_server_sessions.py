@@ -65,7 +65,7 @@ def test_a_session_comes_back_from_disk_and_is_its_keys(model: Path, tmp_path: P
         more = ask(http, session="novel", messages=[*kept, {"role": "user", "content": "Go on."}])
         usage = more["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 64 > 100
-        assert engine.load().session_disk_tokens > 100 and engine.load().store_bytes > 0
+        assert engine.load().disk_hit_tokens > 100 and engine.load().store_bytes > 0
         assert 'tier="disk"' in http.get("/metrics").text
         alone = ask(http, messages=[*kept, {"role": "user", "content": "Go on."}])
         assert alone["choices"] == more["choices"], "KV from disk gives the same answer as computed KV"
@@ -91,7 +91,7 @@ def test_a_response_is_gone_on_with_after_a_restart(model: Path, tmp_path: Path)
         with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="one", max_retries=0) as client:
             second = client.responses.create(input="Go on.", previous_response_id=first.id, **asked)
             assert second.usage is not None and second.usage.input_tokens_details.cached_tokens > 100
-            assert engine.load().session_disk_tokens > 100
+            assert engine.load().disk_hit_tokens > 100
             branch = client.responses.create(input="Go back.", previous_response_id=first.id, **asked)
             assert branch.usage is not None and branch.usage.input_tokens_details.cached_tokens > 100
             with ThreadPoolExecutor(8) as threads:  # no request may find the session busy
@@ -191,21 +191,63 @@ def http(tokenizer: PreTrainedTokenizerBase) -> Iterator[httpx2.Client]:
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("chat/completions", {"messages": [USER, ASSISTANT]}, "messages"),
-        ("chat/completions", {"messages": [USER, ASSISTANT], "stream": True}, "messages"),
         ("chat/completions", {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "messages"),
-        ("chat/completions", {"messages": [USER], "continue_final_message": True}, "continue_final_message"),
+        ("chat/completions", {"messages": [USER], "continue_final_message": True}, "messages"),
         ("chat/completions", {"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt"),
-        ("messages", {"messages": [USER, ASSISTANT], "max_tokens": 5}, None),
-        ("responses", {"input": [USER, ASSISTANT]}, "input"),
-        ("../tokenize", {"messages": [USER], "continue_final_message": True}, "continue_final_message"),
+        ("../tokenize", {"messages": [USER], "continue_final_message": True}, "messages"),
     ],
 )
-def test_prefill_is_refused(http: httpx2.Client, path: str, body: dict[str, Any], param: str | None) -> None:
+def test_what_cannot_be_continued(http: httpx2.Client, path: str, body: dict[str, Any], param: str | None) -> None:
     answer = http.post("/tokenize" if path == "../tokenize" else f"/v1/{path}", json=body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert "continue" in error["message"] and error.get("param") == param
+    assert error["param"] == param and ("continue" in error["message"] or "result of each call" in error["message"])
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("chat/completions", {}),
+        ("chat/completions", {"continue_final_message": True, "add_generation_prompt": False}),
+        ("messages", {"max_tokens": 50}),
+        ("responses", {}),
+    ],
+)
+def test_a_final_assistant_message_is_continued(
+    tokenizer: PreTrainedTokenizerBase, path: str, more: dict[str, Any]
+) -> None:
+    """The prompt ends with the message, and the response is its continuation only."""
+    seen: list[str] = []
+
+    def say(prompt: str) -> str:
+        seen.append(prompt)
+        return " a dark night."
+
+    name = "input" if path == "responses" else "messages"
+    with served(ScriptedEngine(tokenizer, say)) as url, httpx2.Client(base_url=url) as http:
+        for messages in ([USER, ASSISTANT], [USER, {"role": "assistant", "content": "<think>\nIt"}]):
+            answer = http.post(f"/v1/{path}", json={name: messages} | more)
+            assert answer.status_code == 200 and seen[-1] == f"user: Who?\nassistant: {messages[-1]['content']}"
+            said = json.dumps(answer.json())
+            assert "a dark night." in said and "It was a dark" not in said
+            thinking = '"thinking": ' in said or '"reasoning"' in said.replace('"reasoning": null', "")
+            assert (thinking or "reasoning_content" in said) == (messages[-1] is not ASSISTANT)
+        if path == "messages":
+            count = http.post("/v1/messages/count_tokens", json={"messages": [USER, ASSISTANT]}).json()["input_tokens"]
+            assert count == len(tokenizer("user: Who?\nassistant: It was", add_special_tokens=False)["input_ids"])
+        if path == "responses":
+            again = {"input": "B", "previous_response_id": http.post("/v1/responses", json={"input": [USER, ASSISTANT]})
+                     .json()["id"]}  # fmt: skip
+            http.post("/v1/responses", json=again)
+            assert seen[-1] == "user: Who?\nassistant: It was a dark night.\nuser: B\nassistant: "
+
+
+def test_a_new_message_after_an_assistant_message(tokenizer: PreTrainedTokenizerBase) -> None:
+    seen: list[str] = []
+    with served(ScriptedEngine(tokenizer, lambda prompt: seen.append(prompt) or "Yes.")) as url:  # type: ignore[func-returns-value]
+        body = {"messages": [USER, ASSISTANT], "continue_final_message": False}
+        assert httpx2.post(f"{url}/v1/chat/completions", json=body).status_code == 200
+    assert seen == ["user: Who?\nassistant: It was\nassistant: "]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +257,6 @@ def test_prefill_is_refused(http: httpx2.Client, path: str, body: dict[str, Any]
         ("chat/completions", {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}, TOOL]}),
         ("chat/completions", {"messages": [{"role": "system", "content": "Be brief."}]}),
         ("chat/completions", {"messages": [USER], "add_generation_prompt": True, "continue_final_message": False}),
-        ("messages/count_tokens", {"messages": [USER, ASSISTANT]}),
         ("responses", {"input": [USER, ASSISTANT, USER]}),
     ],
 )

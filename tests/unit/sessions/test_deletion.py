@@ -193,7 +193,7 @@ def test_a_file_that_cannot_be_deleted_is_an_error(llm: LLM, tmp_path: Path, mon
 def test_a_server_deletes_what_it_cannot_open(llm: LLM, tmp_path: Path) -> None:
     """Delete a damaged session, a closed one, an open one and one that does not exist."""
     store = SessionStore.on_disk(llm.runner, tmp_path)
-    sessions = WholePrompts(store)
+    sessions = WholePrompts(store, [].append)
     for name in ("damaged", "stored", "open"):
         session = store.open(name)
         answer(session, tiny_prompt(70))

@@ -88,7 +88,9 @@ class MemoryTier:
         block = self.blocks.get(block_key(parent, provenance_key, tokens))
         return block if block is not None and block.tokens == tokens else None
 
-    def begin(self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int) -> MemoryWriter | None:
+    def begin(
+        self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int, cost: int = 0
+    ) -> MemoryWriter | None:
         key = block_key(parent, provenance_key, tokens)
         return None if key in self.blocks else MemoryWriter(self, MemoryBlock(key, tokens, {}))
 

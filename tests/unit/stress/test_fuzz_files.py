@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from support.damage import altered, change, memory_limit
-from support.scripts import load_example
 from support.tiny_gguf import write_tiny_gguf
 from support.tiny_models import assert_greedy, tiny_checkpoint, tiny_model, tiny_prompt
 
@@ -29,6 +28,7 @@ from offload_rt.sessions.history import History, document_name
 from offload_rt.skewing.artifact import SkewArtifact
 from offload_rt.skewing.tuned import TunedPolicy, default_options
 from offload_rt.utils.texts import read_text
+from offload_rt.writing.files import DocumentFolder, Settings, Written
 
 CASES = int(os.environ.get("OFFLOAD_RT_FUZZ", "0"))
 BEFORE = Path(__file__).parents[2] / "data" / "written_before"
@@ -190,26 +190,26 @@ def written(folder: Path) -> dict[str, Callable[[Path], Any]]:
     RowStore(folder / "rows").put({"suite": "x"}, {"value": 1.5})
     (folder / "text").mkdir()
     (folder / "text" / "book.txt").write_text("It was a dark and stormy night.\n" * 30)
-    (folder / "chapters").mkdir()
-    (folder / "chapters" / "novel.txt").write_text("Title\n\nCHAPTER 1\n\nOnce\n\nCHAPTER 2\n\nupon")
-    (folder / "chapters" / "novel.txt.chapters").write_text("5\n22\n")
-    novel = load_example("generate_document")
+    (folder / "document").mkdir()
+    document = DocumentFolder(folder / "novel.txt", folder / "document")
+    document.begin(Settings(prompt="Write.", headings=("One", "Two"), sampling={"seed": 3}))
+    document.save(Written([1, 2, 3], 1, [2]))
 
-    def chapters(place: Path) -> None:
-        with suppress(OSError, UnicodeDecodeError):  # errors of the user's own document
-            text = novel.read_document(place / "novel.txt")
-            assert all(0 <= start <= len(text) for start in novel.headings(place / "novel.txt", text))
+    def read_document(place: Path) -> None:
+        found = DocumentFolder(place / "novel.txt", place)
+        found.settings()
+        found.written()
 
     return {
         "artifact": lambda place: SkewArtifact.load(place / "skew.safetensors", None),
         "tuned": lambda place: default_options(place, "infinigen", {}, None),
         "rows": lambda place: RowStore(place).get({"suite": "x"}),
         "text": lambda place: read_text(str(place / "book.txt")),
-        "chapters": chapters,
+        "document": read_document,
     }
 
 
-KINDS = ("artifact", "tuned", "rows", "text", "chapters")
+KINDS = ("artifact", "tuned", "rows", "text", "document")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,82 @@
+"""Linear layers of packed weights on a CPU (`packed_products.c`): few rows, or weights for torch to multiply many."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import native, team
+from .packed_format import PackedFormat
+
+MAX_ROWS = 16
+"""Rows up to which this is faster than torch's product with unpacked weights."""
+
+PART_BYTES = 1 << 16
+"""Bytes of packed weights that a thread reads at a time."""
+
+WORTH_THREADS = 1 << 18
+"""Bytes of a packed weight from which waking a thread is worth it."""
+
+
+class _Call(ctypes.Structure):
+    """`Call` of packed_products.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "bias", "codes", "out", "whole", "factors", "sums")),
+        *((name, ctypes.c_int64) for name in ("rows", "outs", "ins", "size", "stride", "bits", "group")),
+        *((name, ctypes.c_int64) for name in ("high", "scales", "minima", "units")),
+        ("offset", ctypes.c_float),
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedProducts:
+    """The compiled code for one type of results."""
+
+    library: ctypes.CDLL
+
+    def linear(
+        self, x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return x `[..., in]` times weights `[out, in]`, packed, plus bias `[out]`: `[..., out]`."""
+        x, outs = x.contiguous(), len(packed)
+        rows = x.numel() // form.ins
+        out = x.new_empty(*x.shape[:-1], outs)
+        call = self._call(packed, form, out, x=x, bias=bias)
+        call.rows = rows
+        if x.dtype == torch.bfloat16:
+            units = -(-form.ins // (16 if form.bits == 6 else 32) // 16) * 16
+            whole, (factors, sums) = torch.empty(rows, form.ins, dtype=torch.int16), torch.zeros(2, rows, units)
+            call.whole, call.factors, call.sums = whole.data_ptr(), factors.data_ptr(), sums.data_ptr()
+            call.units = units
+            team.run(self.library.prepare, call, rows, 1)
+        threads = team.threads() if packed.nbytes >= WORTH_THREADS else 1
+        team.run(self.library.linear, call, -(-outs // call.size), threads)
+        return out
+
+    def unpack(self, packed: torch.Tensor, form: PackedFormat, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights `[out, in]` of packed rows. `dtype` is that of this code."""
+        out = torch.empty(len(packed), form.ins, dtype=dtype)
+        call = self._call(packed, form, out)
+        team.run(self.library.unpack, call, -(-len(packed) // call.size), 1)
+        return out
+
+    def _call(self, packed: torch.Tensor, form: PackedFormat, out: torch.Tensor, **others: Any) -> _Call:
+        call = _Call(codes=packed.data_ptr(), out=out.data_ptr(), outs=len(packed), ins=form.ins)
+        for name, tensor in others.items():
+            setattr(call, name, None if tensor is None else tensor.data_ptr())
+        call.size, call.stride = max(1, PART_BYTES // form.row_bytes), packed.stride(0)
+        call.bits, call.group, call.offset = form.bits, form.group, form.offset
+        call.high, call.scales, call.minima = form.high, form.scales, form.minima if form.has_minima else -1
+        return call
+
+
+def compiled_for(dtype: torch.dtype) -> PackedProducts | None:
+    """Return the code for inputs and results of `dtype`, or None if there is none."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        return None
+    library = native.compiled("packed_products", BFLOAT16=int(dtype == torch.bfloat16))
+    return None if library is None else PackedProducts(library)

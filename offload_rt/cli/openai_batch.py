@@ -1,0 +1,121 @@
+"""Requests of a batch in OpenAI's format: each line has a path of the server and a body."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from ..utils.config_fields import check
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+
+SAMPLED = ("/v1/chat/completions", "/v1/completions")
+"""Paths whose bodies have the names of `SamplingParams`, so that flags are defaults for them."""
+
+PATHS = (*SAMPLED, "/v1/responses")
+
+NO_LIMIT = 1 << 30
+"""Seconds, and bytes of a body."""
+
+
+@dataclass(frozen=True)
+class ServerRequest:
+    """One line of a file for OpenAI's Batch API.
+
+    Attributes:
+        id: The line's `custom_id`.
+        path: Path of the server.
+        body: Body of the request.
+    """
+
+    id: str
+    path: str
+    body: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> ServerRequest:
+        """Check a line. Raises ConfigError."""
+        id, path, body = line.get("custom_id"), line.get("url"), line.get("body")
+        check(isinstance(id, str) and bool(id), "its custom_id must be a non-empty string")
+        check(line.get("method", "POST") == "POST", "its method must be POST")
+        check(path in PATHS, f"its url must be one of {', '.join(PATHS)}")
+        check(isinstance(body, dict), "its body must be a JSON object")
+        check(not body.get("stream"), "its body must not set stream")  # type: ignore[union-attr]
+        return cls(str(id), str(path), body)  # type: ignore[arg-type]
+
+    @property
+    def beginning(self) -> str:
+        """Sort key that groups requests with a common prefix."""
+        names = ("instructions", "messages", "prompt", "input")
+        return json.dumps([self.path, *(self.body.get(name) for name in names)])
+
+
+def process_openai(
+    llm: LLM, groups: Sequence[Sequence[ServerRequest]], defaults: Mapping[str, Any]
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the result lines of groups of requests, computed by the server's application without a network.
+
+    Raises ConfigError if the server's packages are not installed.
+    """
+    if not importlib.util.find_spec("fastapi"):
+        raise ConfigError("batches in OpenAI's format need the server: pip install 'offload-rt[serve]'")
+    from ..async_llm import AsyncLLM
+    from ..server.app import make_app
+    from ..server.options import ServerOptions
+
+    options = ServerOptions(accept_any_model=True, timeout=NO_LIMIT, max_body=NO_LIMIT)
+    with asyncio.Runner() as runner:
+
+        async def make() -> Any:
+            return make_app(AsyncLLM(llm, max_waiting=max(map(len, groups))), options)
+
+        async def results(group: Sequence[ServerRequest]) -> list[dict[str, Any]]:
+            return await asyncio.gather(*(_result(app, request, defaults) for request in group))
+
+        app = runner.run(make())
+        try:
+            for group in groups:
+                yield runner.run(results(group))
+        finally:
+            runner.run(app.state.service.close())
+
+
+async def _result(app: Any, request: ServerRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    body = {**defaults, **request.body} if request.path in SAMPLED else request.body
+    status, answer = await _call(app, request.path, json.dumps(body).encode())
+    response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": json.loads(answer)}
+    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.id, "response": response, "error": None}
+
+
+async def _call(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
+    """Send a POST request to an ASGI application. Return the status and the body of the response."""
+    parts, sent, status = [{"type": "http.request", "body": body, "more_body": False}], list[bytes](), 0
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+    }
+
+    async def receive() -> dict[str, Any]:
+        if not parts:
+            await asyncio.Event().wait()  # the client does not disconnect
+        return parts.pop()
+
+    async def send(message: Mapping[str, Any]) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        sent.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return status, b"".join(sent)

@@ -1,0 +1,125 @@
+"""Convert blocks of quantised GGUF tensors to packed weights (`PackedFormat`).
+
+Codes are copied. Scales and minima of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are float16 in the file and do not change. Those
+of Q4_K, Q5_K and Q6_K are products of a float16 and a whole number of 6 or 8 bits, and are rounded to float16: by at
+most 2^-12 of their size if they are at least 2^-14, else by at most 2^-25.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..kernels.packed_format import PackedFormat
+
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Codes uint8 `[n, values]`, and scales and minima (or None) float32 `[n, groups]`, of n blocks."""
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """Return the float16 at byte `at` of each block, `[n, 1]`."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(data: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the lower halves of each `size` bytes, followed by the upper halves."""
+    pairs = data.reshape(len(data), -1, 1, size)
+    return torch.cat((pairs & 15, pairs >> 4), dim=2).flatten(1)
+
+
+def _bits(data: torch.Tensor, bits: int, size: int) -> torch.Tensor:
+    """Return numbers of `bits` bits: the lowest ones of each `size` bytes, followed by the next ones."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    return (data.reshape(len(data), -1, 1, size) >> shifts & (1 << bits) - 1).flatten(1)
+
+
+def _fifth_bits(data: torch.Tensor) -> torch.Tensor:
+    """Return bit i of 4 bytes as number i."""
+    return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
+
+
+def _q4_0(blocks: torch.Tensor) -> Parts:
+    return _nibbles(blocks[:, 2:], 16), _half(blocks, 0), None
+
+
+def _q4_1(blocks: torch.Tensor) -> Parts:
+    return _nibbles(blocks[:, 4:], 16), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q5_0(blocks: torch.Tensor) -> Parts:
+    return _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6]) << 4, _half(blocks, 0), None
+
+
+def _q5_1(blocks: torch.Tensor) -> Parts:
+    codes = _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8]) << 4
+    return codes, _half(blocks, 0), _half(blocks, 2)
+
+
+def _q8_0(blocks: torch.Tensor) -> Parts:
+    return blocks[:, 2:] ^ 128, _half(blocks, 0), None  # signed codes, plus 128
+
+
+def _sub_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scales and minima `[n, 8]` of Q4_K and Q5_K, from 6 bits each in bytes 4 to 16."""
+    low, high, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=1)
+    minima = torch.cat((high & 63, both >> 4 | high >> 2 & 48), dim=1)
+    return _half(blocks, 0) * scales, -(_half(blocks, 2) * minima)
+
+
+def _q4_k(blocks: torch.Tensor) -> Parts:
+    return _nibbles(blocks[:, 16:], 32), *_sub_scales(blocks)
+
+
+def _q5_k(blocks: torch.Tensor) -> Parts:
+    return _nibbles(blocks[:, 48:], 32) | _bits(blocks[:, 16:48], 1, 32) << 4, *_sub_scales(blocks)
+
+
+def _q6_k(blocks: torch.Tensor) -> Parts:
+    codes = _nibbles(blocks[:, :128], 64) | _bits(blocks[:, 128:192], 2, 32) << 4
+    return codes, _half(blocks, 208) * blocks[:, 192:208].view(torch.int8), None
+
+
+_TYPES: dict[str, tuple[int, int, int, int | None, Callable[[torch.Tensor], Parts]]] = {
+    "Q4_0": (18, 4, 32, 8, _q4_0),
+    "Q4_1": (20, 4, 32, None, _q4_1),
+    "Q5_0": (22, 5, 32, 16, _q5_0),
+    "Q5_1": (24, 5, 32, None, _q5_1),
+    "Q8_0": (34, 8, 32, 128, _q8_0),
+    "Q4_K": (144, 4, 32, None, _q4_k),
+    "Q5_K": (176, 5, 32, None, _q5_k),
+    "Q6_K": (210, 6, 16, 32, _q6_k),
+}
+"""Types of quantised tensors: bytes of a block, bits of a code, group size, offset (None with minima), conversion."""
+
+_ROWS_AT_ONCE = 1 << 22
+"""Number of weights that are converted at a time, which bounds the memory of intermediate results."""
+
+
+def can_pack(kind: str) -> bool:
+    """Return whether tensors of a GGUF type can be packed."""
+    return kind in _TYPES
+
+
+def packed_format(kind: str, ins: int) -> PackedFormat | None:
+    """Return the packed format for rows of `ins` weights of a GGUF type, or None if the type is not supported."""
+    if not can_pack(kind):
+        return None
+    _, bits, group, offset, _ = _TYPES[kind]
+    return PackedFormat(ins, bits, group, offset is None, offset or 0) if PackedFormat.fits(ins, bits, group) else None
+
+
+def packed_rows(data: torch.Tensor, kind: str, form: PackedFormat) -> torch.Tensor | None:
+    """Return packed rows from the bytes of a tensor, uint8 `[out, bytes]`; None if float16 cannot hold its scales."""
+    size, *_, convert = _TYPES[kind]
+    found = torch.empty(len(data), form.row_bytes, dtype=torch.uint8)
+    step = max(1, _ROWS_AT_ONCE // form.ins)
+    for start in range(0, len(data), step):
+        rows = data[start : start + step]
+        codes, scales, minima = convert(rows.reshape(-1, size))
+        parts = [part.reshape(len(rows), -1) for part in (scales, minima) if part is not None]
+        if not all(part.half().isfinite().all() for part in parts):
+            return None
+        found[start : start + step] = form.pack(codes.reshape(len(rows), -1), *parts)
+    return found

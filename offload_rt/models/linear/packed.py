@@ -1,0 +1,93 @@
+"""Linear layers and embeddings that are computed from packed weights (`PackedFormat`)."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...kernels import packed_products
+from ...kernels.packed_format import PackedFormat
+from .backend import BackendLinear, LinearBackend
+from .dense import product_by_tiles
+
+
+class PackedWeights(LinearBackend):
+    """Integer codes with a scale for each group of inputs, in the parameter `packed` of a layer.
+
+    Few rows of inputs are multiplied with the codes in C. For many rows, for example in prefill, tiles of the weight
+    are unpacked into memory that stays in the processor's cache, and torch multiplies them. The numbers are then those
+    of the dequantised weight in the layer's dtype.
+    """
+
+    method = "offload-rt"
+
+    def can_stream(self, config: Any) -> bool:
+        return True
+
+    def linear(self, layer: BackendLinear, x: torch.Tensor) -> torch.Tensor:
+        form, packed = cast(PackedFormat, layer.form), cast(torch.Tensor, layer.packed)
+        code = None if x.is_cuda or torch.is_grad_enabled() else packed_products.compiled_for(x.dtype)
+        if code is None or not x.numel():
+            return F.linear(x, form.unpack(packed, x.dtype), layer.bias)
+        if x.numel() <= packed_products.MAX_ROWS * form.ins:
+            return code.linear(x, packed, form, layer.bias)
+
+        def weights(tile: slice, dtype: torch.dtype) -> torch.Tensor:
+            code = packed_products.compiled_for(dtype)
+            assert code is not None
+            return code.unpack(packed[tile], form, dtype)
+
+        return product_by_tiles(x, weights, len(packed), layer.bias)
+
+
+PACKED = PackedWeights()
+
+
+class PackedEmbedding(nn.Embedding):
+    """Embedding that unpacks the rows of the tokens.
+
+    Existing embeddings get this class in place, in addition to a class of their own that scales the results, if any.
+    """
+
+    form: PackedFormat
+    packed: nn.Parameter
+    dtype: torch.dtype
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """Empty tensor `[0, D]` with the model's device and dtype, which adapters read from the embedding."""
+        return torch.empty((0, self.form.ins), dtype=self.dtype, device=self.packed.device)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows = self.packed[input.flatten()]
+        code = None if rows.is_cuda else packed_products.compiled_for(self.dtype)
+        found = self.form.unpack(rows, self.dtype) if code is None else code.unpack(rows, self.form, self.dtype)
+        return found.view(*input.shape, self.form.ins)
+
+
+def hold_packed(module: nn.Module, packed: nn.Parameter, form: PackedFormat, dtype: torch.dtype) -> None:
+    """Make `module`, a linear layer or an embedding, compute from packed weights, in place.
+
+    Args:
+        module: A plain `nn.Linear`, or a subclass of `nn.Embedding` that calls its `forward`.
+        packed: Packed rows, uint8 `[out, form.row_bytes]`. A tied head and its embedding share it.
+        form: Their format.
+        dtype: The model's dtype.
+    """
+    del module.weight
+    module.form, module.packed = form, packed  # type: ignore[assignment]
+    if isinstance(module, nn.Linear):
+        module.__class__ = BackendLinear
+        module.backend = PACKED  # type: ignore[assignment]
+        return
+    module.dtype = dtype  # type: ignore[assignment]
+    kind = type(module)
+    module.__class__ = PackedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, PackedEmbedding), {})
+
+
+def can_hold_packed(module: nn.Module) -> bool:
+    """Return whether `hold_packed` takes `module`."""
+    return type(module) is nn.Linear or isinstance(module, nn.Embedding)

@@ -1,0 +1,74 @@
+"""Quantise the linear layers of a 16-bit checkpoint when it is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...kernels.packed_format import PackedFormat
+from .packed import hold_packed
+
+GROUP = 32
+_ROUTERS = ("gate", "router")
+"""Last parts of the names of layers that choose experts. They are small, and their errors change the choice."""
+
+_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Parts of a group's range that 4-bit codes may cover. The one with the smallest squared error is used."""
+
+_WEIGHTS_AT_ONCE = 1 << 22
+
+
+def quantize_layers(model: Any, bits: int) -> None:
+    """Pack linear layers of `model` in 4 or 8 bits, in place.
+
+    The head gets 8 bits; if it is tied to the embedding, it is not packed. Routers of experts, stacked experts and
+    layers whose inputs are not a multiple of 64 are not packed either. On the meta device, only sizes matter.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    for name, module in model.named_modules():
+        if type(module) is not nn.Linear or name.rpartition(".")[2].endswith(_ROUTERS) or (module is head and tied):
+            continue
+        width = 8 if module is head else bits
+        if PackedFormat.fits(module.in_features, width, GROUP):
+            form = PackedFormat(module.in_features, width, GROUP, width == 4, 0 if width == 4 else 128)
+            rows = nn.Parameter(_quantized(module.weight.data, form), requires_grad=False)
+            hold_packed(module, rows, form, module.weight.dtype)
+
+
+def _quantized(weight: torch.Tensor, form: PackedFormat) -> torch.Tensor:
+    """Return packed rows of the nearest codes."""
+    found = torch.empty(len(weight), form.row_bytes, dtype=torch.uint8, device=weight.device)
+    if weight.is_meta:
+        return found
+    step = max(1, _WEIGHTS_AT_ONCE // form.ins)
+    for start in range(0, len(weight), step):
+        groups = weight[start : start + step].float().view(-1, form.ins // form.group, form.group)
+        found[start : start + step] = form.pack(*(_int4(groups) if form.has_minima else _int8(groups)))
+    return found
+
+
+def _int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scales of groups `[out, groups, GROUP]`."""
+    scales = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
+    codes = (groups / scales.clamp_min(1e-30)).round().clamp(-127, 127) + 128
+    return codes.to(torch.uint8).flatten(1), scales[..., 0]
+
+
+def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes, scales and minima of groups `[out, groups, GROUP]`."""
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    middle, half = (low + high) / 2, (high - low) / 2
+    best: list[torch.Tensor] = []
+    for part in _SHRINK:
+        minima = (middle - part * half).half().float()
+        scales = (part * half / 7.5).half().float()
+        codes = ((groups - minima) / scales.clamp_min(1e-30)).round().clamp(0, 15)
+        error = (codes * scales + minima - groups).square().sum(-1, keepdim=True)
+        tried = [codes, scales, minima, error]
+        better = None if not best else error < best[3]
+        best = tried if better is None else [torch.where(better, a, b) for a, b in zip(tried, best, strict=True)]
+    codes, scales, minima, _ = best
+    return codes.to(torch.uint8).flatten(1), scales[..., 0], minima[..., 0]

@@ -1,0 +1,229 @@
+"""Recurrent state of hybrid models, and the decoder layers that keep it.
+
+Layers without attention are transformers' own modules, called as they are. `RecurrentState` is passed in place of
+transformers' cache: linear attention, Mamba-2 and short convolutions call five methods of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core import ModelGeometry, StateShape
+from ..errors import ModelError
+from .weights import attention_of
+
+
+class StateSlots:
+    """The recurrent state of all sequences of a model: one slot per sequence, and one tensor of slots per layer.
+
+    The lowest free slot is used first, so that a batch is usually a view of adjacent slots.
+    """
+
+    def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> None:
+        self._shapes, self._dtype, self._device = geometry.states, dtype, device
+        self._size = 0
+        self._free: set[int] = set()
+        self.conv: dict[int, torch.Tensor] = {}
+        self.recurrent: dict[int, torch.Tensor] = {}
+        # Tokens that each layer has seen, by slot: a layer that runs twice, or misses tokens, gives wrong states that
+        # show only hundreds of tokens later.
+        self.seen: dict[int, list[int]] = {shape.layer: [] for shape in self._shapes}
+        self._grow(0)
+
+    @property
+    def used(self) -> int:
+        """Number of slots in use."""
+        return self._size - len(self._free)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(each.nbytes for tensors in (self.conv, self.recurrent) for each in tensors.values())
+
+    def take(self, origin: int | None = None) -> int:
+        """Return a slot with a copy of the state in slot `origin`, or with that of an empty sequence."""
+        if not self._free:
+            self._grow(self._size + max(1, self._size // 4))
+        slot = min(self._free)
+        self._free.remove(slot)
+        for tensors in (self.conv, self.recurrent):
+            for states in tensors.values():
+                states[slot] = 0 if origin is None else states[origin]
+        for seen in self.seen.values():
+            seen[slot] = 0 if origin is None else seen[origin]
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+        assert 0 <= slot < self._size and slot not in self._free
+        self._free.add(slot)
+
+    def view(self, slots: Sequence[int]) -> RecurrentState:
+        """Return the state of the sequences in `slots`, in this order, for one step."""
+        assert not self._free.intersection(slots) and len(set(slots)) == len(slots)
+        return RecurrentState(self, slots)
+
+    def check(self, slot: int, tokens: int) -> None:
+        """Assert that every layer has seen exactly the first `tokens` tokens of the sequence in `slot`."""
+        wrong = {layer: seen[slot] for layer, seen in self.seen.items() if seen[slot] != tokens}
+        assert not wrong, f"recurrent layers saw {wrong} tokens instead of {tokens}"
+
+    def _grow(self, size: int) -> None:
+        """Allocate `size` slots and copy the present ones, layer by layer."""
+        for shape in self._shapes:
+            self._resize(self.conv, shape.layer, (size, *shape.conv), self._dtype)
+            if shape.recurrent:
+                self._resize(self.recurrent, shape.layer, (size, *shape.recurrent), torch.float32)
+            self.seen[shape.layer] += [0] * (size - self._size)
+        self._free.update(range(self._size, size))
+        self._size = size
+
+    def _resize(self, tensors: dict[int, torch.Tensor], layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        states = torch.empty(shape, dtype=dtype, device=self._device)
+        if layer in tensors:
+            states[: self._size] = tensors[layer]
+        tensors[layer] = states
+
+
+class RecurrentState:
+    """The state of the sequences of one step, in the place of transformers' cache.
+
+    States of adjacent slots are views. Others are copies, which `finish` writes back.
+    """
+
+    def __init__(self, owner: StateSlots, slots: Sequence[int]) -> None:
+        self._owner, self._slots = owner, list(slots)
+        first = self._slots[0]
+        self._adjacent = self._slots == list(range(first, first + len(self._slots)))
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._current: dict[tuple[str, int], torch.Tensor] = {}
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences."""
+        return len(self._slots)
+
+    def finish(self, layer: int, tokens: int) -> None:
+        """Store the state of a decoder layer after `tokens` tokens of each sequence."""
+        for states, copied in self._copies:
+            states[self._slots] = copied
+        self._copies.clear()
+        self._current.clear()
+        if (seen := self._owner.seen.get(layer)) is not None:
+            for slot in self._slots:
+                seen[slot] += tokens
+
+    def _of(self, kind: str, layer: int) -> torch.Tensor:
+        """Return the state `[B, ...]` of a layer, which may be written in place until `finish`."""
+        if (kind, layer) not in self._current:
+            states: torch.Tensor = getattr(self._owner, kind)[layer]
+            if self._adjacent:
+                found = states[self._slots[0] : self._slots[-1] + 1]
+            else:
+                found = states[self._slots]
+                self._copies.append((states, found))
+            self._current[kind, layer] = found
+        return self._current[kind, layer]
+
+    # ------------------------------------------------------------------------- transformers' cache protocol
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        """Return the last inputs `[B, channels, kernel]` of a convolution; zeros before the first token."""
+        return self._of("conv", layer_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        """Return the recurrent state `[B, ...]`; zeros before the first token."""
+        return self._of("recurrent", layer_idx)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **options: Any) -> torch.Tensor:
+        """Append inputs `[B, channels, T]`. Return them behind the ones of before, `[B, channels, kernel + T]`."""
+        held = self._of("conv", layer_idx)
+        whole = torch.cat([held, conv_states.to(held.dtype)], dim=-1)
+        held.copy_(whole[..., -held.shape[-1] :])
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, **options: Any) -> torch.Tensor:
+        """Replace the recurrent state `[B, ...]`."""
+        held = self._of("recurrent", layer_idx)
+        assert held.shape == recurrent_states.shape
+        return held.copy_(recurrent_states)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: states of earlier tokens are not kept."""
+        return False
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A decoder layer without attention. `run` computes its output `[T, D]` from its input, once for each token."""
+
+    layer: int
+    run: Callable[[torch.Tensor], torch.Tensor]
+
+
+def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentState | None) -> torch.Tensor:
+    """Return the output `[T, D]` of transformers' decoder layer `module`, or of a mixer of it, for inputs `[T, D]`."""
+    known = inspect.signature(module.forward).parameters
+    given: dict[str, Any] = {"attention_mask": None, "position_ids": None, "position_embeddings": None}
+    given |= {"past_key_values": state, "cache_params": state}
+    x = hidden.view(1 if state is None else state.sequences, -1, hidden.shape[-1])
+    out = module(x, **{name: value for name, value in given.items() if name in known})
+    if state is not None:
+        state.finish(layer, x.shape[1])
+    found: torch.Tensor = (out[0] if isinstance(out, tuple) else out).view_as(hidden)
+    return found
+
+
+def state_shapes(name: str, layers: Sequence[nn.Module], at: Sequence[int]) -> tuple[StateShape, ...]:
+    """Return the states that decoder layers keep per sequence. Those with indices `at` have attention.
+
+    Args:
+        name: Name of the model's class, for errors.
+
+    Raises:
+        ModelError: No layer has attention, or layers keep state of an unknown kind.
+    """
+    mixers = {i: mixer for i, layer in enumerate(layers) if (mixer := _recurrent_mixer(layer)) is not None}
+    kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
+    recurrent = f"{len(mixers)} of the {len(layers)} layers of {name} are recurrent ({kinds})"
+    if attention_of(layers[at[0]]) is None:
+        why = f"; {recurrent}" if mixers else ""
+        raise ModelError(f"none of the {len(layers)} layers of {name} has an attention module{why}", reason="modules")
+    found = []
+    for i, mixer in mixers.items():
+        shape = _shape_of(mixer)
+        if shape is None:
+            raise ModelError(f"{recurrent}, which is a kind that is not supported", reason="recurrent")
+        found.append(StateShape(i, sum(own <= i for own in at) - 1, *shape))
+    return tuple(found)
+
+
+def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
+    """Return the shapes of a mixer's convolution state and recurrent state, or None if its kind is unknown."""
+    conv, kernel = _convolution(mixer), getattr(mixer, "conv_kernel_size", None)
+    if conv is None or kernel is None:
+        return None
+    shape = conv.in_channels, int(kernel)
+    if all(hasattr(mixer, name) for name in ("num_v_heads", "head_k_dim", "head_v_dim")):  # gated delta rule
+        return shape, (mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim)
+    if all(hasattr(mixer, name) for name in ("num_heads", "head_dim", "ssm_state_size")):  # Mamba-2
+        return shape, (mixer.num_heads, mixer.head_dim, mixer.ssm_state_size)
+    if any(hasattr(mixer, name) for name in ("A_log", "dt_bias", "ssm_state_size")):
+        return None
+    return shape, ()  # a short convolution
+
+
+def _recurrent_mixer(layer: nn.Module) -> nn.Module | None:
+    """Return the module of a decoder layer that has a causal convolution, as all recurrent layers do, or None."""
+    return next((module for module in layer.modules() if _convolution(module) is not None), None)
+
+
+def _convolution(module: nn.Module) -> nn.Conv1d | None:
+    found = (getattr(module, name, None) for name in ("conv1d", "conv", "conv_1d", "q_conv1d"))
+    return next((conv for conv in found if isinstance(conv, nn.Conv1d)), None)

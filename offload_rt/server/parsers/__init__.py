@@ -1,0 +1,105 @@
+"""Streaming parsers for reasoning and tool calls, and their selection by model and request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..options import ReasoningParser, ToolParser
+from .deepseek import DeepSeek
+from .harmony import Harmony
+from .hermes import Hermes
+from .json_calls import FencedJson, LlamaJson
+from .mistral import Mistral
+from .pieces import (
+    Arguments,
+    Content,
+    FirstCall,
+    Parser,
+    Piece,
+    Pipeline,
+    Plain,
+    Reasoning,
+    ToolCall,
+    Tools,
+    joined,
+    text_of,
+)
+from .pythonic import Pythonic
+from .scanner import Scanner
+from .think import THINK_END, Think, ends_within_thinking
+from .xml_calls import Glm, QwenCoder
+
+__all__ = [
+    "TOOL_PARSERS",
+    "Arguments",
+    "Content",
+    "FirstCall",
+    "Parser",
+    "Piece",
+    "Plain",
+    "Reasoning",
+    "ToolCall",
+    "Tools",
+    "answer_parser",
+    "ends_within_thinking",
+    "joined",
+    "needs_special_tokens",
+    "reasoning_parser",
+    "text_of",
+    "tool_parser",
+]
+
+TOOL_PARSERS: Mapping[str, type[Scanner]] = {
+    "harmony": Harmony,
+    "deepseek": DeepSeek,
+    "mistral": Mistral,
+    "glm": Glm,
+    "qwen3_coder": QwenCoder,
+    "hermes": Hermes,
+    "pythonic": Pythonic,
+    "llama3_json": LlamaJson,
+    "json": FencedJson,
+}
+"""Tool parsers by name. "auto" chooses the first one whose marks are in the chat template, else "json"."""
+
+
+def tool_parser(configured: ToolParser, template: str) -> ToolParser:
+    """Return the configured tool parser. "auto" chooses one by the tags in the chat template."""
+    if configured != "auto":
+        return configured
+    for name, kind in TOOL_PARSERS.items():
+        if any(all(mark in template for mark in marks) for marks in kind.marks):
+            return name  # type: ignore[return-value]
+    return "json"
+
+
+def reasoning_parser(configured: ReasoningParser, template: str) -> ReasoningParser:
+    """Return the configured reasoning parser. "auto" chooses one by the tags in the chat template."""
+    if configured != "auto":
+        return configured
+    if tool_parser("auto", template) == "harmony":
+        return "harmony"
+    return "think" if THINK_END in template else "none"
+
+
+def needs_special_tokens(tools: ToolParser, reasoning: ReasoningParser, *, offered: bool) -> bool:
+    """Return whether the tags of a response are special tokens. `offered`: whether it may call tools."""
+    calls = offered and tools != "none" and TOOL_PARSERS[tools].special
+    return calls or reasoning == "harmony"
+
+
+def answer_parser(
+    tools: ToolParser, reasoning: ReasoningParser, offered: Tools | None, *, thinking: bool = False
+) -> Parser:
+    """Return a parser that extracts reasoning first and tool calls from the remaining text.
+
+    Args:
+        tools: Format of tool calls.
+        reasoning: Format of reasoning.
+        offered: Tools that may be called. None disables tool calls.
+        thinking: Whether the prompt ends inside a reasoning section.
+    """
+    if reasoning == "harmony":  # its channels contain both
+        return Harmony(offered or {})
+    calls: Parser = Plain() if offered is None or tools == "none" else TOOL_PARSERS[tools](offered)
+    return Pipeline(Think(inside=thinking), calls) if reasoning == "think" else calls

@@ -1,0 +1,314 @@
+"""Base class of tool parsers: a generator that reads the text of a response and waits for more."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator
+from typing import Any, ClassVar, TypeVar
+
+from .pieces import Arguments, Content, Piece, ToolCall, Tools, partial_tag
+
+T = TypeVar("T")
+Scan = Generator[None, None, T]
+"""A part of a parser. It yields when it needs more text, and returns its result."""
+
+WHITESPACE = " \t\n\r\f\v"
+
+_WORD = re.compile(r"[\w.-]*")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_CLOSING = {"{": "}", "[": "]", "(": ")"}
+
+
+class Brackets:
+    """Find the closing bracket of a text that begins with a bracket and arrives in parts.
+
+    Brackets within strings do not count. `done` is set at the closing bracket, `failed` at a wrong one.
+
+    Args:
+        quotes: Characters that begin and end a string.
+    """
+
+    def __init__(self, quotes: str = '"') -> None:
+        self._outside = re.compile(rf"[\[\](){{}}<{quotes}]")
+        self._quotes, self._quote = quotes, ""
+        self._open: list[str] = []
+        self._escaped = False
+        self.done = self.failed = False
+
+    def feed(self, text: str) -> int:
+        """Read text and return how many of its characters belong to the bracketed text."""
+        at = 0
+        while at < len(text) and not (self.done or self.failed):
+            if self._escaped:
+                self._escaped, at = False, at + 1
+            elif self._quote:
+                end = re.compile(rf"[\\{self._quote}]").search(text, at)
+                if end is None:
+                    return len(text)
+                self._escaped, at = end[0] == "\\", end.end()
+                self._quote = self._quote if self._escaped else ""
+            else:
+                found = self._outside.search(text, at)
+                if found is None:
+                    return len(text)
+                at = found.end() if self._take(found[0]) else found.start()
+        return at
+
+    def _take(self, character: str) -> bool:
+        """Read a bracket or quote. Return whether it belongs to the text."""
+        if character in self._quotes:
+            self._quote = character
+        elif character in _CLOSING:
+            self._open.append(_CLOSING[character])
+        elif self._open and self._open[-1] == character:
+            self._open.pop()
+            self.done = not self._open
+        else:  # a wrong bracket, or "<", which begins a tag
+            self.failed = True
+        return not self.failed
+
+
+class Scanner:
+    """Parser of a tool format. Subclasses implement `parse` with the methods below.
+
+    A method never decides by missing text: it waits until more text, or the end of the response, decides. The pieces
+    therefore do not depend on how the text is split. Once the name of an offered tool and the start of its arguments
+    have arrived, the call is returned and its arguments are streamed. Anything else stays content. Whitespace next to
+    calls is dropped.
+    """
+
+    marks: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """A chat template with all texts of one of these tuples has this format."""
+    special: ClassVar[bool] = False
+    """Whether the tags are special tokens, which are normally not part of the text."""
+
+    def __init__(self, tools: Tools) -> None:
+        self.tools = tools
+        self._text, self._at, self._ended = "", 0, False
+        self._mark = 0  # start of the last opening tag
+        self._space = ""  # whitespace before it
+        self._called = False  # the last piece was a call: drop the whitespace that follows
+        self._found: list[Piece] = []
+        self._running = self.parse()
+
+    def parse(self) -> Scan[None]:
+        """Read the whole response."""
+        raise NotImplementedError
+
+    def push(self, text: str) -> list[Piece]:
+        self._text += text
+        return self._resume()
+
+    def finish(self) -> list[Piece]:
+        self._ended = True
+        return self._resume()
+
+    def _resume(self) -> list[Piece]:
+        next(self._running, None)
+        found, self._found = self._found, []
+        return found
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def more(self) -> Scan[bool]:
+        """Wait for more text. Return False at the end of the response."""
+        size = len(self._text)
+        while len(self._text) == size and not self._ended:
+            yield
+        return len(self._text) > size
+
+    def peek(self) -> Scan[str]:
+        """Skip whitespace and return the next character, or "" at the end."""
+        while True:
+            rest = self._text[self._at :].lstrip(WHITESPACE)
+            if rest:
+                self._at = len(self._text) - len(rest)
+                return rest[0]
+            self._at = len(self._text)
+            if not (yield from self.more()):
+                return ""
+
+    def take(self, *tags: str) -> Scan[str]:
+        """Skip whitespace, and return the tag that follows, or "". No tag may be the start of another one."""
+        yield from self.peek()
+        longest = max(map(len, tags))
+        while True:
+            rest = self._text[self._at : self._at + longest]
+            for tag in tags:
+                if rest.startswith(tag):
+                    self._at += len(tag)
+                    return tag
+            if not any(tag.startswith(rest) for tag in tags) or not (yield from self.more()):
+                return ""
+
+    def word(self) -> Scan[str]:
+        """Skip whitespace, and return the letters, digits and `_.-` that follow."""
+        yield from self.peek()
+        while True:
+            found = _WORD.match(self._text, self._at)
+            assert found is not None
+            if found.end() < len(self._text) or not (yield from self.more()):
+                self._at = found.end()
+                return found[0]
+
+    def string(self) -> Scan[str | None]:
+        """Skip whitespace, and return the JSON string that follows, or None if there is none."""
+        if (yield from self.peek()) != '"':
+            return None
+        while (found := _STRING.match(self._text, self._at)) is None:
+            if not (yield from self.more()):
+                return None
+        self._at = found.end()
+        value = _json(found[0])
+        return value if isinstance(value, str) else None
+
+    def until(self, *tags: str) -> Scan[tuple[str, str]]:
+        """Return the text before the next tag, and the tag. The tag is "" at the end."""
+        parts: list[str] = []
+        tag, _ = yield from self.stream(parts.append, *tags)
+        return "".join(parts), tag
+
+    def stream(self, emit: Callable[[str], None], *tags: str, held: str = "") -> Scan[tuple[str, str]]:
+        """Pass the text before the next tag to `emit` as it arrives.
+
+        Args:
+            emit: Receives the text.
+            tags: Any of them ends the text.
+            held: These characters at the end of the text are not emitted.
+
+        Returns:
+            The tag ("" at the end of the response), and the characters at the end that were not emitted.
+        """
+        while True:
+            rest = self._text[self._at :]
+            found = [(at, tag) for tag in tags if (at := rest.find(tag)) >= 0]
+            keep = 0 if self._ended else max(partial_tag(rest, tag) for tag in tags)
+            end, tag = min(found) if found else (len(rest) - keep, "")
+            shown = rest[:end].rstrip(held) if held else rest[:end]
+            if shown:
+                emit(shown)
+            if tag or self._ended:
+                self._at += end + len(tag)
+                return tag, rest[len(shown) : end]
+            self._at += len(shown)
+            yield from self.more()
+
+    def brackets(self, emit: Callable[[str], None], span: Brackets | None = None) -> Scan[bool]:
+        """Pass the bracketed text that follows to `emit` as it arrives. Return whether it is complete."""
+        span = span or Brackets()
+        while True:
+            count = span.feed(self._text[self._at :])
+            if count:
+                emit(self._text[self._at : self._at + count])
+            self._at += count
+            if span.done or span.failed or not (yield from self.more()):
+                return span.done
+
+    # ------------------------------------------------------------------------------------------------------- content
+
+    def content(self, *tags: str) -> Scan[str]:
+        """Return the content before the next tag as pieces. Return the tag, or "" at the end of the response."""
+        tag, self._space = yield from self.stream(self._show, *tags, held=WHITESPACE)
+        self._mark = self._at
+        if not tag and not self._called:
+            self._show(self._space)
+        return tag
+
+    def give_up(self, tag: str) -> None:
+        """Return the tag that `content` has found as content, and continue after it."""
+        self._show(self._space + tag)
+        self._at = self._mark
+
+    def _show(self, text: str) -> None:
+        text = text.lstrip(WHITESPACE) if self._called else text
+        if text:
+            self._called = False
+            self._found.append(Content(text))
+
+    # --------------------------------------------------------------------------------------------------------- calls
+
+    def emit_call(self, name: str, arguments: str = "") -> None:
+        self._found.append(ToolCall(name, arguments))
+        self._called = True
+
+    def emit_arguments(self, text: str) -> None:
+        self._found.append(Arguments(text))
+
+    def call(self, name: str) -> Scan[None]:
+        """Return a call whose arguments are the JSON object that follows."""
+        self.emit_call(name)
+        yield from self.brackets(self.emit_arguments)
+
+    def json_call(self) -> Scan[bool]:
+        """Read `{"name": …, "arguments": {…}}`. Return whether it is a call of an offered tool. If not, do not advance.
+
+        If the keys have another order, the call is returned when it is complete.
+        """
+        if (yield from self.peek()) != "{":
+            return False
+        start = self._at
+        if name := (yield from self._json_head()):
+            yield from self.call(name)
+            if (yield from self.take("}", ",")) == ",":  # more keys, such as an id
+                outer = Brackets()
+                outer.feed("{")
+                yield from self.brackets(lambda text: None, outer)
+            return True
+        self._at, parts = start, list[str]()
+        complete = yield from self.brackets(parts.append)
+        found = _described_call(_json("".join(parts)), self.tools) if complete else None
+        if found is None:
+            self._at = start
+            return False
+        self.emit_call(found.name, found.arguments)
+        return True
+
+    def _json_head(self) -> Scan[str]:
+        """Read `{"name": NAME, "arguments": ` and return the name, or "" if something else follows."""
+        yield from self.take("{")
+        if (yield from self.string()) != "name" or not (yield from self.take(":")):
+            return ""
+        name = yield from self.string()
+        if name not in self.tools or not (yield from self.take(",")):
+            return ""
+        if (yield from self.string()) not in ("arguments", "parameters") or not (yield from self.take(":")):
+            return ""
+        return str(name) if (yield from self.peek()) == "{" else ""
+
+    def json_calls(self) -> Scan[bool]:
+        """Read a list of calls, or calls separated by semicolons, commas or whitespace. Return whether there is one."""
+        start = self._at
+        listed = yield from self.take("[")
+        if not (yield from self.json_call()):
+            self._at = start
+            return False
+        more = True
+        while more:
+            after = self._at
+            yield from self.take(";", ",")
+            more = yield from self.json_call()
+            if not more:
+                self._at = after
+        if listed:
+            yield from self.take("]")
+        return True
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _described_call(value: Any, tools: Tools) -> ToolCall | None:
+    """Return the call that a JSON value describes, or None if it is not a call of an offered tool."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in tools:
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _json(arguments)
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))

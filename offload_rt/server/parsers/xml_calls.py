@@ -1,0 +1,109 @@
+"""Tool calls in XML: Qwen3-Coder and GLM. Each parameter is one element."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .hermes import CALL, CALL_END
+from .pieces import Tools
+from .scanner import WHITESPACE, Scan, Scanner
+
+
+class XmlCalls(Scanner):
+    """Convert parameters to JSON. A string is streamed, any other value is returned when it is complete."""
+
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
+        self._count = 0
+
+    def begin(self, name: str) -> None:
+        self._count = 0
+        self.emit_call(name, "{")
+
+    def parameter(self, tool: str, name: str, end: str, *, strip: bool) -> Scan[None]:
+        """Read the value of a parameter.
+
+        Args:
+            tool: Name of the tool.
+            name: Name of the parameter.
+            end: Tag after the value.
+            strip: Whether one newline on each side of the value belongs to the format.
+        """
+        self.emit_arguments((", " if self._count else "") + json.dumps(name, ensure_ascii=False) + ": ")
+        self._count += 1
+        if strip and (len(self._text) > self._at or (yield from self.more())) and self._text[self._at] == "\n":
+            self._at += 1
+        properties = self.tools[tool].get("properties")
+        schema = properties.get(name) if isinstance(properties, dict) else None
+        kind = schema.get("type") if isinstance(schema, dict) else None
+        if kind == "string":
+            self.emit_arguments('"')
+            _, rest = yield from self.stream(lambda text: self.emit_arguments(_escaped(text)), end, held="\n" * strip)
+            self.emit_arguments(_escaped(rest[strip:]) + '"')
+        else:
+            text, _ = yield from self.until(end)
+            self.emit_arguments(_value(text, kind))
+
+    def end(self) -> None:
+        self.emit_arguments("}")
+
+
+class QwenCoder(XmlCalls):
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`."""
+
+    marks = (("<function=", "<parameter="),)
+
+    def parse(self) -> Scan[None]:
+        while tag := (yield from self.content(CALL, "<function=")):
+            begun = tag != CALL or (yield from self.take("<function="))
+            if not begun or not (yield from self._call()):
+                self.give_up(tag)
+
+    def _call(self) -> Scan[bool]:
+        name, closed = yield from self.until(">", "<", "\n")
+        if name not in self.tools or closed != ">":
+            return False
+        self.begin(name)
+        while (yield from self.take("<parameter=")):
+            key, _ = yield from self.until(">")
+            yield from self.parameter(name, key, "</parameter>", strip=True)
+        self.end()
+        yield from self.take("</function>")
+        yield from self.take(CALL_END)
+        return True
+
+
+class Glm(XmlCalls):
+    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>`."""
+
+    marks = (("<arg_key>",),)
+
+    def parse(self) -> Scan[None]:
+        while tag := (yield from self.content(CALL)):
+            name = yield from self.word()
+            begun = yield from self.take("<arg_key>", CALL_END)
+            if name not in self.tools or not begun:
+                self.give_up(tag)
+                continue
+            self.begin(name)
+            while begun == "<arg_key>":
+                key, _ = yield from self.until("</arg_key>")
+                yield from self.take("<arg_value>")
+                yield from self.parameter(name, key, "</arg_value>", strip=False)
+                begun = yield from self.take("<arg_key>", CALL_END)
+            self.end()
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _value(text: str, kind: Any) -> str:
+    """Return the JSON of a value that is not declared as a string. Text that is not JSON becomes a string."""
+    text = text.strip(WHITESPACE)
+    named = {"True": "true", "False": "false", "None": "null"}
+    try:
+        return json.dumps(json.loads(named.get(text, text)), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)

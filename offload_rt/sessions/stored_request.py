@@ -1,0 +1,172 @@
+"""A request whose KV is loaded from a session store and saved to it, layer by layer, overlapped with the prefill."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from ..core import BLOCK_SIZE, Prompt
+from ..engine.request import SampledRequest, StartAgainError
+from ..engine.runner import Runner
+from ..model_runner.prefill import Prefill
+from ..model_runner.trace import Recorder, Trace
+from ..outputs import TokenOutput
+from ..sampling_params import SamplingParams
+from ..storage.loader import DamagedBlockError
+from ..storage.saver import Saving
+from .host_tier import HostTier
+from .session_kv import SessionKV
+
+T = TypeVar("T")
+
+
+class StoredRequest(SampledRequest):
+    """A request whose KV is loaded from a session store and saved to it during the prefill.
+
+    The prompt is prefilled in segments of a few seconds (`SessionContext.segment_stop`). The KV of complete segments is
+    kept in the prefix tree and in the store if the request ends during the prefill.
+    """
+
+    def __init__(
+        self, kv: SessionKV, host: HostTier, prompt: Prompt, params: SamplingParams, recorder: Recorder | None
+    ) -> None:
+        """Create a request.
+
+        Args:
+            kv: KV cache of the session or prompt.
+            host: Host tier of the store.
+            prompt: Prompt, including the reused tokens.
+            params: Sampling parameters.
+            recorder: Trace recorder of the request, if any.
+        """
+        model = kv.runner.model
+        super().__init__(prompt, params, model.tokenizer, model.eos_token_ids, recorder=recorder)
+        self.kv, self._host = kv, host
+        self._prefill: Prefill | None = None
+        self._saving: Saving | None = None
+        self._start = self._stop = 0
+        self._seconds = 0.0
+        self._known = 0, 0
+
+    @abstractmethod
+    def _after_reclaim(self, action: Callable[[], T]) -> T:
+        """Call `action`, and evict idle KV while it raises PoolFullError."""
+
+    @abstractmethod
+    def _save_decoded(self, stop: int) -> None:
+        """Enqueue the block that decoding has filled up to token `stop` for writing."""
+
+    def _begin_prefill(self, runner: Runner, stop: int, *, in_memory: bool, diverged_at: int | None) -> Prefill:
+        """Begin the prefill of `sequence` up to token `stop`.
+
+        Args:
+            runner: Runner of the sequence.
+            stop: Number of tokens to prefill.
+            in_memory: Whether the KV was in host memory before, so that nothing is loaded.
+            diverged_at: See `Stats`.
+        """
+        sequence = self.sequence
+        assert sequence is not None
+        position = sequence.position
+        self._start, self._stop = position, stop
+        self._known = position, 0 if in_memory else min(position, self.kv.loaded_tokens)
+        self._count_on(sequence)
+        sequence.trace.diverged_at = diverged_at
+        self._seconds = sequence.trace.prefill_seconds
+        return self._begin_segment(runner)
+
+    def _begin_segment(self, runner: Runner) -> Prefill:
+        kv, sequence = self.kv, self.sequence
+        assert sequence is not None
+        stop = self._segment_stop(sequence.position)
+        # The prefill allocates slots in sliding layers, which may require evicting idle sessions.
+        self._prefill = self._after_reclaim(
+            lambda: runner.begin_prefill(
+                sequence, stop, want_logits=stop == self._stop, before_layer=self._wait, after_layer=self._layer_done
+            )
+        )
+        self._saving = kv.context.saver.begin(sequence.blocks, kv.fresh(kv.stored(stop // BLOCK_SIZE * BLOCK_SIZE)))
+        return self._prefill
+
+    def _segment_stop(self, start: int) -> int:
+        """Return the end of the segment that begins at token `start`."""
+        return self.kv.context.segment_stop(start, self._stop)
+
+    def next_prefill(self, runner: Runner) -> Prefill | None:
+        assert self.sequence is not None
+        return None if self.sequence.position == self._stop else self._begin_segment(runner)
+
+    def layers_prefilled(self, prefill: Prefill) -> int:
+        layers, position = self.kv.runner.adapter.geometry.layers, prefill.sequence.position
+        done = (position - self._start) * layers + (prefill.stop - position) * prefill.layer
+        return done // (self._stop - self._start)
+
+    @property
+    def _prefilling(self) -> bool:
+        """Whether the prefill has begun and is not complete."""
+        return self._prefill is not None or (self.sequence is not None and self.sequence.position < self._stop)
+
+    @property
+    def _untouched(self) -> bool:
+        """Whether the prefill has begun and has not computed anything yet."""
+        begun = self.sequence is not None and self.sequence.position > self._start
+        return self._prefill is not None and self._prefill.untouched and not begun
+
+    def _wait(self, layer: int) -> None:
+        try:
+            self.kv.wait(layer)
+        except DamagedBlockError as damage:
+            raise StartAgainError from damage
+
+    def _layer_done(self, layer: int) -> None:
+        """Pass a computed layer to the saver. After the last layer of a segment, end loading."""
+        kv, context = self.kv, self.kv.context
+        if self._saving is not None:
+            context.saver.layer_done(self._saving, layer)
+        if layer < kv.runner.adapter.geometry.layers - 1:
+            return
+        assert self.sequence is not None and self._prefill is not None
+        kv.mark_enqueued(entry.block for entry in (self._saving.entries if self._saving is not None else ()))
+        kv.recheck()
+        if kv.loader is not None:
+            stalled = kv.end_loading()
+            kv.runner.reload(self.sequence)
+            self._host.stats.stall_seconds += stalled
+            self._seconds += stalled
+        self._saving = self._prefill = None
+        position = self.sequence.position
+        context.compute_rate = (self.sequence.trace.prefill_seconds - self._seconds) / (position - self._start)
+        if position == self._stop:
+            self._host.stats.count(self._computed_before, *self._known)
+
+    @property
+    def _computed_before(self) -> int:
+        """Number of tokens that earlier turns of the session computed."""
+        return 0
+
+    def reserve(self, runner: Runner) -> None:
+        """Allocate the slot of the next token, and evict idle KV if needed. Raise PoolFullError if that fails."""
+        sequence = self.sequence
+        assert sequence is not None
+        self._after_reclaim(lambda: runner.reserve(sequence))
+        self.kv.recheck()
+
+    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
+        """Sample the next token, and enqueue a block that decoding has filled for writing."""
+        assert self.sequence is not None
+        position, prompt = self.sequence.position, len(self.prompt.token_ids)
+        if position % BLOCK_SIZE == 0 and position > prompt:
+            self._save_decoded(position)
+        return super().accept(runner, logits)
+
+    def _count_arrived(self, trace: Trace) -> None:
+        if self.kv.loader is not None:
+            trace.reused_tokens -= self._known[0]
+
+    def _give_up_prefill(self) -> None:
+        if self._saving is not None:
+            self.kv.context.saver.abort(self._saving)
+        self._saving = self._prefill = None

@@ -1,0 +1,1 @@
+"""Write a long document that can be interrupted and resumed at any point."""

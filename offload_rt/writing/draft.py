@@ -1,0 +1,139 @@
+"""A document on disk before a model is loaded: its settings, checked against those that are given now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..sampling_params import SamplingParams
+from ..utils.texts import check_writable
+from .files import DocumentFolder, Settings, Written
+
+NAMES = {"chapter_tokens": "chapter length"}
+"""Names of settings in messages, if they differ from the fields'."""
+
+NOT_SUPPORTED = (
+    "n",
+    "num_beams",
+    "logprobs",
+    "prompt_logprobs",
+    "structured_outputs",
+    "logits_processors",
+    "min_tokens",
+)
+"""Sampling parameters that a document cannot have."""
+
+DEFAULT_CHAPTER_TOKENS = 1000
+
+
+class Draft:
+    """A new document, or one to continue.
+
+    Args:
+        path: Text file of the document. If it exists without a session folder, its text is the beginning.
+        folder: Folder of settings and KV; None is `path` with ".session" appended.
+        sampling: Sampling parameters given now. They must equal those that the document was begun with.
+        **given: Fields of `Settings` given now. Empty ones are taken from the document.
+
+    Raises:
+        InputError: The document was begun with other settings, or a file cannot be read or written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        folder: str | Path | None = None,
+        *,
+        sampling: Mapping[str, Any] | None = None,
+        **given: Any,
+    ) -> None:
+        self.path = Path(path).expanduser()
+        check_writable(str(self.path))
+        self.folder = DocumentFolder(self.path, None if folder is None else Path(folder).expanduser())
+        self.new = not self.folder.exists
+        self._given = {name: value for name, value in given.items() if value}
+        self.sampling = dict(sampling or {})
+        _check_supported(self.sampling)
+        self.settings = self._begun() if self.new else self._continued()
+        self.written = Written() if self.new else self.folder.written()
+
+    def _begun(self) -> Settings:
+        given = dict(self._given)
+        if self.path.exists() and self.path.stat().st_size:
+            if given.get("beginning"):
+                raise InputError(
+                    f"{str(self.path)!r} exists already and is continued: leave the beginning out, or choose another "
+                    "file"
+                )
+            given["beginning"] = read_verbatim(self.path)
+        given.setdefault("chapter_tokens", DEFAULT_CHAPTER_TOKENS)
+        if not any(given.get(name) for name in ("prompt", "beginning", "headings")):
+            raise InputError("there is nothing to begin with: give a prompt, a beginning or an outline")
+        return Settings(**given)
+
+    def _continued(self) -> Settings:
+        known = self.folder.settings()
+        for name, value in self._given.items():
+            before = getattr(known, name)
+            longer_outline = name == "headings" and tuple(value)[: len(before)] == before
+            if before != value and not longer_outline:
+                raise self._differs(NAMES.get(name, name), before, value)
+        for name, value in json.loads(json.dumps(self.sampling)).items():  # lists, as in the file
+            if name not in ("max_tokens", "seed") and value != known.sampling.get(name, _default(name)):
+                raise self._differs(name, known.sampling.get(name, _default(name)), value)
+        if self.sampling.get("seed") not in (None, known.sampling["seed"]):
+            raise self._differs("seed", known.sampling["seed"], self.sampling["seed"])
+        return replace(known, headings=tuple(self._given.get("headings", known.headings)))
+
+    def _differs(self, name: str, before: object, now: object) -> InputError:
+        return InputError(
+            f"{str(self.path)!r} was begun with {name} {before!r:.60}, not {now!r:.60}: leave it out to continue the "
+            f"document, choose another file, or delete the folder {str(self.folder.path)!r} to continue its text with "
+            "other settings"
+        )
+
+    def chapters(self, wanted: int = 0) -> int:
+        """Return the number of chapters to write: `wanted`, or as many as there are headings or chapters."""
+        return wanted or max(len(self.settings.headings), len(self.written.chapters))
+
+    def complete(self, max_tokens: int, chapters: int = 0) -> bool:
+        """Whether the document was complete when it was saved, so that no model needs to be loaded."""
+        total = self.chapters(chapters)
+        enough = len(self.written.chapters) >= total if total else self.written.new_tokens >= max_tokens
+        return bool(self.written.complete) and (enough or (not total and self.written.complete == "stop"))
+
+    def params(self) -> SamplingParams:
+        """Return the sampling parameters of a document that was begun before."""
+        return SamplingParams(**self.settings.sampling)
+
+
+def saved_sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
+    """Return the fields of sampling parameters that differ from the defaults, and the seed."""
+    values = asdict(params) | {"max_tokens": _default("max_tokens")}
+    found = {name: value for name, value in values.items() if value != _default(name)}
+    _check_supported(found)
+    return found | {"seed": seed}
+
+
+def _check_supported(sampling: Mapping[str, Any]) -> None:
+    for name in NOT_SUPPORTED:
+        if name in sampling:
+            raise InputError(f"{name} is not supported for documents: leave it out")
+
+
+def _default(name: str) -> Any:
+    return getattr(SamplingParams(), name)
+
+
+def read_verbatim(path: Path) -> str:
+    """Return the text of a file without converting line ends. Raise InputError."""
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise InputError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{str(path)!r} is not text in UTF-8: byte {error.start} is not valid") from error

@@ -1,0 +1,223 @@
+"""Files of a long document: its text, its settings, and its tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..sampling_params import SamplingParams
+from ..utils.private_files import make_private_folder, open_private
+from ..utils.small_files import read_json, read_small
+
+FORMAT = 1
+
+
+def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
+    """Write a file atomically. If the process or the machine stops, the file has its old or its new content."""
+    temporary = path.with_name(f"{path.name}.part")
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        handle = open_private(temporary, flags) if private else os.open(temporary, flags, 0o666)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from error
+
+
+class TextFile:
+    """The text of a document on disk. It grows by whole pieces, each written by one call.
+
+    After a restart the file may be behind the saved tokens, or ahead of them by what was not saved. `restore` makes it
+    equal to the saved text or longer. Pieces that are in the file already are compared, not written again.
+    """
+
+    def __init__(self, path: Path, session: Path) -> None:
+        """`session`: Folder of the document's session, for messages."""
+        self.path, self._session = path, session
+        self._ahead = b""
+        self._handle: int | None = None
+
+    def restore(self, saved: str) -> None:
+        """Open the file, which must contain the text `saved` or the beginning of it.
+
+        Raises:
+            InputError: The file was edited, or cannot be read or written.
+        """
+        expected = saved.encode()
+        try:
+            found = read_small(self.path) if self.path.exists() else b""
+        except OSError as error:
+            raise InputError(f"cannot read {str(self.path)!r}: {error.strerror}") from error
+        if not (found.startswith(expected) or expected.startswith(found)):
+            raise InputError(
+                f"{str(self.path)!r} was edited after it was written: to continue it as it is now, delete the folder "
+                f"{str(self._session)!r}; the text is then read again"
+            )
+        if len(found) < len(expected):
+            replace_file(self.path, expected, private=False)
+        self._ahead = found[len(expected) :]
+        self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        os.lseek(self._handle, len(expected), os.SEEK_SET)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the file still contains text that was not compared."""
+        return bool(self._ahead)
+
+    def append(self, text: str) -> None:
+        """Append a piece of text, or compare it with what the file contains there."""
+        data = text.encode()
+        known = min(len(data), len(self._ahead))
+        if data[:known] != self._ahead[:known]:
+            self._replace_rest()
+            known = 0
+        self._ahead = self._ahead[known:]
+        assert self._handle is not None
+        os.lseek(self._handle, known, os.SEEK_CUR)
+        if known < len(data):
+            os.write(self._handle, data[known:])
+
+    def _replace_rest(self) -> None:
+        """Cut the file at the first difference, after copying it."""
+        assert self._handle is not None
+        copy = self.path.with_name(f"{self.path.name}.before")
+        replace_file(copy, self.path.read_bytes(), private=False)
+        os.ftruncate(self._handle, os.lseek(self._handle, 0, os.SEEK_CUR))
+        self._ahead = b""
+        warnings.warn(
+            f"the end of {str(self.path)!r} differs from what the model writes there: it was edited, or written on "
+            f"another machine. It is replaced; the old text is in {str(copy)!r}",
+            stacklevel=4,
+        )
+
+    def sync(self) -> None:
+        if self._handle is not None:
+            os.fsync(self._handle)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+        self._handle = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that determines a document's text, except the model's weights. Written once.
+
+    Attributes:
+        model: Name of the model, for messages.
+        fingerprint: Fingerprint of the model, its number format and its policy.
+        prompt: Instruction, which is not part of the text.
+        system: System message.
+        beginning: Text that the document begins with.
+        headings: Headings of the chapters (an outline).
+        chapter_tokens: Length of a chapter in tokens.
+        sampling: Fields of `SamplingParams` that differ from the defaults, with the seed.
+    """
+
+    model: str = ""
+    fingerprint: str = ""
+    prompt: str = ""
+    system: str = ""
+    beginning: str = ""
+    headings: tuple[str, ...] = ()
+    chapter_tokens: int = 0
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Written:
+    """Progress of a document.
+
+    Attributes:
+        tokens: All tokens so far: the context of the first turn, headings and new tokens.
+        given: Number of tokens that the model has not written: prompt and beginning.
+        chapters: Position in `tokens` of each heading's first token.
+        unread: Number of tokens of the beginning that the model has not read, because they are too many.
+        new_tokens: Tokens written so far, also those that are in the text file only.
+        complete: Why the document was complete when it was saved last, or "".
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    given: int = 0
+    chapters: list[int] = field(default_factory=list)
+    unread: int = 0
+    new_tokens: int = 0
+    complete: str = ""
+
+
+class DocumentFolder:
+    """The folder `NAME.session` beside a document `NAME`: settings, progress, and the session's KV cache."""
+
+    def __init__(self, document: Path, folder: Path | None = None) -> None:
+        self.document = document
+        self.path = document.with_name(f"{document.name}.session") if folder is None else folder
+        self.kv = self.path / "kv"
+
+    @property
+    def exists(self) -> bool:
+        return (self.path / "settings.json").exists()
+
+    def settings(self) -> Settings:
+        """Read the settings. Raise InputError if they are damaged."""
+        found: Settings = self._read("settings.json", Settings)
+        return found
+
+    def written(self) -> Written:
+        """Read the progress: nothing if there is none yet. Raise InputError if it is damaged."""
+        if not (self.path / "progress.json").exists():
+            return Written()
+        found: Written = self._read("progress.json", Written)
+        return found
+
+    def begin(self, settings: Settings) -> None:
+        try:
+            make_private_folder(self.path)
+        except OSError as error:
+            raise InputError(f"cannot create the folder {str(self.path)!r}: {error.strerror}") from error
+        self._write("settings.json", settings)
+
+    def save(self, written: Written) -> None:
+        self._write("progress.json", written)
+
+    def _write(self, name: str, value: Settings | Written) -> None:
+        replace_file(self.path / name, json.dumps({"format": FORMAT, **asdict(value)}).encode())
+
+    def _read(self, name: str, kind: Any) -> Any:
+        path = self.path / name
+        try:
+            content = read_json(path)
+            if content.pop("format") != FORMAT or set(content) != {one.name for one in fields(kind)}:
+                raise ValueError
+            found = kind(**content)
+            check_fields(found)
+        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{str(path)!r} is damaged or of another version: delete the folder {str(self.path)!r} to continue "
+                "the document from its text, which is then read again"
+            ) from error
+        return found
+
+
+def check_fields(value: Settings | Written) -> None:
+    """Raise ValueError if a field has another type than its default. Lists become tuples where the default is one."""
+    for one in fields(value):
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        found = getattr(value, one.name)
+        if isinstance(default, tuple):
+            found = tuple(found)
+            object.__setattr__(value, one.name, found)
+        parts = found if isinstance(found, (list, tuple)) else ()
+        kind = str if isinstance(default, tuple) else int
+        if type(found) is not type(default) or not all(type(part) is kind for part in parts):
+            raise ValueError(f"{one.name} has another type")
+    if isinstance(value, Settings):
+        SamplingParams(**value.sampling)

@@ -1,0 +1,428 @@
+"""Write a long document in turns of a session, each of which ends at a fixed place.
+
+The text after a turn depends on the stored session, the settings and the seed alone: the random numbers of a token
+depend on its absolute position, and turns end where the length of the session is a multiple of the block size, plus
+one. A turn that is interrupted is not kept. The next run repeats it and gives the same text, wherever the first run was
+stopped.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..core import BLOCK_SIZE
+from ..engine.detokenizer import TextStream
+from ..errors import InputError
+from ..llm import LLM
+from ..outputs import FinishReason, Stats
+from ..sampling_params import SamplingParams
+from ..sessions.session import Session
+from ..sessions.truncate import tokens_after
+from .draft import Draft, saved_sampling
+from .files import TextFile, Written
+
+SESSION = "document"
+
+LONGER_TURNS = 16_384
+"""Tokens per additional block of a turn. Its first token attends to the whole context exactly, which takes longer in
+long contexts."""
+
+SEPARATOR = "\n\n"
+
+RATE_TOKENS = 64
+"""Newest tokens from which the speed is measured."""
+
+
+@dataclass(frozen=True)
+class WritingProgress:
+    """Progress of a document, reported after each token.
+
+    Attributes:
+        new_tokens: Tokens written so far, also by earlier runs.
+        total_tokens: Tokens of the complete document.
+        chapter: Number of the current chapter; 0 if the document has none.
+        tokens_per_second: Speed of the newest tokens; 0 at first.
+        repeated: Whether the token is in the file already. An interrupted turn is repeated.
+        prefilled: Fraction of the layers that have read the context, before the first token.
+    """
+
+    new_tokens: int
+    total_tokens: int
+    chapter: int
+    tokens_per_second: float
+    repeated: bool
+    prefilled: float = 1.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the document is complete, or None at first."""
+        left = max(0, self.total_tokens - self.new_tokens)
+        return left / self.tokens_per_second if self.tokens_per_second else None
+
+
+@dataclass(frozen=True)
+class Document:
+    """Result of `write_document`.
+
+    Attributes:
+        path: File with the text.
+        new_tokens: Tokens written, also by earlier runs.
+        chapters: Number of chapters.
+        finish_reason: "length", "stop" (end of text or stop string), or "abort" (interrupted).
+        context_tokens: Tokens in the context at the end.
+        removed_tokens: Oldest tokens that were removed from the context, because it would have exceeded the model's
+            context length.
+        stats: Statistics of the last turn, if there was one.
+    """
+
+    path: Path
+    new_tokens: int
+    chapters: int
+    finish_reason: FinishReason
+    context_tokens: int
+    removed_tokens: int
+    stats: Stats | None = field(repr=False)
+
+
+def write_document(
+    llm: LLM,
+    path: str | Path,
+    prompt: str = "",
+    sampling_params: SamplingParams | None = None,
+    *,
+    max_tokens: int = 1000,
+    beginning: str = "",
+    outline: Sequence[str] = (),
+    chapters: int = 0,
+    chapter_tokens: int = 0,
+    system: str = "",
+    folder: str | Path | None = None,
+    on_progress: Callable[[WritingProgress], None] = lambda progress: None,
+) -> Document:
+    """Write a long document to a file, or continue one.
+
+    The text is written as it grows. The folder `path` + ".session" keeps the KV cache, so that a later call with the
+    same arguments continues without computing the text again. An interrupted document continues with the text that it
+    would have had without the interruption.
+
+    Args:
+        llm: The model.
+        path: Text file. If it exists without a session folder, its text is read and continued.
+        prompt: Instruction. It is rendered with the chat template if the model has one, else it precedes the text. It
+            is not part of the document.
+        sampling_params: None uses those of the document, or the model's defaults. A document keeps its seed.
+        max_tokens: Total number of new tokens, without chapters.
+        beginning: Text that a new document begins with.
+        outline: Headings of the chapters.
+        chapters: Number of chapters; 0 is the number of headings.
+        chapter_tokens: Length of a chapter; 0 is 1000. A chapter ends at the end of a KV block, so it is up to 64
+            tokens longer.
+        system: System message, for models with a chat template.
+        folder: Replaces the session folder.
+        on_progress: Called after each layer of the first prefill and after each token.
+
+    Raises:
+        InputError: The document was begun with other settings, or its text was edited.
+        ConfigError: The policy's KV cannot be restored.
+        StoreError: Another process writes the document, or the disk is full.
+        PoolFullError: The KV cache does not fit.
+    """
+    given = {} if sampling_params is None else saved_sampling(sampling_params, 0) | {"seed": sampling_params.seed}
+    draft = Draft(
+        path, folder, sampling=given, prompt=prompt, system=system, beginning=beginning,
+        headings=tuple(outline), chapter_tokens=chapter_tokens,
+    )  # fmt: skip
+    return write_draft(llm, draft, max_tokens=max_tokens, chapters=chapters, on_progress=on_progress)
+
+
+def write_draft(
+    llm: LLM,
+    draft: Draft,
+    *,
+    max_tokens: int,
+    chapters: int = 0,
+    on_progress: Callable[[WritingProgress], None] = lambda progress: None,
+) -> Document:
+    """Write a document whose settings were checked before the model was loaded. See `write_document`."""
+    fingerprint = _fingerprint(llm)
+    if draft.new:
+        params = llm.get_default_sampling_params(**draft.sampling)
+        seed = random.SystemRandom().getrandbits(32) if params.seed is None else params.seed
+        sampling = saved_sampling(params, seed)
+        draft.settings = replace(draft.settings, model=llm.name, fingerprint=fingerprint, sampling=sampling)
+    elif fingerprint != draft.settings.fingerprint:
+        raise InputError(
+            f"{str(draft.path)!r} was begun with {draft.settings.model} and another number format or policy than now, "
+            f"or with another model: use the same options, or delete the folder {str(draft.folder.path)!r} to continue "
+            "its text"
+        )
+    writer = _Writer(llm, draft, max_tokens, draft.chapters(chapters), on_progress)
+    with closing(writer), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=f"session '{SESSION}' would outgrow")  # see `Document.removed_tokens`
+        return writer.run()
+
+
+def _fingerprint(llm: LLM) -> str:
+    runner = llm.runner
+    return f"{runner.model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} {runner.provenance_key}"
+
+
+class _Writer:
+    """Write one document. `close` saves it."""
+
+    def __init__(
+        self, llm: LLM, draft: Draft, max_tokens: int, chapters: int, on_progress: Callable[[WritingProgress], None]
+    ) -> None:
+        self._llm, self._draft, self._settings = llm, draft, draft.settings
+        self._max_tokens, self._chapters, self._on_progress = max_tokens, chapters, on_progress
+        self._params = draft.params()
+        eos = frozenset() if self._params.ignore_eos else llm.runner.model.eos_token_ids
+        self._ends = eos.union(self._params.stop_token_ids)
+        self._positions = llm.geometry.max_positions
+        self._times: deque[float] = deque(maxlen=RATE_TOKENS)
+        self._unfinished: list[int] = []  # new tokens of the current turn
+        self._headings: dict[int, list[int]] = {}
+        draft.folder.begin(draft.settings)
+        self._session: Session = llm.session(SESSION, draft.folder.kv)
+        self._file = TextFile(draft.path, draft.folder.path)
+        try:
+            self._written = self._restored()
+        except BaseException:
+            self._session.close()
+            raise
+
+    def close(self) -> None:
+        """Save the progress and the session."""
+        try:
+            self._save()
+            self._file.close()
+        finally:
+            self._session.close()
+
+    def _save(self) -> None:
+        self._written.new_tokens = self._new_tokens
+        self._draft.folder.save(self._written)
+
+    def run(self) -> Document:
+        """Write until the document is complete."""
+        self._check_fits()
+        reason: FinishReason | None = None
+        while reason is None and (turn := self._next_turn()) is not None:
+            reason = self._turn(*turn)
+        if reason is None:
+            reason = "stop" if self._ended else "length"
+        if reason == "stop" and self._text.stopped is None:
+            self._file.append(self._text.flush())
+        self._written.complete = reason
+        history = self._session.history
+        return Document(
+            path=self._draft.path,
+            new_tokens=self._new_tokens,
+            chapters=len(self._written.chapters),
+            finish_reason=reason,
+            context_tokens=len(history.tokens) + len(self._unfinished),
+            removed_tokens=history.shift + self._written.unread,
+            stats=self._session.last_stats,
+        )
+
+    # ------------------------------------------------------------------------------------------------------ resuming
+
+    def _restored(self) -> Written:
+        """Return the progress that the stored session has, and restore the text file to it."""
+        written = self._draft.written
+        written.tokens = self._all_tokens(written.tokens)
+        written.chapters = [place for place in written.chapters if place < len(written.tokens)]
+        written.complete = ""
+        self._text = TextStream(self._llm.tokenizer, self._params.stop, prompt=written.tokens[: written.given])
+        text = "".join(self._push(token) for token in written.tokens[written.given :])
+        self._file.restore(self._settings.beginning + text)
+        return written
+
+    def _all_tokens(self, saved: list[int]) -> list[int]:
+        """Return all tokens of the document, of which the session may have lost the oldest by truncation.
+
+        The session and the progress are saved one after the other, so either may be a turn ahead of the other.
+        """
+        history = self._session.history
+        since = history.shift + history.sinks if history.shift else 0
+        common = min(len(saved), history.shift + len(history.tokens)) - 1  # the last one may have been replaced
+        tail = history.tokens[history.sinks :] if history.shift else history.tokens
+        if saved[since : max(since, common)] != tail[: max(0, common - since)]:
+            raise InputError(
+                f"the progress and the session in {str(self._draft.folder.path)!r} do not belong together: delete this "
+                "folder to continue the document from its text"
+            )
+        return [*saved[:since], *tail]
+
+    def _push(self, token: int) -> str:
+        return "" if token in self._ends else self._text.push(token)
+
+    # ------------------------------------------------------------------------------------------------------- progress
+
+    @property
+    def _new_tokens(self) -> int:
+        """Number of tokens written by the model."""
+        written = self._written
+        lengths = [len(self._heading(number)) for number in range(1, len(written.chapters) + 1)]
+        inside = zip(written.chapters, lengths, strict=True)  # without a heading that only the next turn adds
+        headings = sum(length for place, length in inside if place + length <= len(written.tokens))
+        return max(0, len(written.tokens) - written.given - headings) + len(self._unfinished)
+
+    @property
+    def _total_tokens(self) -> int:
+        return self._chapters * self._settings.chapter_tokens if self._chapters else self._max_tokens
+
+    @property
+    def _ended(self) -> bool:
+        """Whether the model has ended the text, or a stop string was found."""
+        tokens = self._written.tokens
+        return self._text.stopped is not None or (bool(tokens) and tokens[-1] in self._ends)
+
+    def _report(self, new_tokens: int, prefilled: float = 1.0) -> None:
+        rate = 0.0
+        if prefilled == 1.0:
+            self._times.append(time.monotonic())
+            if len(self._times) > 1:
+                rate = (len(self._times) - 1) / max(1e-9, self._times[-1] - self._times[0])
+        chapter = len(self._written.chapters)
+        self._on_progress(WritingProgress(new_tokens, self._total_tokens, chapter, rate, self._file.ahead, prefilled))
+
+    def _check_fits(self) -> None:
+        """Raise PoolFullError if the context would outgrow host memory before it reaches the model's length.
+
+        Raise ModelError if it would outgrow a model with absolute positions, whose context cannot be truncated.
+        """
+        length = len(self._written.tokens) or len(self._context())
+        longest = length + max(0, self._total_tokens - self._new_tokens) + BLOCK_SIZE
+        self._llm.runner.check_fits(longest if self._llm.geometry.absolute_positions else min(longest, self._positions))
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    def _next_turn(self) -> tuple[list[int], list[int]] | None:
+        """Return the tokens that the next turn begins with: known ones, and those of a new heading; None at the end.
+
+        The known tokens are the context, or the last token, which has no KV yet. An end-of-text token is left out. The
+        progress is saved before a turn that begins the document or a chapter.
+        """
+        written = self._written
+        heading: list[int] = []
+        if self._text.stopped is not None:
+            return None
+        if self._chapters and self._chapter_over():
+            if len(written.chapters) >= self._chapters:
+                return None
+            heading = self._heading(len(written.chapters) + 1)
+        elif not self._chapters and (self._ended or self._new_tokens >= self._max_tokens):
+            return None
+        if written.tokens:
+            kept = written.tokens[-1:] if written.tokens[-1] not in self._ends else []
+            place = len(written.tokens) - 1 + len(kept)
+        else:
+            kept = self._context()
+            place = written.given = len(kept)
+        if heading:
+            written.chapters.append(place)
+        if heading or not written.tokens:
+            self._save()
+        return kept, heading
+
+    def _chapter_over(self) -> bool:
+        written = self._written
+        if not written.chapters or self._ended:
+            return True
+        length = len(written.tokens) - written.chapters[-1] - len(self._heading(len(written.chapters)))
+        return length >= self._settings.chapter_tokens
+
+    def _turn(self, kept: list[int], heading: list[int]) -> FinishReason | None:
+        """Write one turn. Return the reason if the document is complete."""
+        written, new, added = self._written, self._new_tokens, [*kept, *heading]
+        before, replaced = written.tokens[:-1], int(bool(written.tokens))
+        self._file.append("".join(self._push(token) for token in heading))
+        params = replace(self._params, max_tokens=self._room(len(added), replaced), min_tokens=0, stop=())
+        layers = self._llm.geometry.layers
+
+        def on_prefill(done: int) -> None:
+            if new == 0:
+                self._report(0, min(0.99, done / layers))
+
+        reason: FinishReason | None = None
+        with closing(self._session.extend(added, params, replaced=replaced, on_prefill=on_prefill)) as events:
+            for event in events:
+                self._unfinished.append(event.token_id)
+                self._file.append(self._push(event.token_id))
+                self._report(new + len(self._unfinished))
+                if self._text.stopped is not None:
+                    reason = "stop"
+                elif not self._chapters and new + len(self._unfinished) >= self._max_tokens:
+                    reason = "length"
+                if event.finish_reason is not None:
+                    written.tokens, self._unfinished = [*before, *added, *self._unfinished], []
+                elif reason is not None:
+                    return reason
+        self._file.sync()
+        self._save()
+        return "stop" if reason == "length" and self._ended else reason
+
+    def _room(self, added: int, replaced: int) -> int:
+        """Return the number of new tokens of a turn, after which the session has n blocks and one token without KV."""
+        kv = self._session.kv
+        held = len(kv.history.tokens)
+        room = _to_boundary(held - replaced + added)
+        left = tokens_after(kv, added + room - replaced)
+        return room if left == held else _to_boundary(left - replaced + added)
+
+    # --------------------------------------------------------------------------------------------------------- tokens
+
+    def _heading(self, number: int) -> list[int]:
+        """Return the tokens of the heading of a chapter."""
+        if number not in self._headings:
+            outline = self._settings.headings
+            title = outline[number - 1] if number <= len(outline) else f"CHAPTER {number}"
+            first = number == 1 and not self._settings.beginning
+            text = f"{'' if first else SEPARATOR}{title}{SEPARATOR}"
+            self._headings[number] = self._llm.encode(text, special_tokens=first and not self._settings.prompt)
+        return self._headings[number]
+
+    def _context(self) -> list[int]:
+        """Return the tokens before the first heading or new token: prompt and beginning.
+
+        If they are longer than the model's context length, the oldest tokens of the beginning are left out.
+        """
+        llm, settings = self._llm, self._settings
+        prompt = self._prompt()
+        beginning = llm.encode(settings.beginning, special_tokens=not prompt) if settings.beginning else []
+        if len(prompt) + len(beginning) + 2 * BLOCK_SIZE > self._positions:
+            room = self._positions // 2 - len(prompt)
+            if room < 1 or not beginning:
+                raise InputError(
+                    f"the prompt has {len(prompt):,} tokens, and {llm.name} has {self._positions:,} positions: shorten "
+                    "the prompt"
+                )
+            self._written.unread = len(beginning) - room
+            beginning = beginning[-room:]
+        return [*prompt, *beginning]
+
+    def _prompt(self) -> list[int]:
+        """Return the tokens of the prompt, with the chat template if there is one."""
+        llm, settings = self._llm, self._settings
+        if not settings.prompt:
+            return []
+        if getattr(llm.tokenizer, "chat_template", None) is None:
+            return llm.encode(settings.prompt + SEPARATOR)
+        outline = "".join(f"\n- {title}" for title in settings.headings)
+        text = f"{settings.prompt}\n\nOutline:{outline}" if outline else settings.prompt
+        system = [{"role": "system", "content": settings.system}] if settings.system else []
+        return llm.chat_prompt([*system, {"role": "user", "content": text}])[1]
+
+
+def _to_boundary(length: int) -> int:
+    """Return how many tokens to add to `length`, so that all blocks but the last are full, and the last has one."""
+    more = BLOCK_SIZE * (length // LONGER_TURNS)
+    return ((1 - length) % BLOCK_SIZE or BLOCK_SIZE) + more

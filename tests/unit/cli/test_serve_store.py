@@ -1,0 +1,73 @@
+"""Test the store of `offload-rt serve`: the default one, a second server, and refusals before the port is bound."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_rt.cli import main
+from offload_rt.server import run
+
+FLAGS = ("--policy", "full", "--verify", "off", "--host-memory", "16MiB", "--port", "0")
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that returns the service of a `serve` command line."""
+    found: list[Any] = []
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setattr(run, "serve", lambda make_app, options, listener: found.append((make_app(), listener.close())))
+
+    def service(*flags: str) -> Any:
+        assert main(["serve", "reference", *FLAGS, *flags]) == 0
+        return found[-1][0].state.service
+
+    return service
+
+
+def test_stores_of_servers(serve: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Start servers with the default store, beside another one, without a store, and with a policy it cannot serve."""
+    caplog.set_level(logging.WARNING, "offload_rt.server")
+    first = serve()
+    assert first.remembers and (tmp_path / "offload-rt" / "store" / "lock").exists()
+    second = serve()
+    assert not second.remembers and "only read" in caplog.text
+    assert second._salt_key != first._salt_key
+    without = serve("--no-store")
+    assert not without.remembers and without.engine._sessions is None
+    asyncio.run(first.close())
+    again = serve("--store-limit", "1GiB")
+    assert again._salt_key == first._salt_key, "salted prompts are found after a restart"
+    assert again.engine._sessions.store.context.options.limit == 1 << 30
+    for service in (second, without, again):
+        asyncio.run(service.close())
+    other = serve("--eviction", "lru")
+    assert not other.remembers and "nothing is stored on disk" in caplog.text
+    asyncio.run(other.close())
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "message"),
+    [
+        ("reference", ("--no-store", "--store", "x"), "exclude each other"),
+        ("/nowhere/model", (), "does not exist"),
+        (".", (), "no config.json"),
+    ],
+)
+def test_refusals_before_the_port_is_bound(
+    model: str,
+    flags: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "bound", lambda options: pytest.fail("the port was bound"))
+    assert main(["serve", model, *flags]) == 2
+    assert message in capsys.readouterr().err

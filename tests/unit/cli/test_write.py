@@ -1,0 +1,226 @@
+"""Test long documents: an interrupted one gets the text of an uninterrupted one, and other settings are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import Cli
+from support.tiny_models import tiny_checkpoint
+
+from offload_rt import LLM, InputError, SamplingParams, write_document
+from offload_rt.cli.common import INTERRUPTED
+from offload_rt.errors import ModelError, PoolFullError
+from offload_rt.writing.files import TextFile
+from offload_rt.writing.writer import Document, WritingProgress
+
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=3)
+TOKENS = 150
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of 320 positions, so that documents outgrow it."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    return tiny_checkpoint(folder, "llama", head_dim=32, num_hidden_layers=2, max_position_embeddings=320)
+
+
+def write(
+    model: str, path: Path, stop_at: int | None = None, policy: str = "infinigen", **given: Any
+) -> Document | None:
+    """Write a document with a model that knows no earlier text. Ctrl-C comes after token `stop_at`."""
+
+    def on_progress(progress: WritingProgress) -> None:
+        if stop_at is not None and progress.new_tokens >= stop_at and progress.prefilled == 1:
+            raise KeyboardInterrupt
+
+    options = {"columns": "calibration"} if policy == "infinigen" else {}
+    llm = LLM(model, policy=policy, policy_options=options, host_memory="32MiB")
+    try:
+        return write_document(llm, path, on_progress=on_progress, **given)
+    except KeyboardInterrupt:
+        return None
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "beginning": {"max_tokens": TOKENS},
+    "chapters": {"chapters": 2, "chapter_tokens": 40, "prompt": "Write a novel.\n\n"},
+    "outline": {"outline": ["The Road", "The Ford"], "chapter_tokens": 40},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_interrupted_document_gets_the_text_of_an_uninterrupted_one(
+    case: str, tmp_path: Path, pages: Path, small: str
+) -> None:
+    """After Ctrl-C at any place, and with a truncated file or lost progress. Half of the cases outgrow the model."""
+    model = small if case in ("chapters", "beginning") else "reference"
+    given = CASES[case] | {"sampling_params": SAMPLED, "beginning": pages.read_text()[:600]}
+    whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
+    done = write(model, whole, **given)
+    assert done is not None and done.finish_reason == "length" and done.new_tokens >= 80
+    assert (done.removed_tokens > 0) == (model == small)
+    text = whole.read_text()
+    assert text.startswith(given["beginning"]) and len(text) > 700
+    for place, stop_at in enumerate((1, 40, 66, 90)):
+        assert write(model, parts, stop_at, **given) is None
+        assert text.startswith(parts.read_text()), "a complete prefix"
+        if place == 1:
+            parts.write_bytes(parts.read_bytes()[:-9])
+        if place == 2:
+            progress = tmp_path / "parts.txt.session" / "progress.json"
+            saved = json.loads(progress.read_text())
+            progress.write_text(json.dumps(saved | {"tokens": saved["tokens"][:-30]}))  # as if killed before it
+    rest = {name: given[name] for name in given if name in ("max_tokens", "chapters", "policy")}
+    resumed = write(model, parts, **rest)
+    assert resumed is not None and parts.read_text() == text
+    assert replace(resumed, path=whole, stats=done.stats) == done
+    for number, title in enumerate(given.get("outline", ())):
+        assert text.count(f"\n\n{title}\n\n") == 1, number
+
+
+def test_a_longer_document_is_that_of_one_run(tmp_path: Path) -> None:
+    """The end of a document that is complete is no place where a turn ends."""
+    whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
+    given = {"beginning": "It was a dark night", "sampling_params": SAMPLED}
+    write("reference", whole, max_tokens=100, **given)
+    for count in (30, 70, 100):
+        write("reference", parts, max_tokens=count, **given)
+    assert parts.read_text() == whole.read_text()
+
+
+def test_chapters_that_the_model_ends(tmp_path: Path) -> None:
+    """An end token or the chapter's length ends a chapter; it is not part of the text."""
+    whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
+    given: dict[str, Any] = {"chapters": 3, "chapter_tokens": 100, "beginning": "It was a dark night"}
+    write("reference", tmp_path / "free.txt", sampling_params=SAMPLED, **given)
+    saved = json.loads((tmp_path / "free.txt.session" / "progress.json").read_text())
+    end = saved["tokens"][saved["chapters"][0] + 30]
+    given["sampling_params"] = SamplingParams(temperature=0.8, top_p=0.95, seed=3, stop_token_ids=[end])
+    done = write("reference", whole, **given)
+    assert done is not None and done.chapters == 3 and done.new_tokens < 300
+    for stop_at in (5, 60):
+        write("reference", parts, stop_at, **given)
+    write("reference", parts, chapters=3)
+    assert parts.read_text() == whole.read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_process_loses_nothing(tmp_path: Path, cli: Cli) -> None:
+    """kill -9 while the model writes: the file holds a prefix, and the same command gives the text of one run."""
+    (tmp_path / "begin.txt").write_text("It was a dark night, and nobody was on the road.")
+    flags = ("--beginning", str(tmp_path / "begin.txt"), "--max-new-tokens", "200", "--seed", "5", "--policy", "full")
+    whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
+    assert cli("write", "reference", str(whole), *flags).code == 0
+    code = "import sys; from offload_rt.cli import main; sys.exit(main())"
+    command = (sys.executable, "-P", "-c", code, "write", "reference", str(parts), *flags)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not parts.exists() or parts.stat().st_size < 150:
+            assert process.poll() is None, "it ended before it could be killed"
+            time.sleep(0.002)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert whole.read_bytes().startswith(parts.read_bytes()) and parts.read_bytes() != whole.read_bytes()
+    run = cli("write", "reference", str(parts), *flags)
+    assert run.code == 0 and "200 new tokens" in run.err
+    assert parts.read_bytes() == whole.read_bytes()
+
+
+def test_ctrl_c_on_the_command_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    append, calls = TextFile.append, list[str]()
+
+    def interrupted(file: Any, text: str) -> None:
+        calls.append(text)
+        append(file, text)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TextFile, "append", interrupted)
+    flags = ("write", "reference", str(tmp_path / "novel.txt"), "It was", "--max-new-tokens", "30", "--policy", "full")
+    run = cli(*flags)
+    assert (run.code, run.out) == (INTERRUPTED, "") and "the same command continues" in run.err
+    assert "Traceback" not in run.err
+    monkeypatch.setattr(TextFile, "append", append)
+    assert cli(*flags, "--quiet").err == ""
+    again = cli(*flags)
+    assert again.code == 0 and "is complete: 30 new tokens" in again.err
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("begun")
+    write("reference", folder / "novel.txt", prompt="Write.", sampling_params=SAMPLED, max_tokens=5, policy="full")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("Other.",), ("was begun with prompt 'Write.'", "not 'Other.'")),
+        (("--seed", "4"), ("was begun with seed 3", "not 4")),
+        (("--temperature", "0.1"), ("was begun with temperature 0.8",)),
+        (("--chapter-tokens", "7"), ("was begun with chapter length 1000, not 7",)),
+        (("--chapters", "0"), ("--chapters 0 must be at least 1",)),
+        (("--chapters", "2", "--more", "5"), ("exclude each other",)),
+        (("--beginning", "none.txt"), ("none.txt", "No such file")),
+        (("Write.", "--prompt-file", "x"), ("either PROMPT or --prompt-file",)),
+    ],
+    ids=str,
+)
+def test_other_settings_are_refused_before_the_model_is_loaded(
+    flags: tuple[str, ...], words: tuple[str, ...], begun: Path, cli: Cli
+) -> None:
+    cli("write", "no-such-model", str(begun / "novel.txt"), *flags).fails_with(*words)
+
+
+def test_files_that_cannot_be_continued(begun: Path, tmp_path: Path, cli: Cli) -> None:
+    new = str(tmp_path / "new.txt")
+    cli("write", "reference", new).fails_with("nothing to begin with")
+    cli("write", "reference", str(tmp_path / "no" / "new.txt"), "It").fails_with("there is no folder")
+    shutil.copytree(begun, tmp_path / "copy")
+    novel = tmp_path / "copy" / "novel.txt"
+    more = ("write", "reference", str(novel), "--more", "5", "--policy", "full")
+    novel.write_text("X" + novel.read_text()[1:] + "more")
+    cli(*more[:4], "70", "--policy", "full")  # five tokens are no whole turn: they are written again
+    assert (novel.parent / "novel.txt.before").read_text().startswith("X")
+    novel.write_text("X" + novel.read_text()[1:])
+    run = cli(*more)
+    assert run.code == 2 and "was edited after it was written" in run.err and "novel.txt.session" in run.err
+    (novel.parent / "novel.txt.session" / "settings.json").write_text("{")
+    cli(*more).fails_with("damaged or of another version")
+    shutil.rmtree(novel.parent / "novel.txt.session")
+    before = novel.read_text()
+    assert cli(*more).code == 0
+    assert novel.read_text().startswith(before) and novel.read_text() != before
+    (tmp_path / "begin.txt").write_text("Once")
+    cli(
+        "write", "reference", str(begun / "novel.txt"), "--store", new, "--beginning", str(tmp_path / "begin.txt")
+    ).fails_with("exists already and is continued")
+
+
+def test_a_document_that_can_never_be_complete_is_refused_at_once(tmp_path: Path) -> None:
+    """Absolute positions cannot be truncated, and a KV cache that is too small is no use either."""
+    model = tiny_checkpoint(tmp_path / "opt", "opt")
+    with pytest.raises(ModelError, match="1024"):
+        write(model, tmp_path / "a.txt", policy="full", prompt="It was", max_tokens=2000)
+    llm = LLM("reference", policy="full", host_memory="4MiB")
+    with pytest.raises(PoolFullError, match="4 MiB"):
+        write_document(llm, tmp_path / "b.txt", "It was", max_tokens=3000)
+
+
+def test_another_policy_or_unsupported_parameters_are_refused(begun: Path, tmp_path: Path) -> None:
+    llm = LLM("reference", policy="infinigen", host_memory="32MiB")
+    with pytest.raises(InputError, match="another number format or policy"):
+        write_document(llm, begun / "novel.txt", max_tokens=9)
+    with pytest.raises(InputError, match="num_beams is not supported"):
+        write_document(llm, tmp_path / "a.txt", "It", SamplingParams(num_beams=2, temperature=0))

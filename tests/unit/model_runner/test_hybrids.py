@@ -1,0 +1,207 @@
+"""Test hybrid models in the engine: recurrent state through prefill chunks, batches, forks, preemption and streaming.
+
+`unit/models/test_architectures.py` compares every family with transformers, alone and in ragged batches.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import RECURRENT, RUNS, VOCAB, architecture
+from support.outputs import completed
+from support.tiny_models import assert_greedy
+
+from offload_rt import LLM, ConfigError, InputError, OffloadedCache, SamplingParams, offload
+from offload_rt.config import EngineConfig
+from offload_rt.models.recurrent import RecurrentState, StateSlots
+from offload_rt.models.registry import adapter_for
+from offload_rt.models.shape import load_shape
+from offload_rt.planning.device_plan import costs_for
+
+FAMILIES = ("qwen3_5", "granite_hybrid", "lfm3", "falcon_h1", "nemotron_h")
+"""One family of each kind of state; Qwen 3.5 and Nemotron-H have heads of 32 numbers."""
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def make(name: str, **options: Any) -> tuple[Any, LLM]:
+    model = architecture(name)
+    return model, LLM(model, **{"policy": "full", "host_memory": "8MiB", "verify": "off"} | options)
+
+
+def texts(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
+    found = [completion.token_ids for completion in completed(llm.generate(prompts, params))]
+    llm.runner.check_integrity()
+    assert llm.runner.states is not None and llm.runner.states.used == 0
+    return found
+
+
+def test_one_family_of_each_kind_is_tested() -> None:
+    kinds = set()
+    for name in FAMILIES:
+        geometry = make(name)[1].runner.adapter.geometry
+        kinds.add((len(geometry.states[0].recurrent), geometry.depth > 0, geometry.keeps_state(geometry.layers - 1)))
+    assert kinds == {(3, True, False), (3, True, True), (0, True, True), (3, False, True)}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_prompt_in_odd_chunks(name: str, disk: bool, tmp_path: Path) -> None:
+    """State passes from chunk to chunk, layer by layer. With KV on a disk, segments pass all layers in turn."""
+    options = {"disk": tmp_path, "host_memory": "4MiB"} if disk else {}
+    model, llm = make(name, prefill_chunk_size=7, **options)
+    for length in (75, 8):
+        prompt = prompt_of(length)
+        assert_greedy(model, prompt, texts(llm, [prompt])[0])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sequences_that_leave_a_batch(name: str) -> None:
+    """The middle one of three slots becomes free, so the other two are gathered. A fourth prompt reuses it."""
+    _, llm = make(name, max_num_seqs=3, policy="infinigen", policy_options={"recent": 4, "budget": 0.5})
+    prompts = [prompt_of(30 + i, seed=i) for i in range(4)]
+    params = [SamplingParams(max_tokens=n, temperature=0) for n in (14, 3, 14, 9)]
+    alone = [texts(llm, [prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    assert texts(llm, prompts, params) == alone
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_forks(name: str) -> None:
+    """Parallel samples copy the state after the prompt; beams copy it in every step."""
+    model, llm = make(name)
+    prompt = prompt_of(30)
+    [output] = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0, n=3))
+    assert {tuple(one.token_ids) for one in output.outputs} == {tuple(texts(llm, [prompt])[0])}
+    ids = torch.tensor([prompt])
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, num_beams=3, num_return_sequences=3)
+    found = completed(llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0, num_beams=3, n=3)))
+    assert [one.token_ids for one in found] == expected[:, len(prompt) :].tolist()
+
+
+def test_preempted_requests_are_computed_again(tmp_path: Path) -> None:
+    """Three prompts that grow do not fit together. KV is not swapped, because state would be missing."""
+    prompts = [prompt_of(60, seed=i) for i in range(3)]
+    params = SamplingParams(max_tokens=40, temperature=0)
+    _, roomy = make("qwen3_5")
+    _, tight = make("qwen3_5", host_memory=4 * roomy.runner.pool.block_bytes, swap=tmp_path)
+    engine = tight.make_engine()
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    while not engine.idle:
+        engine.step()
+    assert engine.scheduler.preemptions and not engine.scheduler.restored
+    assert [one.new_tokens for one in requests] == texts(roomy, prompts, params)
+
+
+def test_prefixes_are_not_shared() -> None:
+    model, llm = make("qwen3_5", enable_prefix_caching=True)
+    stem = prompt_of(130)
+    for prompt in (stem, stem, stem + prompt_of(5, seed=1), stem[:100]):
+        [output] = llm.generate([prompt], GREEDY)
+        assert output.num_cached_tokens == 0
+        assert_greedy(model, prompt, output.outputs[0].token_ids)
+
+
+def test_what_goes_back_to_earlier_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`exact` needs .* 2 of the 4 layers of this model are recurrent"):
+        make("qwen3_5", exact=True)
+    model, llm = make("qwen3_5")
+    with pytest.raises(ConfigError, match=r"^a session needs the state after earlier tokens"):
+        llm.session("name", tmp_path)
+    with pytest.raises(ConfigError, match=r"^a draft model needs"):
+        LLM(architecture("qwen3_5"), exact={"model": model}, policy="full", host_memory="8MiB", verify="off")
+
+
+def test_scores_are_those_of_transformers() -> None:
+    """Continuations of one prompt fork its state."""
+    model, llm = make("granite_hybrid")
+    prompt, ends = prompt_of(20), [prompt_of(n, seed=n) for n in (3, 5)]
+    for end, score in zip(ends, llm.score([prompt] * 2, ends), strict=True):
+        logits = model(torch.tensor([prompt + end])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(end)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(score.logprobs), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
+def test_transformers_generate(name: str) -> None:
+    model = architecture(name)
+    ids = torch.tensor([prompt_of(30), prompt_of(30, seed=1)])
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False), model(ids).logits
+    with offload(model, policy="full", host_memory="8MiB", verify="off") as llm:
+        assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected[0])
+        cache = OffloadedCache(llm)
+        first, second = (model(part, past_key_values=cache).logits for part in (ids[:, :13], ids[:, 13:]))
+        torch.testing.assert_close(torch.cat((first, second), 1), expected[1], rtol=0, atol=1e-3)
+        with pytest.raises(InputError, match="recurrent layers"):
+            cache.crop(-1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+def test_streamed_weights(name: str, tmp_path: Path) -> None:
+    """Layers of the plan are decoder layers, of which recurrent ones are streamed too."""
+    model = architecture(name)
+    model.save_pretrained(tmp_path)
+    shape = load_shape(tmp_path, device="cpu")
+    costs = costs_for(EngineConfig(policy="full", prefill_chunk_size=64), shape)
+    limit = shape.sizes.fixed + 2 * max(shape.sizes.layers) + costs.total([64])
+    llm = LLM(
+        tmp_path, policy="full", device="cpu", device_memory=limit, max_model_len=64, host_memory="8MiB",
+        prefill_chunk_size=64, verify="off",
+    )  # fmt: skip
+    assert llm.runner.weights is not None and llm.runner.weights.stream is not None
+    assert len(llm.runner.weights.stream.layers) == len(shape.sizes.layers)
+    prompt = prompt_of(40)
+    assert_greedy(model, prompt, texts(llm, [prompt])[0])
+
+
+def test_planned_state_is_the_state_in_use() -> None:
+    model, llm = make("granite_hybrid", dtype="float32")
+    slots, geometry = llm.runner.states, llm.runner.adapter.geometry
+    assert slots is not None
+    costs = costs_for(EngineConfig(policy="full"), load_shape(model))
+    for sequences in range(1, 12):
+        slots.take()
+        assert sequences * geometry.state_bytes(torch.float32) <= slots.bytes <= costs.states(sequences)
+    assert costs.total([64]) - costs.states(1) == costs_without_states(costs)
+
+
+def costs_without_states(costs: Any) -> int:
+    return costs.fixed() + costs.scoring(64) + costs.resident + max(
+        costs.prefill(64), costs.calibration(), costs.staging([64]) + costs.decode([64])
+    )  # fmt: skip
+
+
+class TestFaults:
+    """The engine asserts that every layer saw every token once, and tests would see a state that is not reset."""
+
+    def test_a_layer_that_misses_tokens(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, llm = make("qwen3_5")
+        monkeypatch.setattr(RecurrentState, "finish", lambda *_: None)
+        with pytest.raises(Exception, match="recurrent layers saw"):
+            texts(llm, [prompt_of(9)])
+
+    def test_a_slot_that_is_not_reset(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, llm = make("qwen3_5")
+        texts(llm, [prompt_of(30)])
+        kept = {layer: states.clone() for layer, states in llm.runner.states.recurrent.items()}  # type: ignore[union-attr]
+        own = StateSlots.take
+
+        def take(self: StateSlots, origin: int | None = None) -> int:
+            slot = own(self, origin)
+            for layer, states in kept.items():
+                self.recurrent[layer][: len(states)] = states
+            return slot
+
+        monkeypatch.setattr(StateSlots, "take", take)
+        prompt = prompt_of(3, seed=1)
+        with pytest.raises(AssertionError):
+            assert_greedy(model, prompt, texts(llm, [prompt])[0])
+
+
+def test_all_hybrids_are_named() -> None:
+    assert {name for name in RUNS if adapter_for(architecture(name)).geometry.states} == {*RECURRENT}

@@ -1,0 +1,115 @@
+"""Test the layout of packed weights and their products: equal to float64 at every instruction set level."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload_rt.kernels import packed_products, team
+from offload_rt.kernels.packed_format import PackedFormat
+from offload_rt.models.linear.packed import hold_packed
+
+FORMATS = [
+    *(PackedFormat(192, bits, 32, True) for bits in (4, 5, 8)),
+    *(PackedFormat(1088, bits, 64, False, 1 << bits - 1) for bits in (4, 5, 8)),
+    PackedFormat(128, 6, 16, True),
+    PackedFormat(1152, 6, 16, False, 32),
+    PackedFormat(2304, 4, 128, False, 8),
+]
+needs_code = pytest.mark.skipif(packed_products.compiled_for(torch.float32) is None, reason="there is no compiled code")
+
+
+def random_rows(form: PackedFormat, outs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return packed rows and their weights in float64."""
+    groups = form.ins // form.group
+    codes = torch.randint(1 << form.bits, (outs, form.ins), dtype=torch.uint8)
+    scales = torch.randn(outs, groups).half()
+    minima = torch.randn(outs, groups).half() if form.has_minima else None
+    offset = -form.offset * scales.double() if minima is None else minima.double()
+    weights = codes.double().view(outs, groups, -1) * scales.double()[..., None] + offset[..., None]
+    return form.pack(codes, scales, minima), weights.flatten(1)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_rows_unpack_to_the_same_numbers(form: PackedFormat) -> None:
+    rows, weights = random_rows(form, 5)
+    assert rows.shape == (5, form.row_bytes)
+    assert form.unpack(rows, torch.float64).equal(weights.float().double())
+
+
+@needs_code
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_code_unpacks_the_same_numbers(form: PackedFormat, level: str) -> None:
+    rows, _ = random_rows(form, 5)
+    for dtype in (torch.float32, torch.bfloat16):
+        code = packed_products.compiled_for(dtype)
+        assert code is not None
+        assert code.unpack(rows, form, dtype).equal(form.unpack(rows, dtype))
+
+
+@needs_code
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("form", "bias"), [*zip(FORMATS, cycle([False, True]), strict=False)], ids=str)
+def test_products_are_those_of_float64(form: PackedFormat, bias: bool, dtype: torch.dtype, level: str) -> None:
+    """A row's result does not depend on the number of rows, up to the rows that torch multiplies."""
+    rows, weights = random_rows(form, 21)
+    layer = nn.Linear(form.ins, 21, bias=bias).to(dtype)
+    hold_packed(layer, nn.Parameter(rows, requires_grad=False), form, dtype)
+    x = torch.randn(packed_products.MAX_ROWS + 1, form.ins * 2, dtype=dtype)[..., ::2]
+    expected = x.double() @ weights.T + (layer.bias.double() if bias else 0)
+    size = (x.double().norm(dim=1)[:, None] * weights.norm(dim=1)).double()
+    with torch.inference_mode():
+        many, few = layer(x), layer(x[:-1])
+        fewer = [layer(x[:rows]) for rows in range(1, packed_products.MAX_ROWS)]
+    assert few.dtype == many.dtype == dtype and many.shape == expected.shape
+    error = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    assert ((few.double() - expected[:-1]).abs() <= error * expected[:-1].abs() + 1e-5 * size[:-1]).all()
+    assert ((many.double() - expected).abs() <= error * expected.abs() + 2 * error * size).all()
+    assert all(few[: len(rows)].equal(rows) for rows in fewer)
+
+
+def test_gradients_of_inputs_pass_through() -> None:
+    rows, weights = random_rows(FORMATS[0], 3)
+    layer, x = nn.Linear(192, 3), torch.randn(2, 192, requires_grad=True)
+    hold_packed(layer, nn.Parameter(rows, requires_grad=False), FORMATS[0], torch.float32)
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, weights.sum(0).float().expand(2, 192))
+
+
+@needs_code
+def test_threads_share_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_products, "WORTH_THREADS", 0)
+    monkeypatch.setattr(packed_products, "PART_BYTES", 1000)
+    monkeypatch.setattr(team, "threads", lambda: threads)
+    (rows, _), x, found = random_rows(FORMATS[0], 70), torch.randn(9, 192), []
+    code = packed_products.compiled_for(torch.float32)
+    assert code is not None
+    for threads in (1, 3, 300):  # noqa: B007
+        found.append(code.linear(x, rows, FORMATS[0], None))
+    assert all(found[0].equal(other) for other in found)
+
+
+@needs_code
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_not_finite_give_nan(odd: float, level: str) -> None:
+    rows, _ = random_rows(FORMATS[0], 3)
+    code = packed_products.compiled_for(torch.float32)
+    x = torch.zeros(2, 192)
+    x[0, 77] = odd
+    assert code is not None
+    out = code.linear(x, rows, FORMATS[0], None)
+    assert out[0].isnan().all() and out[1].equal(torch.zeros(3))
+
+
+@needs_code
+@pytest.mark.parametrize("size", [1e-40, 1e-30, 1e30])
+def test_tiny_and_large_inputs(size: float, level: str) -> None:
+    rows, weights = random_rows(FORMATS[0], 3)
+    code: Any = packed_products.compiled_for(torch.float32)
+    x = torch.randn(1, 192) * size
+    error = code.linear(x, rows, FORMATS[0], None).double() - x.double() @ weights.T
+    assert (error.abs() <= 1e-4 * x.double().norm() * weights.norm(dim=1) + 1e-36).all()

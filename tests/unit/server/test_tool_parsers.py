@@ -1,0 +1,305 @@
+"""Test tool parsers with a recorded response of each format: calls, content beside them, and cuts of the stream."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload_rt.server.options import ToolParser
+from offload_rt.server.parsers import (
+    TOOL_PARSERS,
+    Arguments,
+    Content,
+    Parser,
+    Piece,
+    Reasoning,
+    ToolCall,
+    answer_parser,
+    joined,
+    needs_special_tokens,
+    reasoning_parser,
+    tool_parser,
+)
+
+TOOLS: dict[str, Any] = {
+    "find": {
+        "type": "object",
+        "properties": {"q": {"type": "string"}, "most": {"type": "integer"}, "exact": {"type": "boolean"}},
+    },
+    "write_file": {"type": "object", "properties": {"path": {"type": "string"}, "content": {"type": "string"}}},
+    "stop": {},
+}
+CODE = 'if a < b:\n    print("} ] </x> é")\n\n'
+FIND = ("find", {"q": "Dick", "most": 3, "exact": True})
+WRITE = ("write_file", {"path": "a.py", "content": CODE})
+CALLS = [FIND, WRITE, ("stop", {})]
+"""The calls of each recorded response."""
+
+
+def described(name: str, arguments: Any, key: str = "arguments") -> str:
+    return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
+
+
+def of_hermes(name: str, arguments: Any) -> str:
+    return f"<tool_call>\n{described(name, arguments)}\n</tool_call>"
+
+
+def of_qwen_coder(name: str, arguments: Any) -> str:
+    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+def of_glm(name: str, arguments: Any) -> str:
+    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    inner = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
+    return f"<tool_call>{name}\n{inner}</tool_call>"
+
+
+def of_deepseek_v3(name: str, arguments: Any) -> str:
+    text = json.dumps(arguments, ensure_ascii=False)
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{text}\n```<｜tool▁call▁end｜>"
+
+
+def of_deepseek_v31(name: str, arguments: Any) -> str:
+    text = json.dumps(arguments, ensure_ascii=False)
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{text}<｜tool▁call▁end｜>"
+
+
+def of_mistral_v11(name: str, arguments: Any) -> str:
+    return f"[TOOL_CALLS]{name}[CALL_ID]a1B2c3D4e[ARGS]{json.dumps(arguments, ensure_ascii=False)}"
+
+
+def of_python(name: str, arguments: Any) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def of_harmony(name: str, arguments: Any) -> str:
+    text = json.dumps(arguments, ensure_ascii=False)
+    return f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{text}<|call|>"
+
+
+def sections(begin: str, end: str, separator: str, write: Any) -> str:
+    return begin + separator.join(write(name, arguments) for name, arguments in CALLS) + end
+
+
+LISTED = [{"name": name, "arguments": arguments} for name, arguments in CALLS]
+WITH_IDS = [one | {"id": f"a1B2c3D4{i}"} for i, one in enumerate(LISTED)]
+LOOK = [Content("Look:")]
+
+RECORDED: dict[str, tuple[str, str, list[Piece]]] = {
+    "hermes": ("hermes", "Look:\n" + sections("", "\n", "\n", of_hermes), LOOK),
+    "hermes, one pair of tags": (
+        "hermes",
+        "<tool_call>\n" + "\n".join(described(*call) for call in CALLS) + "\n</tool_call>",
+        [],
+    ),
+    "qwen3_coder": ("qwen3_coder", "Look:\n\n" + sections("", "", "\n", of_qwen_coder), LOOK),
+    "qwen3_coder, first tag omitted": (
+        "qwen3_coder",
+        "Look: " + sections("", "", "\n", of_qwen_coder).removeprefix("<tool_call>\n"),
+        LOOK,
+    ),
+    "glm": ("glm", "Look:\n" + sections("", "", "\n", of_glm), LOOK),
+    "deepseek v3": (
+        "deepseek",
+        "Look:" + sections("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "\n", of_deepseek_v3),
+        LOOK,
+    ),
+    "deepseek v3.1": (
+        "deepseek",
+        "Look:" + sections("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "", of_deepseek_v31),
+        LOOK,
+    ),
+    "mistral list": ("mistral", f"[TOOL_CALLS] {json.dumps(WITH_IDS, ensure_ascii=False)}", []),
+    "mistral v11": ("mistral", "Look:" + sections("", "", "", of_mistral_v11), LOOK),
+    "pythonic": ("pythonic", sections("[", "]", ", ", of_python), []),
+    "llama 4": ("pythonic", sections("<|python_start|>[", "]<|python_end|>", ", ", of_python), []),
+    "llama3_json": (
+        "llama3_json",
+        "; ".join(described(name, arguments, "parameters") for name, arguments in CALLS),
+        [],
+    ),
+    "llama3_json, tag": (
+        "llama3_json",
+        "<|python_tag|>" + "; ".join(described(name, arguments, "parameters") for name, arguments in CALLS),
+        [],
+    ),
+    "json, list": ("json", json.dumps(LISTED, ensure_ascii=False), []),
+    "json, fence": ("json", "Look:\n```json\n" + json.dumps(LISTED, indent=2, ensure_ascii=False) + "\n```\n", LOOK),
+    "json, fences": (
+        "json",
+        "Look:\n" + "\n".join(f"```json\n{described(*call)}\n```" for call in CALLS),
+        LOOK,
+    ),
+    "harmony": (
+        "harmony",
+        "<|channel|>analysis<|message|>Well…<|end|><|start|>assistant<|channel|>commentary<|message|>Look:<|end|>"
+        + sections("", "", "", of_harmony),
+        [Reasoning("Well…"), Content("Look:")],
+    ),
+}
+
+
+def make(name: str) -> Parser:
+    tools: Any = name
+    return answer_parser(tools, "harmony" if name == "harmony" else "none", TOOLS)
+
+
+def parse(parser: Parser, parts: list[str]) -> list[Piece]:
+    return [*(piece for part in parts for piece in parser.push(part)), *parser.finish()]
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_a_recorded_response(case: str) -> None:
+    name, text, before = RECORDED[case]
+    whole = joined(parse(make(name), [text]))
+    calls = [piece for piece in whole if isinstance(piece, ToolCall)]
+    assert whole == [*before, *calls]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLS
+    for cut in range(len(text)):
+        assert joined(parse(make(name), [text[:cut], text[cut:]])) == whole, text[:cut]
+    assert joined(parse(make(name), list(text))) == whole
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_arguments_arrive_in_parts(case: str) -> None:
+    """A file that a model writes is shown while it is generated. Python calls must be complete."""
+    name, text, _ = RECORDED[case]
+    pieces = parse(make(name), list(text))
+    parts = [piece for piece in pieces if isinstance(piece, Arguments)]
+    assert (len(parts) > len(CODE)) == (name != "pythonic")
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_a_response_that_is_cut_off(case: str) -> None:
+    """Nothing is lost or invented: the calls are the first ones, and at most the last call is incomplete."""
+    name, text, _ = RECORDED[case]
+    for cut in range(len(text)):
+        found = joined(parse(make(name), [text[:cut]]))
+        calls = [piece for piece in found if isinstance(piece, ToolCall)]
+        assert [call.name for call in calls] == [call[0] for call in CALLS[: len(calls)]]
+        for call, (_, arguments) in zip(calls[:-1], CALLS, strict=False):
+            assert json.loads(call.arguments) == arguments
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_calls_of_tools_that_are_not_offered_stay_text(case: str) -> None:
+    name, text, _ = RECORDED[case]
+    tools: Any = name
+    found = joined(parse(answer_parser(tools, "harmony" if name == "harmony" else "none", {"other": {}}), list(text)))
+    assert not any(isinstance(piece, ToolCall) for piece in found)
+    said = "".join(piece.text for piece in found if isinstance(piece, Content))
+    assert said == text or name == "harmony"
+
+
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "<function=find>", "<parameter=q>", "</parameter>", "</function>", "<arg_key>",
+    "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "find", "stop", "(", ")", "q=",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```", "```json",
+    "json",
+    "<|python_tag|>", "<|python_start|>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "analysis",
+    "to=functions.find", '{"name": "find", "arguments": {', '{"name": "find"', '"', "\\", "{", "}", "[", "]", ",", ";",
+    " ", "\n", "\n\n", "a", "é", "<", "｜", "|>", "1", "'",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+@settings(max_examples=2000 if "OFFLOAD_RT_STRESS" in os.environ else 30, deadline=None)
+@given(data=st.data())
+def test_any_cut_gives_the_same(name: str, data: st.DataObject) -> None:
+    recorded = [text for kind, text, _ in RECORDED.values() if kind == name]
+    parts = st.sampled_from(FRAGMENTS) | st.sampled_from(recorded).flatmap(
+        lambda text: st.integers(0, len(text)).map(lambda at: text[:at])
+    )
+    text = "".join(data.draw(st.lists(parts, max_size=12)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    whole = joined(parse(make(name), [text]))
+    assert joined(parse(make(name), [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)])) == whole
+    assert joined(parse(make(name), list(text))) == whole
+    for piece in whole:
+        assert not isinstance(piece, ToolCall) or piece.name in TOOLS
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "pieces"),
+    [
+        ("hermes", "<tool_call>no json</tool_call> b", [Content("<tool_call>no json</tool_call> b")]),
+        ("hermes", 'a <tool_call>{"name": "x"}</tool_call>', [Content('a <tool_call>{"name": "x"}</tool_call>')]),
+        ("hermes", "a < b, <tool", [Content("a < b, <tool")]),
+        ("hermes", '<tool_call>{"arguments": {}, "name": "stop"}', [ToolCall("stop", "{}")]),
+        ("hermes", '<tool_call>{"name": "find", "arguments": "{\\"q\\": 1}"}', [ToolCall("find", '{"q": 1}')]),
+        (
+            "hermes",
+            '<tool_call>a <tool_call>{"name": "stop", "arguments": {}}</tool_call>b',
+            [Content("<tool_call>a"), ToolCall("stop", "{}"), Content("b")],
+        ),
+        (
+            "hermes",
+            f"<tool_call>{described('find', {'q': '</tool_call>'})}</tool_call>",
+            [ToolCall("find", '{"q": "</tool_call>"}')],
+        ),
+        ("hermes", '<tool_call>{"name": "stop", "arguments": {}</tool_call>', [ToolCall("stop", "{}")]),
+        ("llama3_json", "No { here", [Content("No { here")]),
+        ("llama3_json", "[" * 5000, [Content("[" * 5000)]),
+        ("llama3_json", "{" + '"a":{' * 5000, [Content("{" + '"a":{' * 5000)]),
+        ("llama3_json", '{"name": "stop"} x', [ToolCall("stop", "{}"), Content("x")]),
+        ("json", '```json\n{"a": 1}\n```', [Content('```json\n{"a": 1}\n```')]),
+        ("json", "```python\nstop()\n```", [Content("```python\nstop()\n```")]),
+        ("pythonic", "[1, 2]", [Content("[1, 2]")]),
+        ("pythonic", "[find(q=x)]", [Content("[find(q=x)]")]),
+        ("pythonic", "[stop(), other()]", [ToolCall("stop", "{}"), Content("other()]")]),
+        ("mistral", "[TOOL_CALLS]none{}", [Content("[TOOL_CALLS]none{}")]),
+        ("glm", "<tool_call>stop</tool_call> x", [ToolCall("stop", "{}"), Content("x")]),
+        (
+            "glm",
+            "<tool_call>stop\n<arg_key>a</arg_key>\n<arg_value>True</arg_value>\n<arg_key>b</arg_key>"
+            "<arg_value>x y</arg_value></tool_call>",
+            [ToolCall("stop", '{"a": true, "b": "x y"}')],
+        ),
+        ("harmony", "<|channel|>final<|message|>Yes.<|return|>", [Content("Yes.")]),
+        ("harmony", "to be", [Content("to be")]),
+        ("harmony", "to=be", [Content("to=be")]),
+        (
+            "harmony",
+            " to=functions.stop<|channel|>commentary json<|message|>{}<|call|>",
+            [ToolCall("stop", "{}")],
+        ),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
+            [Reasoning("a"), Content("b")],
+        ),
+    ],
+)  # fmt: skip
+def test_single_responses(name: str, text: str, pieces: list[Piece]) -> None:
+    assert joined(parse(make(name), list(text))) == pieces
+
+
+def test_parsers_are_chosen_by_the_template() -> None:
+    templates = {
+        "hermes": "<tool_call> tools <think> </think>",
+        "qwen3_coder": "<tool_call> <function= <parameter=",
+        "glm": "<tool_call> <arg_key> </think>",
+        "deepseek": "<｜tool▁calls▁begin｜>",
+        "mistral": "[TOOL_CALLS]",
+        "pythonic": "[func_name1(params_name1=",
+        "llama3_json": '"parameters": x Environment: ipython',
+        "harmony": "<|channel|> <|message|>",
+        "json": "{{ tools }}",
+    }
+    assert {name: tool_parser("auto", template) for name, template in templates.items()} == {
+        name: name for name in templates
+    }
+    assert {"auto", "none", *TOOL_PARSERS} == set(get_args(ToolParser))
+    thinking = [name for name, text in templates.items() if reasoning_parser("auto", text) == "think"]
+    assert thinking == ["hermes", "glm"] and reasoning_parser("auto", templates["harmony"]) == "harmony"
+    assert (tool_parser("none", "<tool_call>"), reasoning_parser("none", "</think>")) == ("none", "none")
+    assert needs_special_tokens("mistral", "none", offered=True)
+    assert not needs_special_tokens("mistral", "none", offered=False)
+    assert needs_special_tokens("none", "harmony", offered=False)

@@ -1,0 +1,198 @@
+"""Test the prefix cache of prompts without a session name: in host memory, on disk, and after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from support.serving import wait_until
+from support.tiny_models import VOCAB, tiny_model
+
+from offload_rt import LLM, AsyncLLM, InputError, RequestOutput, SamplingParams
+from offload_rt.cli import main
+from offload_rt.config import StoreOptions
+from offload_rt.errors import StoreInUseError
+from offload_rt.sessions import context
+
+PARAMS = SamplingParams(max_tokens=5, temperature=0)
+T = TypeVar("T")
+
+HEADS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}  # head_dim 32
+MODELS = {"llama": HEADS, "qwen2": HEADS | {"use_sliding_window": True, "max_window_layers": 1}}
+
+
+def prompt(tokens: int, seed: int = 1) -> list[int]:
+    return [(7 * i * seed + i // 3) % VOCAB for i in range(tokens)]
+
+
+async def last(engine: AsyncLLM, ids: list[int], params: SamplingParams = PARAMS, **named: Any) -> RequestOutput:
+    return [output async for output in engine.generate(ids, params, **named)][-1]
+
+
+def make(
+    store: Path | None,
+    family: str = "llama",
+    *,
+    read_only: bool = False,
+    store_options: StoreOptions | None = None,
+    **options: Any,
+) -> AsyncLLM:
+    chosen = {"policy": "full", "host_memory": "16MiB"} | options
+    llm = LLM(tiny_model(family, **MODELS[family]), **chosen)
+    return AsyncLLM(llm, store=store, store_options=store_options, read_only=read_only)
+
+
+def served(engine: AsyncLLM, use: Callable[[AsyncLLM], Awaitable[T]], *, parked: bool = False) -> T:
+    """Run `use` with an engine. Check that nothing is left in use afterwards, unless sessions are `parked`."""
+
+    async def run() -> T:
+        async with engine:
+            found = await use(engine)
+            await asyncio.to_thread(wait_until, lambda: parked or engine.load().pool_used_bytes == 0)
+            engine.llm.runner.check_integrity()
+            return found
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("policy", ["full", "infinigen"])
+def test_prompts_are_found_again_after_a_restart(
+    family: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Send the turns of a stateless client to two servers in turn. All tokens equal those without a cache."""
+    monkeypatch.setattr(context, "SEGMENT_SECONDS", 0.0)  # one slice per segment
+    options = {"policy": policy, "prefill_chunk_size": 64}
+    turns = [prompt(300)]
+    for seed in (2, 3):
+        answered = served(make(None, family, **options), lambda engine: last(engine, turns[-1]))
+        turns.append([*turns[-1], *answered.outputs[0].token_ids, *prompt(70, seed)])
+    expected = [served(make(None, family, **options), lambda engine, t=t: last(engine, t)) for t in turns]  # type: ignore[misc]
+    cached = []
+    for turn, right in zip(turns, expected, strict=True):
+        found = served(make(tmp_path, family, **options), lambda engine, turn=turn: last(engine, turn))  # type: ignore[misc]
+        assert found.outputs[0].token_ids == right.outputs[0].token_ids
+        cached.append(found.num_cached_tokens)
+    assert cached[0] == 0 and cached[1] >= 256 and cached[2] >= 320, cached
+
+
+def test_a_full_host_memory_is_refilled_from_disk(tmp_path: Path) -> None:
+    """Alternate two conversations of which host memory holds one. All their full blocks are cached."""
+    engine = make(tmp_path, host_memory="768KiB")
+    first, second = prompt(500), prompt(500, 3)
+    assert engine.llm.runner.pool.block_count < 16
+
+    async def alternate(engine: AsyncLLM) -> list[int]:
+        return [(await last(engine, ids)).num_cached_tokens for ids in (first, second, first, second)]
+
+    assert served(engine, alternate) == [0, 0, 448, 448]
+    assert engine.load().disk_hit_tokens > 300
+
+
+def test_a_cancelled_prefill_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancel a prefill after some segments. A second server continues it, and answers as one without a cache."""
+    monkeypatch.setattr(context, "SEGMENT_SECONDS", 0.0)
+    options, ids = {"prefill_chunk_size": 64}, prompt(900)
+    expected = served(make(None, **options), lambda engine: last(engine, ids))
+
+    async def leave(engine: AsyncLLM) -> int:
+        runner = engine.llm.runner
+        request = asyncio.ensure_future(last(engine, ids))
+        await asyncio.to_thread(wait_until, lambda: any(one.position >= 128 for one in list(runner._open.values())))
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        await asyncio.to_thread(wait_until, lambda: engine.load().running == 0)
+        return len(runner.pool._tree) * 64
+
+    kept = served(make(tmp_path, **options), leave)
+    found = served(make(tmp_path, **options), lambda engine: last(engine, ids))
+    assert 128 <= kept < 896 and found.num_cached_tokens == kept
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_requests_with_several_answers_and_unusual_ones(tmp_path: Path) -> None:
+    """Answer beam searches, several samples, prompt log-probabilities and salted prompts as without a store."""
+    usual = {"max_tokens": 5, "temperature": 0}
+    asked: list[tuple[SamplingParams, str]] = [
+        (SamplingParams(**usual), ""),
+        (SamplingParams(max_tokens=5, temperature=1, seed=1, n=2), ""),
+        (SamplingParams(**usual, num_beams=2), ""),
+        (SamplingParams(**usual, prompt_logprobs=0), ""),
+        (SamplingParams(**usual), "other"),
+    ]
+
+    async def run(engine: AsyncLLM) -> list[tuple[list[list[int]], int]]:
+        found = [await last(engine, prompt(200), params, cache_salt=salt) for params, salt in asked]
+        return [([each.token_ids for each in one.outputs], one.num_cached_tokens) for one in found]
+
+    expected = served(make(None), run)
+    assert served(make(tmp_path), run) == expected
+    again = served(make(tmp_path), run)
+    assert [answers for answers, _ in again] == [answers for answers, _ in expected]
+    assert [cached for _, cached in again] == [192, 192, 192, 0, 192]
+
+
+def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
+    """Open a store twice. The second engine reads what the first one has written, and writes nothing."""
+
+    async def both(writer: AsyncLLM) -> tuple[int, int]:
+        await last(writer, prompt(200))
+        with pytest.raises(StoreInUseError):
+            make(tmp_path)
+        await asyncio.to_thread(wait_until, lambda: writer.load().pool_used_bytes == 0)
+        before = files(tmp_path)
+        async with make(tmp_path, read_only=True) as reader:
+            found = [(await last(reader, ids)).num_cached_tokens for ids in (prompt(200), prompt(300, 5))]
+            with pytest.raises(InputError, match="writable"):
+                await last(reader, prompt(9), session="a")
+        assert files(tmp_path) == before
+        return found[0], found[1]
+
+    assert served(make(tmp_path), both) == (192, 0)
+
+
+def test_deletions_remove_the_kv_of_prompts(tmp_path: Path) -> None:
+    """Delete a session, and clear the store. Both remove the KV of all prompts without a session."""
+
+    async def delete(engine: AsyncLLM) -> None:
+        await last(engine, prompt(200))
+        await last(engine, prompt(130, 3), session="a")
+        await last(engine, prompt(130, 5), session="b")
+        await engine.delete_session("a")
+
+    served(make(tmp_path), delete, parked=True)
+    left = files(tmp_path)
+    assert len([name for name in left if name.endswith(".kv")]) == 3  # two full blocks and a partial one of "b"
+    served(make(tmp_path), lambda engine: last(engine, prompt(200)))
+    assert len(files(tmp_path)) == len(left) + 3
+    assert main(["sessions", "clear", "--store", str(tmp_path)]) == 0
+    assert files(tmp_path) == left
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_short_requests_do_not_evict_a_long_conversation(tmp_path: Path) -> None:
+    """Send two short requests between the turns of a conversation that nearly fills the store."""
+    served(make(tmp_path), lambda engine: last(engine, prompt(450)))
+    limit = sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) * 9 // 7
+
+    async def turns(engine: AsyncLLM) -> list[int]:
+        found = []
+        for seed in (2, 4, 6):
+            found.append((await last(engine, prompt(450))).num_cached_tokens)
+            for short in (prompt(130, seed), prompt(130, seed + 1)):
+                await last(engine, short)
+            await asyncio.to_thread(wait_until, lambda: engine.load().pool_used_bytes == 0)
+            await engine.reset_prefix_cache()
+            assert 0 < engine.load().store_bytes <= limit
+        return found
+
+    options = StoreOptions(limit=limit)
+    assert served(make(tmp_path, store_options=options), turns) == [448] * 3
+    assert served(make(tmp_path, store_options=options), turns) == [448] * 3, "after a restart"
