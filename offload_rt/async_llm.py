@@ -40,7 +40,7 @@ class AsyncLLM:
 
     Args:
         llm: The runtime. `close` closes it as well.
-        max_waiting: Maximum number of queued requests; one more raises QueueFullError. None is no limit.
+        max_waiting: Maximum number of queued requests; one more raises QueueFullError. None means no limit.
         store: Folder for the KV of all prompts, which later prompts with the same beginning reuse, also after a
             restart, and for sessions (`generate(session=...)`).
         store_options: Options of the store.

@@ -58,10 +58,11 @@ class ModelGeometry:
         max_positions: Number of positions that the model was trained for.
         absolute_positions: Whether positions come from a learned table (OPT, GPT-2), which ends at `max_positions`.
         default_alpha: Selection threshold of InfiniGen §5.1 for this family: 4 for OPT, 5 for Llama.
-        softcap: Scaled scores s enter the softmax as c tanh(s / c) with this c.
-        sinks: Layers have learned attention sinks.
-        chunked: Windows do not slide. A token sees the tokens of its own window, starting at a multiple of its size.
-        experts: MLPs are mixtures of experts.
+        softcap: Value c with which scaled scores s enter the softmax as c tanh(s / c). None disables it.
+        sinks: Whether layers have learned attention sinks.
+        chunked: If True, windows do not slide: a token sees the tokens of its own window, starting at a multiple of its
+            size.
+        experts: Whether MLPs are mixtures of experts.
         states: Recurrent states per sequence, of hybrid models.
         attention_at: Index of each attention layer among the decoder layers; empty if all of these have attention.
         depth: Number of decoder layers; 0 if all of them have attention.
@@ -106,7 +107,7 @@ class ModelGeometry:
         return self.attention_at[layer] if self.attention_at else layer
 
     def keeps_state(self, layer: int) -> bool:
-        """Return whether a decoder layer behind the attention layer `layer`, or this layer itself, keeps state."""
+        """Return whether a decoder layer after the attention layer `layer`, or this layer itself, keeps state."""
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:

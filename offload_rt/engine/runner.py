@@ -190,13 +190,13 @@ class Runner:
         return fork
 
     def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0, *, exact_only: bool = False) -> BlockTable:
-        """Return cached blocks of a session's tokens, computed exactly or under this policy; never all of them.
+        """Return cached blocks of a session's tokens, computed exactly or with this policy; never all of them.
 
         Args:
             tokens: Tokens of the session.
             provenance: Part of the KV provenance key from the cache salt and truncations.
             floor: First token that sliding layers can see.
-            exact_only: Leave out blocks that were computed under this policy.
+            exact_only: Leave out blocks that were computed with this policy.
         """
         if not self.cache_manager.shares:
             return BlockTable(floor=floor)

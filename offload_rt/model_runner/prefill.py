@@ -142,8 +142,8 @@ class Prefill:
     def _attention_and_mlp(self, rows: PrefilledLayer, *, last: bool) -> None:
         """Compute attention and MLP of a layer, slice by slice.
 
-        In the last layer only the needed slices are computed (`_computed`). Sliding layers are not passed to the
-        policy, because nothing is selected in them.
+        In the last layer, compute only the needed slices (`_computed`). Sliding-window layers are not passed to the
+        policy, because it does not select in them.
         """
         adapter, layer, state, kv = self._adapter, self._layer, self.sequence.state, rows.kv
         slides = adapter.geometry.windows[layer] is not None

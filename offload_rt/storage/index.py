@@ -96,7 +96,7 @@ class DiskIndex:
         return ahead
 
     def enter(self, path: Path, size: int, cost: int = 0) -> None:
-        """Add a file as used now. `cost`: tokens to compute again without it (`recomputation_cost`)."""
+        """Add a file as used now. `cost` is the number of tokens to compute again without it (`recomputation_cost`)."""
         with self.mutex:
             self.forget(path)
             self.files[path] = _File(size, 0, 0)
