@@ -178,7 +178,7 @@ class _Verification:
         return torch.cat(outs)
 
     def _through(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the stages of the adapter behind a layer on its output `[T, D]`, in the same pieces."""
+        """Run the stages of the adapter after a layer on its output `[T, D]`, in the same pieces."""
         for stage in self._adapter.stages(layer):
             hidden = torch.cat([stage.run(hidden[s]) for s in self._pieces])
         return hidden

@@ -220,7 +220,7 @@ def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
 
 
 def clear_prompts(folder: Path) -> int:
-    """Delete all KV that no session in the folder refers to: that of prompts without a session name.
+    """Delete all KV that no session in the folder refers to: KV of prompts without a session name.
 
     Returns:
         The number of freed bytes.

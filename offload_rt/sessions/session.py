@@ -361,7 +361,7 @@ class Session:
     def close(self) -> None:
         """Save the session and release its memory. It can be opened again.
 
-        End an answer that is being streamed. Do nothing if the session is closed.
+        End an answer that is being streamed. A closed session is not changed.
 
         Raises:
             InputError: A queue is computing a turn of the session.
@@ -381,9 +381,9 @@ class Session:
     def discard(self) -> Removed:
         """Close the session without saving it, and delete it from the store.
 
-        Delete its text and every block that no other session needs, including blocks left over from edits,
-        truncations and crashes of any session. End an answer that is being streamed. Do nothing if the session is
-        closed. Warn if other sessions of the store cannot be read.
+        Delete its text and every block that no other session needs, including blocks left over from edits, truncations
+        and crashes of any session. End an answer that is being streamed. A closed session is not changed. Warn if other
+        sessions of the store cannot be read.
 
         Returns:
             The deleted data.

@@ -119,7 +119,7 @@ class SessionStore:
     ) -> Self:
         """Open the store in `folder`. Until `close`, no other process can write to it, unless it is `read_only`.
 
-        A read-only store reuses stored KV and stores nothing. It must not be used for sessions.
+        A read-only store reuses stored KV and never writes. It must not be used for sessions.
 
         Raises:
             ConfigError, ModelError, StoreError: See `__init__`.

@@ -236,7 +236,7 @@ def test_a_store_without_room_never_goes_over_its_limit(tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path, limit="300KiB")
     right = talk(session, TURNS[:2])
-    with pytest.warns(UserWarning, match="not saved whole"):
+    with pytest.warns(UserWarning, match="not saved completely"):
         session.close()
     assert (
         sum(path.stat().st_size for path in tmp_path.rglob("*") if path.name != "lock" and path.is_file()) <= 300 << 10
