@@ -348,25 +348,27 @@ def readme() -> str:
     steps = {row["who"]: row["step"] for row in load("qwen/rows_in_c/long/real_speed") if row["context"] == 8192}
     llama = {row["who"]: row["step"] for row in load("qwen/rivals/8000/real_speed")}["llama.cpp, 16-bit KV"]
 
-    def device(name: str, context: int = 131072) -> str:
-        shown = f"{dict(map(tuple, on_gpu[name]))[context]:.0f} ms"
-        return shown if context == 131072 else f"{shown} at {context:,} tokens"
+    def device(name: str) -> list[str]:
+        times = dict(map(tuple, on_gpu[name]))
+        return [f"{times[context]:.0f}" if context in times else "not measured" for context in (32768, 131072)]
 
     def cpu(who: str) -> str:
-        return f"{steps[who]:.0f} ms"
+        return f"{steps[who]:.0f}"
 
+    full, unknown = "0 (full attention)", ["not measured"] * 2
     rows = [
-        ["offload-rt, default", "26%, as 4-bit copies", "2 to 5% of the KV cache", change(quality),
-         device("infinigen, int4 tail"), cpu("infinigen")],
-        ['offload-rt, `policy="full"`', "none", "all", "0", device("full"), cpu("full")],
-        ["transformers, `StaticCache`", "all", "none", "0", device("StaticCache"), ""],
-        ["transformers, `DynamicCache`", "all", "none", "0", device("DynamicCache", 32768), cpu(DYNAMIC)],
-        ["transformers, offloaded cache", "one layer", "all", "0", device("OffloadedCache", 32768), ""],
-        ["llama.cpp, 16-bit KV", "all", "none", "0", "not measured", f"{llama:.0f} ms at 8,000 tokens"],
-        ["vLLM", "all", "none", "0", "not measured", "not measured"],
+        ["offload-rt, default", "26% of the KV cache, in 4 bits", "2% of the KV cache (GPU: 5%)", change(quality),
+         *device("infinigen, int4 tail"), cpu("infinigen")],
+        ['offload-rt, `policy="full"`', "none", "all", full, *device("full"), cpu("full")],
+        ["transformers, `StaticCache`", "all", "none", full, *device("StaticCache"), "not measured"],
+        ["transformers, `DynamicCache`", "all", "none", full, *device("DynamicCache"), cpu(DYNAMIC)],
+        ["transformers, offloaded cache", "one layer", "all", full, *device("OffloadedCache"), "not measured"],
+        ["llama.cpp, 16-bit KV", "all", "none", full, *unknown, f"{llama:.0f} (8,000 tokens)"],
+        ["vLLM", "all", "none", full, *unknown, "not measured"],
     ]  # fmt: skip
     head = ["KV on the device", "KV copied per token"]
-    head += ["perplexity (1)", "GPU, 131,072 tokens (2)", "CPU, 8,192 tokens (3)"]
+    head += ["perplexity change (1)", "GPU, ms, 32,768 tokens (2)", "GPU, ms, 131,072 tokens"]
+    head += ["CPU, ms, 8,192 tokens (3)"]
     return table(("", *head), rows)
 
 

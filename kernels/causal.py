@@ -1,7 +1,7 @@
 """Exact causal attention of a slice of queries over all tokens so far, for prefill and calibration.
 
-m queries over n keys take 4 * H * m * n * d operations. Besides inputs and output, only a sliding window needs memory:
-a mask of at most m * (window + m) entries.
+m queries over n keys take 4 * H * m * n * d operations. In addition to inputs and output, only a sliding window needs
+memory: a mask of at most m * (window + m) entries.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exact attention of many queries on a CPU by `causal.c`, faster than torch's kernels (scores and softmax in float32).
 
-Memory besides inputs and output: for many queries, a packed copy of the visible keys and values.
+In addition to inputs and output, many queries need memory for a packed copy of the visible keys and values.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 
 from . import native, team
 
-KEYS = 64  # of a packed block
+KEYS = 64  # keys per packed block
 
 WORTH_THREADS = 1 << 22
-"""Products of a call from which waking threads is worth it."""
+"""Minimum number of multiplications of a call for which several threads are used."""
 
 
 class _Call(ctypes.Structure):
@@ -32,8 +32,11 @@ class _Call(ctypes.Structure):
 
 
 def takes(q: torch.Tensor) -> ctypes.CDLL | None:
-    """Return the code for queries q `[..., d]` and KV like them, or None: another type or head dimension, no compiled
-    code, or bfloat16 on a processor with AMX, which torch uses."""
+    """Return the compiled kernel for the dtype and head dimension of q `[..., d]`, or None.
+
+    None if they are unsupported, if there is no compiled code, or for bfloat16 on a processor with AMX, where torch is
+    faster.
+    """
     if q.dtype not in (torch.bfloat16, torch.float32) or q.device.type != "cpu" or q.shape[-1] % 32:
         return None
     if q.dtype == torch.bfloat16 and native.has_tiles():
@@ -51,7 +54,7 @@ def attend_causal(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `causal.attend_causal` defines it, by `library`, which `takes` gives."""
+    """Compute `causal.attend_causal` with `library` (from `takes`)."""
     heads, m, d = q.shape
     out = q.new_empty(m, heads, d).transpose(0, 1)
     sinks = None if sinks is None else sinks.float().contiguous()
@@ -71,9 +74,13 @@ def attend_further(
     *,
     causal: bool,
 ) -> None:
-    """Of queries q `[H, m, d]` over rows k, v `[Hkv, n, d]`, n >= 1, too: out `[H, m, d]` and lse `[H, m]`, both
-    float32, lse contiguous, of what was attended to before (of nothing 0 and -inf) become those of all. `causal`: the
-    last m rows are the queries' own, which see those behind them not; else all are seen."""
+    """Continue attention of q `[H, m, d]` over further k, v `[Hkv, n, d]`, n >= 1.
+
+    Updates out `[H, m, d]` and lse `[H, m]` in place (float32, lse contiguous). Initialise them with 0 and -inf.
+
+    Args:
+        causal: The last m keys belong to the queries and are masked causally. Otherwise every query sees all keys.
+    """
     last_visible = k.shape[1] - (q.shape[1] if causal else 1)
     _attend(library, q, k, v, out, scale, k.shape[1], softcap, None, lse, last_visible=last_visible, begun=True)
 
@@ -95,8 +102,8 @@ def _attend(
     """Attend with q `[H, m, d]` to k and v `[Hkv, n, d]`, and store out `[H, m, d]` and lse `[H, m]`.
 
     Args:
-        last_visible: The last token that the first query sees; each further query sees one more. None is n - m.
-        begun: out and lse hold the attention to other tokens, and become that to all.
+        last_visible: The last token that the first query sees. Each further query sees one more. None means n - m.
+        begun: out and lse contain attention to other tokens, and the result is merged into them.
     """
     (heads, m, d), (kv_heads, n) = q.shape, k.shape[:2]
     last_visible = n - m if last_visible is None else last_visible

@@ -1,4 +1,4 @@
-"""Exact attention of few queries on a CPU (`decode_attention.c`): KV is read once, where it lies."""
+"""Exact attention of few queries on a CPU (`decode_attention.c`). KV is read once, in place."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from . import native, team
 from .pages import BLOCK
 
 MIN_TOKENS, MAX_PARTS = 1024, 16
-"""A part has at least so many tokens of a KV head (10 to 50 us), and a head has at most so many parts. Results do not
-depend on the number of threads, because the parts do not."""
+"""Minimum tokens per part of a KV head (10 to 50 us of work), and maximum parts per head.
+
+The split does not depend on the number of threads, so results do not depend on it either.
+"""
 
 WORTH_THREADS = 1 << 20
-"""Products of a call from which waking threads is worth it."""
+"""Minimum number of multiplications of a call for which several threads are used."""
 
 _ALL_ROWS = (None, None, 0, 0, 0, 0, 0)
 """Fields of `_Call` for KV in order."""

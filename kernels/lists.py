@@ -1,8 +1,8 @@
 """Operations of the decode step over lists, in torch: the reference definitions of the Triton kernels.
 
 A list is one KV head of one sequence. There are P = B * Hkv lists, sequence-major. Lists of a batch differ in length.
-int32 tensors (`starts`, `stops`, `counts`) mark the valid part, so shapes are static and the host is never asked. Data
-that a sequence keeps between steps lies in a tensor of its own (`PointerTable`).
+int32 tensors (`starts`, `stops`, `counts`) mark the valid part, so shapes are static and the host never waits. Data
+that a sequence keeps between steps is in a separate tensor (`PointerTable`).
 
 Scores and LSE are float32 (float64 for float64). LSE is the natural logarithm. An empty list has LSE -inf and output 0.
 """
@@ -50,7 +50,7 @@ class Scores:
 def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
     """Copy rows of `rows` `[R, w]` by row ids `[P, n]` (int64) to out `[P, n, w]`.
 
-    Only the first `counts[p]` ids of each list are copied. Entries behind them and entries with a negative id stay
+    Only the first `counts[p]` ids of each list are copied. Entries after them and entries with a negative id stay
     unchanged. `rows` may be `out` itself if no row is both read and written.
     """
     for p, count in enumerate(counts.tolist()):
@@ -89,10 +89,10 @@ def write_rows(
     The row is `newest[b]` (int64 `[B]`) plus `planes[0, h]` for K and `planes[1, h]` for V (int64 `[2, Hkv]`).
     Sequences with a negative `newest[b]` are skipped.
     """
-    meant = newest >= 0
-    ids = (newest[meant].unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
+    valid = newest >= 0
+    ids = (newest[valid].unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
     for of, source in zip(ids, (k, v), strict=True):
-        rows[of] = source.unflatten(0, (len(newest), -1))[meant].flatten(0, 1).to(rows.device)
+        rows[of] = source.unflatten(0, (len(newest), -1))[valid].flatten(0, 1).to(rows.device)
 
 
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
 def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int = 1) -> torch.Tensor:
     """Return the first `rows` rows of the tensors `[X, n_b, w]` of a batch as lists `[X * B, rows, w]`.
 
-    A row holds `page` tokens. Rows behind the first `counts[b]` (int `[B]`) tokens are 0.
+    A row holds `page` tokens. Rows after the first `counts[b]` (int `[B]`) tokens are 0.
     """
     first = table.tensors[0]
     lists = first.new_zeros(len(table.tensors), table.heads, rows, first.shape[2])
@@ -208,8 +208,8 @@ def select_tokens(
         cap: Length of the result.
 
     Returns:
-        Rising token indices int64 `[P, cap]`, padded with 0, and the number of valid indices int32 `[P]`: that of
-            `selection.token_count`, at most `cap`.
+        Ascending token indices int64 `[P, cap]`, padded with 0, and the number of valid indices int32 `[P]`
+        (`selection.token_count`, at most `cap`).
     """
     lists, group, _ = found.scores.shape
     tokens = torch.zeros(lists, cap, dtype=torch.int64, device=found.scores.device)
@@ -283,7 +283,7 @@ def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
-    """Replace -inf, the LSE of an empty list, by the lowest finite number, so that exp(-inf - lse) is 0."""
+    """Replace -inf, the LSE of an empty list, by the lowest finite value, so that exp(-inf - lse) is 0."""
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 

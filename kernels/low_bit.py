@@ -1,12 +1,12 @@
 """Low-bit copies of keys and values, and attention over them, in torch: the reference for faster paths.
 
 A vector `[d]` is stored as codes of `bits` bits (`d * bits / 8` bytes) and one 8-bit step. Code c stands for `(c -
-(2^bits - 1) / 2) * step`. The step is the largest magnitude of the vector over 2^(bits - 1), so no value is clipped.
-Steps of least squared error clip and are worse here: the weighted sum over many tokens averages rounding errors but not
-clipping errors.
+(2^bits - 1) / 2) * step`. The step is the largest magnitude of the vector over 2^(bits - 1), so no value is clipped. A
+least-squares step would clip the largest values. That is worse here: rounding errors average out in the weighted sum
+over many tokens, clipping errors do not.
 
-One step per vector is enough because vectors are first multiplied with an orthogonal matrix (`mixing`). It spreads
-large channels over all channels.
+One step per vector is enough because vectors are first multiplied with an orthogonal matrix (`mixing`). The matrix
+spreads large channels over all channels.
 
 Vectors are stored in blocks of 64 tokens (`Layout`), and blocks in pages (`pages.py`).
 """
@@ -25,7 +25,7 @@ from .reference import capped, merge_lse
 from .selection import quantise_query
 
 KEY_BITS = 4
-"""Bits per number of a key. Values tolerate two bits, scores do not."""
+"""Bits per element of a key. Values tolerate two bits, scores do not."""
 
 SMALLEST = (127 - 20) << 3
 """Upper eleven bits of a float32 (exponent and three fraction bits) of 2^-20, the step of code 0."""
@@ -175,13 +175,16 @@ def approximate_attention(
     skip: torch.Tensor,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the low-bit KV of `tokens` except `skip` int64 `[Hkv, n]`.
+    """Compute attention over the low-bit KV of `tokens`, except the indices in `skip`.
 
-    Entries of `skip` lie in `tokens` or are negative (ignored). q and mean are those of `low_bit_scores`. The scores
-    are capped by `softcap`, if given.
+    Args:
+        q, mean: See `low_bit_scores`.
+        skip: int64 `[Hkv, n]`. Negative entries are padding.
+        softcap: Soft cap of the scores, or None.
 
-    Returns out `[Hkv, G, d]`, in the mixed basis of the values, and lse `[Hkv, G]`, float32 (float64 for float64). They
-    are 0 and -inf if no token is left.
+    Returns:
+        out `[Hkv, G, d]`, in the mixed basis of the values, and lse `[Hkv, G]`, float32 (float64 for float64). If all
+        tokens are skipped, out is 0 and lse is -inf.
     """
     scores = capped(low_bit_scores(q, mean, pages, layout, tokens), softcap)
     hidden = torch.zeros(scores.shape[0], len(tokens) + 1, dtype=torch.bool, device=q.device)
@@ -232,7 +235,7 @@ class LowBitQuery:
         unmixing: torch.Tensor,
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with `tail`, as one softmax over both.
+        """Merge exact attention with `approximate`, as one softmax over both.
 
         Args:
             exact: out `[Hkv, G, d]` and lse `[Hkv, G]`, which may be overwritten.

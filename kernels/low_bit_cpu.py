@@ -51,7 +51,7 @@ class NativeQuery(LowBitQuery):
         return self._found.scores
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:
-        """Select tokens by threshold and best score: rising int64 `[Hkv, n]`."""
+        """Select tokens by threshold and best score: ascending int64 `[Hkv, n]`."""
         found = self._found
         chosen = native.select(found.scores, found.peak, found.lse, alpha, limit)
         return super().select(alpha, limit) if chosen is None else chosen
@@ -63,7 +63,7 @@ class NativeQuery(LowBitQuery):
         unmixing: torch.Tensor,
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with that to the tokens that are not in skip (`LowBitQuery.merge`)."""
+        """Merge exact attention with approximate attention to the tokens that are not in skip (`LowBitQuery.merge`)."""
         return self.library.merge(self._found, skip, softcap, unmixing, exact)
 
 

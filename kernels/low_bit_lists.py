@@ -80,8 +80,8 @@ def merge_approximate(
     """Merge exact and low-bit attention into one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
     The arguments `out` and `lse` are those of the exact KV. The low-bit part covers the tokens [start, stop) of each
-    list except the first `counts[p]` (int32) of chosen int64 `[P, n]`, in rising order. q, mean and tokens are those of
-    `scores`. The values were multiplied with mixing.
+    list except the first `counts[p]` (int32) of chosen int64 `[P, n]`, in ascending order. q, mean and tokens are those
+    of `scores`. The values were multiplied with mixing.
     """
     place = torch.arange(chosen.shape[1], device=q.device)
     skip = chosen.masked_fill(place >= counts.unsqueeze(1), -1)

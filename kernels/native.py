@@ -16,24 +16,25 @@ from . import team
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 
 MAX_QUERIES = 32
-"""Largest number of queries on one KV head that `low_bit.c` takes."""
+"""Maximum number of queries per KV head that `low_bit.c` supports."""
 
 WORTH_A_THREAD = 1 << 16
-"""Scores for each thread of a call: 20 to 60 us of work, many times what it takes to wake a thread."""
+"""Minimum scores per thread of a call: 20 to 60 us of work, many times the cost of waking a thread."""
 
 MIN_BLOCKS, MAX_PARTS = 16, 16
-"""A part of a call is at least so many blocks of a KV head, and a head has at most so many parts. Threads share out
-the parts; results do not depend on the number of threads, because the parts do not."""
+"""Minimum blocks per part of a KV head, and maximum parts per head.
+
+The split does not depend on the number of threads, so results do not depend on it either.
+"""
 
 RANKED_TOKENS = 4096
 """Tokens of a part of `rank`, whose intermediate results stay in the first-level cache."""
 
 PADDING = 64
-"""Numbers that `best_scores.c` may read or write behind the last one."""
+"""Elements after the end of an array that `best_scores.c` may read or write."""
 
 SCRATCH = RecycledMemory()
-"""Memory for one value or more per token of a context, reused by every layer. Shared by the process, as its allocator
-is."""
+"""Memory for intermediate values of a context's tokens, reused by every layer and shared by the process."""
 
 
 class _Call(ctypes.Structure):
@@ -126,7 +127,8 @@ class LowBitLibrary:
         unmixing: torch.Tensor,
         exact: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with that to the tokens of `score`, capped, that are not in skip int64 `[Hkv, m]`.
+        """Merge exact attention with approximate attention to the tokens of `score` that are not in skip int64 `[Hkv,
+        m]`.
 
         unmixing `[d, d]` transforms values to those of the model. The pages must still exist. Takes and returns out
         `[Hkv, G, d]` and lse `[Hkv, G]`; float32 inputs are overwritten.
@@ -158,7 +160,7 @@ class LowBitLibrary:
 def select(
     scores: torch.Tensor, peak: torch.Tensor, lse: torch.Tensor | None, alpha: float, limit: int
 ) -> torch.Tensor | None:
-    """Select at most `limit` tokens as `selection.select_tokens` does: int64 `[Hkv, m]`, rising.
+    """Select at most `limit` tokens like `selection.select_tokens`: int64 `[Hkv, m]`, ascending.
 
     Args:
         scores: Float32 `[Hkv, G, n]`.
@@ -228,7 +230,7 @@ def _best_scores() -> ctypes.CDLL | None:
 
 
 def forget() -> None:
-    """Forget the loaded code, so that the next call loads it for the level that is then in force."""
+    """Unload the compiled code. The next call loads it for the current processor level."""
     _low_bit.cache_clear()
     _best_scores.cache_clear()
     compiled.cache_clear()

@@ -66,8 +66,8 @@ class Pages:
         while at < tokens.stop:
             page = at // PAGE_TOKENS
             first, stop = page * PAGE_TOKENS, min(tokens.stop, (page + 1) * PAGE_TOKENS)
-            meant = slice(at - first, stop - first)
-            yield self.tensors[page][self.layer], meant, slice(at - tokens.start, stop - tokens.start)
+            valid = slice(at - first, stop - first)
+            yield self.tensors[page][self.layer], valid, slice(at - tokens.start, stop - tokens.start)
             at = stop
 
 
@@ -75,9 +75,8 @@ class Pages:
 class PageTable:
     """Low-bit KV of one layer of B sequences: Hkv * B lists, sequence-major.
 
-    pages: Pages of each sequence, all of one layer and on one device.
-    table: int64 `[B, M]` on that device, the addresses of the first M pages of each sequence. Entries behind the last
-    page are undefined.
+    pages: Pages of each sequence, all of one layer and on one device. table: int64 `[B, M]` on that device, the
+    addresses of the first M pages of each sequence. Entries after the last page are undefined.
 
     The caller must keep both consistent: Triton kernels read the table, torch functions the pages.
     """

@@ -84,7 +84,8 @@ def merge_lse(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tup
     """Merge the attention over disjoint parts into the attention over their union (Hydragen §3.1, ChunkAttention eq.
     2).
 
-    outs `[..., d]` and lses `[...]` are those of the parts, 0 and -inf if a part is empty. Returns those of the union.
+    outs `[..., d]` and lses `[...]` belong to the parts, 0 and -inf if a part is empty. Returns out and lse of the
+    union.
     """
     stacked = torch.stack(list(lses))
     lse = torch.logsumexp(stacked, 0)

@@ -12,13 +12,13 @@ from ..utils.native_code import processor_level
 from . import native, team
 
 MAX_ROWS = 12
-"""Rows up to which this is faster than torch's product."""
+"""Maximum number of rows for which this is faster than torch's product."""
 
 PART_BYTES = 1 << 18
 """Bytes of a weight that a thread reads at a time, in about 20 microseconds."""
 
 WORTH_THREADS = 1 << 20
-"""Bytes of a weight from which waking a thread is worth it."""
+"""Minimum size of a weight in bytes for which several threads are used."""
 
 
 class _Call(ctypes.Structure):

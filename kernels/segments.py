@@ -1,8 +1,8 @@
 """Decode attention of a batch whose sequences share KV, in torch: the reference of `triton_segments` and the CPU path.
 
-ChunkAttention's two phases and Hydragen's hierarchy are one operator over runs. A run is contiguous KV and the
-neighbouring sequences that attend to it. A run of several sequences is one batched product with all their queries. The
-runs of single sequences write their scores into one padded buffer, so that one softmax handles them all.
+ChunkAttention's two phases and Hydragen's hierarchy are one operator over runs. A run is contiguous KV and the adjacent
+sequences that attend to it. A run of several sequences is one batched product with all their queries. The runs of
+single sequences write their scores into one padded buffer, so that one softmax handles them all.
 
 The KV of every run is read once. LSE is the natural logarithm, float32 (float64 for float64).
 """
@@ -34,7 +34,7 @@ class Run:
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with each sequence to the KV of all its runs (Hydragen §3.1-3.3, ChunkAttention §3.2).
 
-    q is `[H, B, d]`. The runs of a sequence do not overlap. Each sequence has at least one token in a run of its own,
+    q is `[H, B, d]`. The runs of a sequence do not overlap. Each sequence has at least one token in a private run,
     which is always true when decoding. Returns out `[H, B, d]` and lse `[H, B]`.
     """
     whole = [run for run in runs if run.k.shape[1]]
@@ -57,7 +57,7 @@ def _attend_shared(q: torch.Tensor, run: Run, scale: float) -> tuple[torch.Tenso
 
 
 def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with each sequence to its own runs. Return out `[H, B, d]` and lse `[H, B]`."""
+    """Attend with each sequence to its private runs. Return out `[H, B, d]` and lse `[H, B]`."""
     heads, batch, d = q.shape
     kv_heads = len(own[0][0].k)
     queries = q.view(kv_heads, -1, batch, d).permute(2, 0, 1, 3).contiguous()
@@ -65,10 +65,10 @@ def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> 
     out = torch.empty(batch, *queries.shape[1:], dtype=wide, device=q.device)
     lse = torch.empty(out.shape[:-1], dtype=wide, device=q.device)
     sizes = [sum(run.k.shape[1] for run in runs) for runs in own]
-    assert min(sizes) > 0, "a sequence without rows of its own"
+    assert min(sizes) > 0, "every sequence needs at least one private token"
     # Group sequences of similar length, so that there is less padding than KV.
-    rising = sorted(range(batch), key=sizes.__getitem__)
-    for _, alike in groupby(rising, key=lambda b: sizes[b].bit_length()):
+    ascending = sorted(range(batch), key=sizes.__getitem__)
+    for _, alike in groupby(ascending, key=lambda b: sizes[b].bit_length()):
         members = list(alike)
         out[members], lse[members] = _attend_padded(
             queries, [own[b] for b in members], members, sizes[members[-1]], scale

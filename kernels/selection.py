@@ -77,7 +77,8 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 def quantise_query(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise weights `[Hkv, G, d]` to int8 codes `[Hkv, G, d]` and scale `[Hkv, G, 1]`.
 
-    The codes are symmetric with one scale per query head. The rounding error is less than a fifth of that of int4 keys.
+    The codes are symmetric with one scale per query head. The rounding error is less than a fifth of the error of int4
+    keys.
     """
     scale = weights.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny * 127) / 127
     return (weights / scale).round_().to(torch.int8), scale
@@ -202,7 +203,8 @@ def select_tokens(scores: torch.Tensor, alpha: float, limit: int) -> torch.Tenso
         limit: Largest number of tokens to select.
 
     Returns:
-        Candidate indices int64 `[Hkv, n]`, without duplicates in a row: rising on the CPU, best first on other devices.
+        Candidate indices int64 `[Hkv, n]`, without duplicates in a row. Ascending on the CPU, best first on other
+        devices.
     """
     if scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.shape[2]:
         lse = group_lse(scores)
@@ -243,7 +245,7 @@ class ScoreQuery:
 
 
 def extend_selection(scores: torch.Tensor, attended: torch.Tensor, max_missed: float, most: int) -> torch.Tensor:
-    """Select tokens besides `attended` until the missed attention mass is at most `max_missed`.
+    """Select tokens in addition to `attended` until the missed attention mass is at most `max_missed`.
 
     The missed mass is the mean over query heads. Each KV head takes its m best tokens, by the largest softmax of the
     group. m is the smallest number that suffices, at most `most`.

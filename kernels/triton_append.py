@@ -3,9 +3,9 @@
 K and V are copied to the kept KV. The key is also skewed and stored as a column of the partial keys, or quantised and
 packed into its byte.
 
-Traffic per KV head: d * r numbers of the basis (4 bytes each), d of the key, r of the result. References:
+Traffic per KV head: d * r elements of the basis (4 bytes each), d of the key, r of the result. References:
 `lists.keep_rows`, `lists.append_partial`, `lists.append_quantised`. Sums over d are float32 in another order than
-torch's. A number within rounding of the border of two codes may get either. Both are equally close.
+torch's. A value halfway between two codes may be rounded to either.
 """
 
 from __future__ import annotations

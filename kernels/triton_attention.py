@@ -4,8 +4,8 @@ Each valid K and V is read once for all G query heads of its group. Every list i
 one fills the device, and the pieces are merged.
 
 Products of half-precision KV are exact in float32. The softmax weights are rounded to the dtype of the KV before the
-second product, except under the interpreter, whose half-precision products are wrong. Besides float32 rounding, this
-bounds the error of the output by 2^-9 (bf16) or 2^-12 (fp16) times the largest |v| of the list. References:
+second product, except under the interpreter, whose half-precision products are wrong. In addition to float32 rounding,
+this bounds the error of the output by 2^-9 (bf16) or 2^-12 (fp16) times the largest |v| of the list. References:
 `lists.attend_counted`, `lists.merge_parts`.
 """
 

@@ -119,7 +119,7 @@ def scores(
     return Scores(out, maxima, sums)
 
 
-# ------------------------------------------------------------------------------------------------------------- tail
+# ------------------------------------------------------------------------------------------------------ approximate
 
 
 @triton.jit(do_not_specialize=["n", "tokens", "halvings"])
@@ -129,7 +129,7 @@ def _hide(
 ) -> None:  # fmt: skip
     """Program (p, i): mark which of the tokens [i * TOKENS, ...) are excluded.
 
-    Excluded are tokens outside [start, stop) and the first `counts[p]` of chosen `[P, n]`, in rising order. A binary
+    Excluded are tokens outside [start, stop) and the first `counts[p]` of chosen `[P, n]`, in ascending order. A binary
     search finds the first chosen token of the block.
     """
     p, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS

@@ -30,10 +30,10 @@ def block_of(
     table: tl.tensor, pages: tl.tensor, offset: tl.tensor, p: tl.tensor, heads: tl.tensor, block: tl.tensor,
     BLOCK_BYTES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the address of block `block` of list p. The sequence must have this block.
+    """Return the address of block number `block` of list p. The block must exist.
 
-    The following blocks of the page are contiguous. table is int64 `[B, pages]`. The KV of the layer starts `offset`
-    bytes after the address of a page.
+    Later blocks of the same page follow contiguously. table is int64 `[B, pages]`: the address of each page. The layer
+    starts `offset` bytes into a page.
     """
     page = tl.load(table + p // heads * pages + block // _PAGE).to(tl.pointer_type(tl.uint8))
     begin = page + offset + (p % heads * _PAGE + block % _PAGE) * BLOCK_BYTES
@@ -132,7 +132,7 @@ def append_rows(
 ) -> None:
     """Run `low_bit_lists.append_rows` in one launch. basis, mean and mixing must be float32.
 
-    Sums over d have another order than torch's. A number within rounding of the border of two codes may get either.
+    Sums over d have another order than torch's. A value halfway between two codes may be rounded to either.
     """
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and slots.shape == (lists,)

@@ -40,8 +40,8 @@ def _attend(
 ) -> None:  # fmt: skip
     """Program (run, piece, head and block of queries): one KV head of a piece, with an online softmax.
 
-    Writes the out `[d]` and lse of each query to its part, or nothing if the run has fewer pieces or queries. All
-    strides are multiples of ALIGN elements, so that the compiler knows which loads can be 16 bytes wide.
+    Writes the out `[d]` and lse of each query to its part, if the run has this piece and query. All strides are
+    multiples of ALIGN elements, so that the compiler knows which loads can be 16 bytes wide.
     """
     run, piece = table + tl.program_id(0) * _FIELDS, tl.program_id(1)
     head, block = tl.program_id(2) % kv_heads, tl.program_id(2) // kv_heads

@@ -3,7 +3,8 @@
 Eight launches over `[P, N]`:
 
 * One reduces the maxima and sums of the blocks to those of each head.
-* One marks passing tokens and maps scores to integers in the same order (int32 `[P, N]`, which stay in the L2 cache).
+* One marks passing tokens and computes the *order* of each token: its score as an integer that sorts in the same way
+  (int32 `[P, N]`, which stays in the L2 cache).
 * Four histograms of 256 bins determine the n-th largest value digit by digit.
 * One counts.
 * One writes.
@@ -133,7 +134,7 @@ def _histogram(
     kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor,
     cap: tl.tensor, marked: tl.tensor, DIGIT: tl.constexpr, MARKED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i): count digit DIGIT of the orders of the block whose higher digits equal those of the bound."""
+    """Program (p, i): histogram of digit DIGIT of the orders in the block whose higher digits equal the bound."""
     p, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
     counted = order != _ABSENT
@@ -154,7 +155,7 @@ def _tally(
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     blocks: tl.tensor, MARKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i): count the orders of the block above the bound, and those equal to it."""
+    """Program (p, i): count the orders of the block above the bound, and the orders equal to the bound."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     n = _count(passing, limits, p // kv_heads, heads, cap, marked, MARKED)
@@ -174,10 +175,9 @@ def _write(
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     blocks: tl.tensor, MARKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i): write the selected tokens of the block, rising, behind those of the blocks before.
+    """Program (p, i): write the selected tokens of block i in ascending order, after the tokens of earlier blocks.
 
-    Of the orders equal to the bound, the first ones are selected. The program also zeroes the positions of its block
-    behind the count.
+    If several orders equal the bound, the first tokens are selected. Unused positions of the block are set to 0.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCKS)

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: serve many asyncio clients with one engine loop in a thread of its own."""
+"""`AsyncLLM`: serve many asyncio clients with one engine loop in a separate thread."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
-    """Serve many asyncio clients with one engine loop in a thread of its own.
+    """Serve many asyncio clients with one engine loop in a separate thread.
 
     Clients may run on several event loops. Requests are decoded with continuous batching, and common prefixes are
     computed once. The tokens of a request do not depend on other requests, and an error ends only its own request.
 
     Args:
         llm: The runtime. `close` closes it as well.
-        max_waiting: Maximum number of queued requests; one more raises QueueFullError. None is no limit.
+        max_waiting: Maximum number of queued requests; one more raises QueueFullError. None means no limit.
         store: Folder for the KV of all prompts, which later prompts with the same beginning reuse, also after a
             restart, and for sessions (`generate(session=...)`).
         store_options: Options of the store.
         read_only: Reuse stored KV, store nothing, and refuse sessions. Another process may write to the store.
 
     Raises:
-        ConfigError, StoreError: As `LLM.session`.
+        ConfigError, StoreError: See `LLM.session`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class AsyncLLM:
             cache_salt: See `LLM.generate`. A session keeps the salt of its first turn.
 
         Raises:
-            InputError, ModelError, PoolFullError: As `LLM.generate`.
+            InputError, ModelError, PoolFullError: See `LLM.generate`.
             QueueFullError: Too many requests are queued.
             SessionBusyError: The session is answering another request.
         """
@@ -140,8 +140,13 @@ class AsyncLLM:
         self._calls.put(lambda: self._abort(request_id))
 
     async def delete_session(self, name: str) -> bool:
-        """Delete a session. Return whether there was one. Raises SessionBusyError, StoreError; InputError without a
-        store."""
+        """Delete a session. Return whether it existed.
+
+        Raises:
+            InputError: There is no store.
+            SessionBusyError: The session is answering a request.
+            StoreError: A file cannot be deleted.
+        """
         sessions, loop = self._sessions, asyncio.get_running_loop()
         if sessions is None:
             raise InputError("there is no session store: create AsyncLLM(llm, store=folder)")
@@ -261,7 +266,7 @@ class AsyncLLM:
     # -------------------------------------------------------------------------------------------------- engine's thread
 
     def _run(self) -> None:
-        """Run queued calls, then an engine step, until closed. Block while there is nothing to do."""
+        """Run queued calls, then an engine step, until closed. Block while no call is queued and the engine is idle."""
         while not (self._closed and self._engine.idle and self._calls.empty()):
             try:
                 call = self._calls.get(block=self._engine.idle)
@@ -353,7 +358,7 @@ class AsyncLLM:
             self._calls.put(lambda: self._leave(client))
 
     def _leave(self, client: Client) -> None:
-        """Cancel a request if it is still running, and remove it. Does nothing if it was removed before."""
+        """Cancel a request if it is still running, and remove it. A second call has no effect."""
         request = client.request
         if request is None or self._by_number.pop(request.prompt.id, None) is None:
             return
@@ -384,8 +389,10 @@ class AsyncLLM:
             logger.warning("a session could not be saved: %s", error)
 
     def _fail_all(self, error: Exception) -> None:
-        """Fail all pending requests with `error`. Errors raised while notifying are suppressed so that the loop keeps
-        running."""
+        """Fail all pending requests with `error`.
+
+        Errors raised while notifying are suppressed so that the loop keeps running.
+        """
         for client in list(self._clients.values()):
             self._tell(client, error)
             with suppress(Exception):

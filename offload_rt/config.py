@@ -344,7 +344,7 @@ def _parsed_exact(exact: DraftOptions | bool | str | Mapping[str, Any] | None, p
         found = from_mapping(DraftOptions, {"method": own} | ({} if exact is True else dict(exact)))
     check(
         not full or not found.by_policy,
-        f"exact={found.method!r} drafts with the policy, but policy 'full' is what verifies drafts: choose 'lookup', a "
+        f"exact={found.method!r} drafts with the policy, but policy 'full' verifies drafts: choose 'lookup', a "
         "draft model, or policy 'infinigen'",
     )
     return found

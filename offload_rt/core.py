@@ -56,12 +56,13 @@ class ModelGeometry:
         scales: Factor of q·k per layer. Adapters return unscaled queries.
         windows: Sliding window per layer in tokens, including the newest; None for full attention.
         max_positions: Number of positions that the model was trained for.
-        absolute_positions: Positions come from a learned table (OPT, GPT-2), which ends at `max_positions`.
+        absolute_positions: Whether positions come from a learned table (OPT, GPT-2), which ends at `max_positions`.
         default_alpha: Selection threshold of InfiniGen §5.1 for this family: 4 for OPT, 5 for Llama.
-        softcap: Scaled scores s enter the softmax as c tanh(s / c) with this c.
-        sinks: Layers have learned attention sinks.
-        chunked: Windows do not slide. A token sees the tokens of its own window, starting at a multiple of its size.
-        experts: MLPs are mixtures of experts.
+        softcap: Value c with which scaled scores s enter the softmax as c tanh(s / c). None disables it.
+        sinks: Whether layers have learned attention sinks.
+        chunked: If True, windows do not slide: a token sees the tokens of its own window, starting at a multiple of its
+            size.
+        experts: Whether MLPs are mixtures of experts.
         states: Recurrent states per sequence, of hybrid models.
         attention_at: Index of each attention layer among the decoder layers; empty if all of these have attention.
         depth: Number of decoder layers; 0 if all of them have attention.
@@ -106,7 +107,7 @@ class ModelGeometry:
         return self.attention_at[layer] if self.attention_at else layer
 
     def keeps_state(self, layer: int) -> bool:
-        """Return whether a decoder layer behind the attention layer `layer`, or this layer itself, keeps state."""
+        """Return whether a decoder layer after the attention layer `layer`, or this layer itself, keeps state."""
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
@@ -114,7 +115,7 @@ class ModelGeometry:
         return sum(state.bytes(dtype) for state in self.states)
 
     def resident(self, layer: int, sinks: int, recent: int) -> tuple[int, int]:
-        """Return the numbers of first and last tokens that stay on the device in a layer.
+        """Return how many of the first tokens (sinks) and of the last tokens (window) stay on the device in `layer`.
 
         A layer with full attention keeps the policy's `sinks` and `recent`. A sliding layer keeps its window.
         """
@@ -168,12 +169,13 @@ class VisibleTokens:
 
 @dataclass(frozen=True)
 class Selection:
-    """Tokens that one layer of one sequence attends to in one step, besides the resident ones.
+    """Tokens that one layer of one sequence attends to in one step, in addition to the resident ones.
 
     Attributes:
         tokens: int64 `[Hkv, n]`, distinct token indices within `VisibleTokens.candidates`, in any order.
-        counts: int32 `[Hkv]` on the device, all equal: only the first `counts[h]` entries of each row are valid. It
-            avoids waiting for the device. None: all are valid.
+        counts: int32 `[Hkv]` on the device, the same value for every head. Only the first `counts[h]` entries of row h
+            are valid. The counts stay on the device so that the host does not wait for them. None means that all
+            entries are valid.
     """
 
     tokens: torch.Tensor
@@ -193,13 +195,14 @@ class Selection:
 class PagedRows:
     """KV entries of one layer of one sequence in the blocks of the host pool.
 
-    Token t of KV head h is row `t + block_rows[t // 64] + first + h * head_rows` of k and v. The entries are those of
-    the resident tokens and of `tokens`.
+    Token t of KV head h is row `t + block_rows[t // 64] + first + h * head_rows` of k and v. The object covers the
+    resident tokens and `tokens`.
 
     Attributes:
         k: K `[R, d]`.
         v: V `[R, d]`.
-        block_rows: int64 `[blocks]`.
+        block_rows: int64 `[blocks]`. Row of the first token of block i, minus 64 i, so that a token index can be added
+            to it.
         first: Row of the layer in a block.
         head_rows: Distance in rows from one KV head to the next.
         resident: Two ranges of token indices that every KV head attends to.
@@ -248,12 +251,15 @@ class KVPart:
 
     @property
     def runs(self) -> list[KVPart]:
-        """The entries in order, in parts of which each is contiguous."""
+        """Return the entries as contiguous parts, in order."""
         return [self]
 
     @property
     def paged(self) -> PagedRows | None:
-        """The entries in the host pool, if k and v would have to be gathered first."""
+        """Where the entries are in the host pool, for kernels that read them in place.
+
+        None if k and v are contiguous.
+        """
         return None
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
@@ -268,8 +274,8 @@ class BlockTable:
     Attributes:
         ids: Block ids in token order. Block i holds tokens [64 i, 64 (i + 1)).
         length: Number of tokens whose K and V are complete in every layer.
-        windows: Blocks of sliding layers (`layer_groups`): `windows[i]` holds tokens [64 i, 64 (i + 1)), one block id
-            per group of sliding layers, as long as a window can reach them.
+        windows: Blocks of sliding layers (`layer_groups`): `windows[i]` holds tokens [64 i, 64 (i + 1)), with one block
+            id per group of sliding layers. Blocks that no window reaches are removed.
         floor: First token that sliding layers can see. Earlier ones were dropped by truncation.
     """
 
@@ -313,6 +319,9 @@ def padded_batch(sequences: int) -> int:
 
 
 def bucket(context: int) -> int:
-    """Round a context length up to one of eight sizes between two powers of two, at least whole blocks."""
+    """Round a context length up to one of eight equally spaced lengths between two powers of two.
+
+    The result is a multiple of `BLOCK_SIZE`. Rounding keeps the number of captured CUDA graphs small.
+    """
     step = max(BLOCK_SIZE, 1 << max(0, (context - 1).bit_length() - 4))
     return -(-context // step) * step

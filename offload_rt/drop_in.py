@@ -1,9 +1,9 @@
 """Run transformers' `generate` with the KV cache in host memory: `with offload(model, host_memory="64GiB"):`.
 
 Inside the block, calls of the model's forward with a cache are computed by this package: prompts with full attention,
-and each following token as a decode step under the policy. Generation modes, logits processors, stopping criteria,
-streamers and pipelines remain transformers'. Greedy tokens equal those of `LLM`, and under policy "full" those of
-transformers. Calls without a cache run the model's own forward.
+and each following token as a decode step with the policy. Generation modes, logits processors, stopping criteria,
+streamers and pipelines are still those of transformers. Greedy tokens equal those of `LLM`, and with policy "full" also
+the tokens of transformers. Calls without a cache run the model's own forward.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def offload(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **fields: Any,
 ) -> Iterator[LLM]:
-    """Inside the block, `model.generate` keeps its KV cache in host memory and decodes under the policy.
+    """Inside the block, `model.generate` keeps its KV cache in host memory and decodes with the policy.
 
     To keep the cache between calls, for a conversation, pass `past_key_values=OffloadedCache(llm)` to `generate`.
 
@@ -55,7 +55,7 @@ def offload(
 
     Raises:
         InputError: `model` is not a transformers model, or is offloaded already.
-        OffloadError: As `LLM`.
+        OffloadError: See `LLM`.
     """
     if not isinstance(model, PreTrainedModel):
         raise InputError(
@@ -147,14 +147,14 @@ class OffloadedCache(Cache):
         return -1
 
     def activate_past_recording(self) -> None:
-        """Do nothing: `crop` needs no recording."""
+        """No-op, because `crop` needs no recording."""
 
     def update(self, *tensors: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Raise InputError: attention layers of an offloaded model never call it."""
         raise InputError("an OffloadedCache works only with the model of its LLM, inside `with offload(model)`")
 
     def reset(self) -> None:
-        """Free all sequences, as `free`."""
+        """Free all sequences, like `free`."""
         self.free()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -170,10 +170,10 @@ class OffloadedCache(Cache):
         self._select([row for row in range(len(self._rows)) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `abs(tokens_to_remove)` tokens, at most those that the last call computed together.
+        """Remove the last `abs(tokens_to_remove)` tokens.
 
         Raises:
-            InputError: More tokens are to be removed.
+            InputError: The last call computed fewer tokens.
         """
         count = abs(int(tokens_to_remove))
         if count and self._runner.states is not None:
@@ -210,19 +210,21 @@ class OffloadedCache(Cache):
     # ------------------------------------------------------------------------------------------------- computation
 
     def compute(self, ids: torch.Tensor, mask: torch.Tensor | None, keep: int) -> torch.Tensor:
-        """Compute the next tokens. One token per row is a decode step; several use full attention, as a prompt does.
+        """Compute the next tokens.
+
+        One token per row is a decode step. Several tokens per row use full attention, like a prompt.
 
         Args:
             ids: Token ids `[B, T]`.
-            mask: Attention mask of all columns `[B, n]`; 0 is left padding.
-            keep: Number of last tokens whose logits are returned; 0 is all.
+            mask: Attention mask of all columns `[B, n]`; 0 marks left padding.
+            keep: Number of last tokens whose logits are returned; 0 means all.
 
         Returns:
             float32 logits `[B, keep, V]`.
 
         Raises:
-            InputError: `ids` or `mask` do not continue this cache. Nothing has changed.
-            ModelError, PoolFullError: The cache is empty afterwards.
+            InputError: `ids` or `mask` do not continue this cache. The cache is unchanged.
+            ModelError, PoolFullError: The sequence does not fit. The cache is empty afterwards.
         """
         keep = keep or ids.shape[1]
         if self._rows:
@@ -303,7 +305,7 @@ class OffloadedCache(Cache):
         return logits[:, None].clone()  # a normal tensor, because generation may write to it
 
     def _check(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Raise InputError for another batch size, and for padding behind the prompt."""
+        """Raise InputError for another batch size, and for padding after the prompt."""
         if len(ids) != len(self._rows):
             raise InputError(f"the cache has {len(self._rows)} rows and the batch has {len(ids)}: they must be equal")
         if mask is not None and mask.ndim == 2 and not bool(mask[:, -ids.shape[1] :].all()):
@@ -311,7 +313,7 @@ class OffloadedCache(Cache):
 
 
 def _padding(mask: Seq[int]) -> int:
-    """Return the number of padding columns. Raise InputError if they are not on the left, or the row is empty."""
+    """Return the number of padding columns. Raise InputError if the row is empty or padded on the right."""
     padding = next((i for i, real in enumerate(mask) if real), len(mask))
     if not all(mask[padding:]) or padding == len(mask):
         raise InputError("a row is empty, or padded on the right: pad on the left (tokenizer.padding_side='left')")

@@ -1,4 +1,4 @@
-"""The exceptions of offload_rt. Every message says what was wrong, what was expected, and what to do.
+"""The exceptions of offload_rt. Every message names the problem, the expected value and the remedy.
 
     OffloadError
     ├── ConfigError          (ValueError)   an option has an invalid value, or is unknown
@@ -25,7 +25,7 @@ class OffloadError(Exception):
 
 
 class ConfigError(OffloadError, ValueError):
-    """An option has an invalid value, or no such option exists."""
+    """An option has an invalid value or does not exist."""
 
 
 class InputError(OffloadError, ValueError):
@@ -37,7 +37,7 @@ class SessionBusyError(InputError):
 
 
 class ModelError(OffloadError, ValueError):
-    """The model cannot be loaded, or cannot do what was requested.
+    """The model cannot be loaded, or does not support the request.
 
     Attributes:
         reason: A word for programs if the model is of an unsupported kind ("alibi", "latent_attention", ...), else "".

@@ -221,7 +221,7 @@ class LLM:
                 `num_cached_tokens` what another one has requested.
 
         Raises:
-            InputError, ModelError, PoolFullError: As `stream`. Nothing is returned if one prompt fails.
+            InputError, ModelError, PoolFullError: See `stream`. If one prompt fails, no output is returned.
         """
         given = each_prompt(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
@@ -250,7 +250,7 @@ class LLM:
             cache_salt: See `generate`.
 
         Raises:
-            InputError: There is no chat template, or it refuses the conversation; else as `generate`.
+            InputError: There is no chat template, or it rejects the conversation. Also the cases of `generate`.
         """
         listed = messages if isinstance(messages, Sequence) else ()
         several = bool(listed) and all(isinstance(one, Sequence) and not isinstance(one, str) for one in listed)
@@ -268,7 +268,7 @@ class LLM:
         return self._generate([ids for _, ids in prompts], texts, sampling_params, salt(cache_salt))
 
     def chat_prompt(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
-        """Return the rendered text of one conversation and its token ids. Options and errors as `chat`."""
+        """Return the rendered text of one conversation and its token ids. Options and errors are those of `chat`."""
         if self.tokenizer is None:
             raise InputError(f"{self.name} has no tokenizer: pass token ids to generate, or set tokenizer=")
         text = render_chat(self.tokenizer, messages, **options)

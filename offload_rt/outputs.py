@@ -171,7 +171,7 @@ class Stats:
     """Cost of one request. Times are wall-clock seconds and sizes are bytes.
 
     KV and weights that several sequences of a batch share are transferred once per step and counted for the first one,
-    so the sum over a batch is what was transferred. On a CPU, transfers are counted as if there were a device.
+    so the sum over a batch equals the transferred bytes. On a CPU, transfers are counted as if there were a device.
 
     Attributes:
         reused_tokens: Prompt tokens whose KV was taken from another sequence or from a session store, in blocks of 64.
@@ -204,7 +204,7 @@ class Stats:
         working_set_hit_rate: Fraction of selected KV entries found in the working set.
         drafted_tokens: Draft tokens (with `exact`).
         accepted_tokens: Draft tokens that full attention accepted.
-        verifications: Verification passes. Each gives one token besides the accepted ones.
+        verifications: Verification passes. Each gives one token in addition to the accepted ones.
         draft_speedup: Estimated time of decoding without drafts over the measured time. None if no pass without drafts
             was measured.
         attended_by_step: `[steps][layers]`.

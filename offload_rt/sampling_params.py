@@ -29,7 +29,7 @@ class StructuredOutputs:
     Attributes:
         json: JSON schema, as a mapping or a string.
         regex: Regular expression that the whole answer matches.
-        choice: Strings, one of which is the answer.
+        choice: Strings. The answer is one of them.
         grammar: Context-free grammar in Lark notation, as read by llguidance.
     """
 
@@ -75,8 +75,8 @@ class SamplingParams:
         include_stop_str_in_output: Keep the stop string in the answer.
         skip_special_tokens: Leave special tokens out of the text.
         ignore_eos: Continue after end-of-text tokens.
-        logprobs: Number of most probable tokens per position whose log-probabilities are returned, besides the sampled
-            token's; before any filter. 0 returns the sampled token's only, -1 the whole vocabulary.
+        logprobs: Number of most probable tokens per position whose log-probabilities are returned, in addition to the
+            sampled token's; before any filter. 0 returns the sampled token's only, -1 the whole vocabulary.
         prompt_logprobs: The same for the prompt's tokens. The whole prompt is computed for it.
         bad_words: Strings that are never generated.
         logit_bias: Values added to logits, by token id.

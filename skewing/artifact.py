@@ -44,8 +44,8 @@ class SkewArtifact:
 
     Attributes:
         method: "svd" (paper §4.2, equations 2-3: one orthogonal `A`, `query == key`) or "balanced" (two bases).
-        query: B_q, float32 `[L, Hkv, d, d]`. The skewed query is q~ = q @ query[l, h]. Columns are ordered by falling
-            importance, so `[..., :r]` keeps the r most important columns.
+        query: B_q, float32 `[L, Hkv, d, d]`. The skewed query is q~ = q @ query[l, h]. Columns are in order of
+            decreasing importance, so `[..., :r]` keeps the r most important columns.
         key: B_k, float32 `[L, Hkv, d, d]`. The skewed key is k~ = k @ key[l, h]. B_q B_k^T = I, so q~ k~^T == q k^T if
             all columns are used.
         key_mean, key_std: float32 `[L, Hkv, d]`, statistics of each column of the skewed keys over the calibration
@@ -121,7 +121,7 @@ class SkewArtifact:
             fingerprint: Fingerprint of the model in use. None accepts the artifact of any model.
 
         Raises:
-            ArtifactError: The file is missing, damaged, no skew artifact, of another format version, or made for
+            ArtifactError: The file is missing, damaged, not a skew artifact, has another format version, or made for
                 another model.
         """
         path = Path(path)

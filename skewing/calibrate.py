@@ -96,9 +96,9 @@ def measure(
 ) -> tuple[Moments, Correction]:
     """Return the moments of queries and keys and the correction of guesses, on the CPU.
 
-    Queries and keys are taken after RoPE and without the scale. The moments have leading axes `[L, Hkv]`. The queries
-    of all G heads of a group count for their KV head. The text runs in segments of at most `positions` tokens. Each
-    segment starts at position 0 and uses exact causal attention. Raises the errors of `calibrate`.
+    Queries and keys are taken after RoPE and without the scale. The moments have leading axes `[L, Hkv]`. The moments
+    of a KV head include the queries of all G heads of its group. The text runs in segments of at most `positions`
+    tokens. Each segment starts at position 0 and uses exact causal attention. Raises the errors of `calibrate`.
 
     With RoPE, the moments depend on the positions. A basis from the first 2,048 positions fits the slow rotary planes
     only there, and is worse at position 30,000 than a basis from the whole range
@@ -184,8 +184,10 @@ def _all_rows(slices: Iterable[KVPart]) -> KVPart:
 def _sum_moments(
     adapter: ModelAdapter, layer: int, inputs: Iterable[torch.Tensor], positions: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the sums of q q^T `[Hkv, d, d]`, k k^T `[Hkv, d, d]` and k `[Hkv, d]` of a layer, in float64, from its
-    attention inputs `[m, D]` in slices."""
+    """Return the float64 sums of q q^T `[Hkv, d, d]`, k k^T `[Hkv, d, d]` and k `[Hkv, d]` of one layer.
+
+    `inputs` yields its attention inputs `[m, D]` slice by slice.
+    """
     geometry = adapter.geometry
     key_sum = torch.zeros(geometry.kv_heads, geometry.head_dim, dtype=torch.float64, device=adapter.device)
     query, key = (key_sum.new_zeros(geometry.kv_heads, geometry.head_dim, geometry.head_dim) for _ in range(2))
@@ -199,7 +201,7 @@ def _sum_moments(
 
 
 def _spread(count: int, limit: int) -> torch.Tensor:
-    """Return `count` rising positions `[T]` (int64) that cover [0, limit), one from each of `count` equal shares."""
+    """Return `count` ascending positions `[T]` (int64) in [0, limit), one from each of `count` equal sections."""
     # Random positions: an even step could coincide with the period of a rotary plane.
     draw = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return ((torch.arange(count) + draw) * limit / count).long().clamp_max(limit - 1)

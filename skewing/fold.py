@@ -163,7 +163,7 @@ def skew_model(
         method: Method of the bases.
         calibration: Calibration text. None uses the text in the package.
         calibration_tokens: Number of tokens to calibrate on.
-        dtype: As in `EngineConfig`.
+        dtype: See `EngineConfig`.
         progress: Called after every layer.
 
     Raises:

@@ -2,9 +2,10 @@
 
 InfiniGen guesses the query of layer l from the hidden states of layer l-1, because the inputs of neighbouring layers
 are similar (§4.3, Table 1). The guess fails after a layer whose MLP adds a large vector, nearly the same for every
-token, to the residual ("massive activations"). The first layer of both reference models does this. The error is nearly
-constant. A slope and an offset per channel, fitted by least squares on the calibration text, remove it for one
-multiply-add of `[B, D]`. Measurements: `eval/results/reference-opt/ablation.md`, parts "source".
+token, to the residual ("massive activations"). This happens in the first layer of both reference models. The error is
+nearly constant. A slope and an offset per channel, fitted by least squares on the calibration text, remove it at the
+cost of one multiply-add per element of `[B, D]`. Measurements: `eval/results/reference-opt/ablation.md`, parts
+"source".
 """
 
 from __future__ import annotations

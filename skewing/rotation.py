@@ -65,7 +65,10 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class SkewBasis:
-    """B_q (`query`) and B_k (`key`), float64 `[..., d, d]`, with B_q B_k^T = I and columns by falling importance."""
+    """B_q (`query`) and B_k (`key`), float64 `[..., d, d]`, with B_q B_k^T = I.
+
+    Columns are in order of decreasing importance.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -80,8 +83,8 @@ def plain_basis(moments: Moments) -> SkewBasis:
 def svd_basis(moments: Moments) -> SkewBasis:
     """Return the paper's A, with `query == key` (equation 3).
 
-    The columns are the eigenvectors of Q^T Q, i.e. the right singular vectors of Q, by falling (E q~^2)(Var k~). The
-    largest entry of each column is positive.
+    The columns are the eigenvectors of Q^T Q, i.e. the right singular vectors of Q, in order of decreasing (E q~^2)(Var
+    k~). The largest entry of each column is positive.
     """
     vectors = torch.linalg.eigh(_symmetric(moments.query)).eigenvectors.flip(-1)
     vectors = vectors * _signs(vectors)
@@ -111,8 +114,8 @@ BASES: Final[Mapping[SkewMethod, Callable[[Moments], SkewBasis]]] = {"svd": svd_
 def kept_energy(moments: Moments, basis: SkewBasis, columns: int) -> torch.Tensor:
     """Return the fraction `[...]` of the scores' mean square that the first `columns` columns keep: 1 - error / total.
 
-    The keys are centred. The result is negative if the dropped columns cancelled each other so that all-zero scores
-    would be better. It is 1 if the total is 0.
+    The keys are centred. The result is negative if the kept columns approximate the scores worse than zeros would. It
+    is 1 if the total is 0.
     """
     skewed = moments.skewed(basis)
     products = skewed.query * skewed.key_covariance

@@ -126,7 +126,10 @@ class ModelUnderTest:
         return self._with(variant.engine).under(variant.policy, self.options(variant))
 
     def _with(self, engine: Mapping[str, Any]) -> LLM:
-        """Return the runtime with the given engine settings. Besides the default one, only the latest is kept."""
+        """Return a runtime with the engine settings `engine`.
+
+        Only the default runtime and the most recently used other one are kept.
+        """
         if not engine:
             return self._first
         name = json.dumps(dict(engine), sort_keys=True)
@@ -138,7 +141,7 @@ class ModelUnderTest:
     def score(self, variant: Variant, texts: Sequence[Text]) -> list[Scored]:
         """Score each text under the variant. Texts with equal `decode_from` share one call of `LLM.score`."""
         llm = self.llm(variant)
-        batch = 1 if "host_memory" in variant.engine else self.batch  # the limit is meant for a single sequence
+        batch = 1 if "host_memory" in variant.engine else self.batch  # the limit applies to a single sequence
         done: dict[int, Scored] = {}
         for start in sorted({text.decode_from for text in texts}):
             which = [i for i, text in enumerate(texts) if text.decode_from == start]

@@ -61,8 +61,8 @@ class Scored:
         is_greedy: Whether each scored token is the most probable one, `[n]`.
         attended: Fraction of the visible KV entries attended exactly, mean over all layers and decoded positions.
         link: Fraction of the visible KV entries fetched from the host, mean over all layers and decoded positions.
-        sparse_attended: As `attended`, over the sparse layers only.
-        sparse_link: As `link`, over the sparse layers only.
+        sparse_attended: Like `attended`, over the sparse layers only.
+        sparse_link: Like `link`, over the sparse layers only.
         missed: Missed attention mass (attention weight of tokens not attended), mean over the sparse layers. None if it
             was not measured.
         missed_worst: Missed attention mass of the worst layer, or None.

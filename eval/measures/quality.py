@@ -38,7 +38,7 @@ def _perplexity_flags(parser: argparse.ArgumentParser) -> None:
 @measure("perplexity", "perplexity of a text under each policy, window by window against full", _perplexity_flags)
 def perplexity(args: argparse.Namespace) -> int:
     """Measure the perplexity of a text under each policy. The windows are spread over the text. The last quarter of
-    each is decoded under the policy and scored, and compared with full window by window. Example: offload-rt eval
+    each is decoded with the policy and scored, and compared with full window by window. Example: offload-rt eval
     perplexity reference --text BOOK --policies infinigen,h2o --budgets 0.05,0.1 --set recent=16 --out DIR"""
     from ..quality.perplexity import PerplexityConfig, run_perplexity
 

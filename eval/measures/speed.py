@@ -82,7 +82,7 @@ def _trained_model_flags(parser: argparse.ArgumentParser) -> None:
 def _cpu_kernels_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the results")
     parser.add_argument("--tokens", type=counts, default=(8192, 32_768, 131_072), metavar="8k,32k", help="in context")
-    parser.add_argument("--repeats", type=int, default=30, metavar="N", help="of which the fastest counts")
+    parser.add_argument("--repeats", type=int, default=30, metavar="N", help="repeats; the fastest counts")
 
 
 @measure("cpu-kernels", "C kernels at each instruction set level against memory and arithmetic", _cpu_kernels_flags)

@@ -15,7 +15,7 @@ def _paper_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("eval") / "results", metavar="DIR", help="(eval/results)")
     parser.add_argument("--book", type=Path, default=Path(PACKAGED), metavar="FILE", help="a text not trained on")
     parser.add_argument("--models", nargs="+", default=["reference"], help="the first is measured most thoroughly")
-    parser.add_argument("--steps", nargs="+", metavar="STEP", help="what to make (default: all but tasks)")
+    parser.add_argument("--steps", nargs="+", metavar="STEP", help="steps to run (default: all but tasks)")
     parser.add_argument("--tasks", action="store_true", help="harness tasks too (files in $OFFLOAD_RT_DATA/tasks)")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="steps side by side (1)")
     parser.add_argument("--quick", action="store_true", help="small samples, to see that everything runs")
@@ -39,7 +39,7 @@ def paper(args: argparse.Namespace) -> int:
 def _gpu_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", metavar="NAME", help="only this one (default: all in turn)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs; results have no meaning")
     parser.add_argument("--out", type=Path, metavar="DIR", help="JSON (eval/results/gpu; out/gpu with --small)")
 
 
@@ -67,13 +67,13 @@ def _real_flags(parser: argparse.ArgumentParser) -> None:
     add_options(parser, RealSize)
     parser.add_argument(
         "--variant", action="append", default=[], metavar="'POLICY KEY=VALUE ...'",
-        help="a row beside full, instead of those of perplexity, needles, tasks and ruler; may be repeated",
+        help="a variant to compare with full, instead of the default variants; may be repeated",
     )  # fmt: skip
 
 
-@measure("real", "what a selection loses on trained models that people use (`make real`)", _real_flags)
+@measure("real", "quality loss of selection on published models (`make real`)", _real_flags)
 def real(args: argparse.Namespace) -> int:
-    """Evaluate models given by folder under every policy at fixed budgets: perplexity on a novel, code and Wikipedia,
+    """Evaluate models given by folder with every policy at fixed budgets: perplexity on a novel, code and Wikipedia,
     needles, RULER and question tasks. Finished rows are reused."""
     from ..core.variants import make_variants
     from ..suites.real import PARTS, RealSize, run_real

@@ -68,16 +68,17 @@ def observe(
     alike: dict[tuple[int, str], list[float]],
     needed: dict[int, list[tuple[int, int]]],
 ) -> None:
-    """Run `tokens` through all layers and record what each layer shows.
+    """Run `tokens` through all layers and record the similarity of layer inputs and the concentration of attention.
 
     Args:
         adapter: The model.
         tokens: Token ids of a window.
         start: First position whose attention is sampled.
-        alike: Receives, by layer i > 0 and key, the mean cosine similarity of its input with the input, the attention
-            output and the MLP output of layer i - 1. An output is what a layer adds to the residual stream.
-        needed: Receives, by layer, for each sampled query the number of tokens that hold `MASS` of its attention, and
-            the number of tokens that it sees.
+        alike: Output. `alike[i, key]` is the mean cosine similarity between the input of layer i > 0 and the `key` of
+            layer i - 1: its input, attention output or MLP output. An output is the vector that a layer adds to the
+            residual stream.
+        needed: Output. `needed[i]` has an entry per sampled query: the number of tokens that hold `MASS` of its
+            attention, and the number of tokens that it sees.
     """
     positions = torch.arange(len(tokens), device=adapter.device)
     adapter, whole = adapter.for_new_sequence(), [slice(None)]

@@ -278,7 +278,7 @@ def _option(name: str, value: Any) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line of the harness with `arguments` (default: those of this process).
+    """Run the command line of the harness with `arguments` (default: the arguments of this process).
 
     Raises SystemExit if the harness does.
     """

@@ -55,7 +55,7 @@ class TasksConfig:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Settings as part of the row key."""
+        """Return the settings that identify a result row."""
         # Empty `lengths` are omitted, so that rows measured before this option existed remain valid.
         found = asdict(self)
         return found if self.lengths else {name: value for name, value in found.items() if name != "lengths"}
@@ -77,10 +77,10 @@ def run_tasks(
     say: Say = say_nothing,
     late: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Run every task under every variant, or reuse the rows in `out`. Writes tasks.json, .csv and .md to `out`.
+    """Run every task with every variant, or reuse the rows in `out`. Writes tasks.json, .csv and .md to `out`.
 
-    All variants are compared with the first, which should be full. `own_class` runs the transformers class of the
-    harness too. When `late` returns True, no further row is started.
+    All variants are compared with the first, which should be full. With `own_class`, the transformers model of the
+    harness runs too. `late` is called before each row; if it returns True, the run stops.
     """
     store, models = RowStore(out), Models(tested, config)
     shared = {"suite": "tasks", **tested.identity, **config.about}
@@ -123,7 +123,10 @@ class Models:
         self._made: dict[str, Any] = {}
 
     def under(self, variant: Variant | None) -> Any:
-        """Return the model of `variant`, created on first use. None selects the transformers class of the harness."""
+        """Return the harness model for `variant`, created on first use.
+
+        None returns the transformers model of the harness.
+        """
         name = OWN if variant is None else variant.label
         if name not in self._made:
             self._made[name] = self._own() if variant is None else self._ours(variant)
@@ -272,9 +275,10 @@ def _choice(responses: Sequence[Any]) -> Any:
 
 
 def _change(name: str, values: Sequence[Any], base: Sequence[Any]) -> list[float]:
-    """Return [difference, low, high] of a metric; the relative change for perplexities.
+    """Return the change of a metric from `base` as [difference, low, high], with its 95 % interval.
 
-    Values per document are numbers, or (log-likelihood, weight) for rolling tasks.
+    For perplexities, the change is relative. `values` and `base` hold one entry per document: a number, or
+    (log-likelihood, weight) for rolling tasks.
     """
     if isinstance(values[0], (list, tuple)):
         weights = np.array([v[1] for v in values], float)
@@ -299,7 +303,7 @@ COLUMNS = (
     Column("policy", "variant"),
     Column("dense layers", "dense_layers"),
     Column("attended", "attended", ".1%"),
-    Column("link", "link", ".1%"),
+    Column("fetched", "link", ".1%"),
     Column("documents", "documents"),
     Column("requests", "requests"),
     Column("metrics ± SE", "metrics_shown"),
@@ -311,6 +315,6 @@ COLUMNS = (
 
 NOTES = (
     "Metrics, prompts and standard errors are the harness' own; differences are paired over documents (perplexities:",
-    "relative). Agreement is the share of documents on which the likeliest choice is that of full. A small model is",
+    "relative). Agreement is the fraction of documents with the same most likely choice as full. A small model is",
     "near chance on these tasks: there agreement and log-likelihoods tell policies apart, accuracies do not.",
 )

@@ -30,7 +30,9 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class PerplexityConfig:
-    """Settings of the evaluation. All tokens of a window behind `decode_from` are decoded under the policy and scored.
+    """Settings of the evaluation.
+
+    All tokens of a window after the first `decode_from` are decoded with the policy and scored.
 
     The margin is skipped because title pages, tables of contents and licences are not prose.
     """
@@ -106,7 +108,10 @@ def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window])
 
 
 def _chunks(nats: Sequence[float]) -> list[float]:
-    """Return the mean nats of each complete section of a window; of all tokens if the window is shorter."""
+    """Return the mean negative log-likelihood (nats) of each complete section of a window.
+
+    If the window is shorter than a section, return its mean.
+    """
     whole = max(1, len(nats) // CHUNK)
     size = min(CHUNK, len(nats))
     return [sum(nats[i * size : (i + 1) * size]) / size for i in range(whole)]
@@ -161,8 +166,8 @@ def measure_all(
 ) -> list[Row]:
     """Measure a row per variant on `text` (called `name`), or reuse the row in `out`.
 
-    Each row is compared with the first variant, which should be full, and with infinigen at the same budget. When
-    `late` returns True, only existing rows are returned.
+    Each row is compared with the first variant, which should be full, and with infinigen at the same budget. If `late`
+    returns True, only existing rows are returned.
     """
     store = RowStore(out)
     windows = cut_windows(tested, text, config)
@@ -221,7 +226,7 @@ COST = (
     Column("dense layers", "dense_layers"),
     Column("attended", "attended", ".1%"),
     Column("of sparse layers", "sparse_attended", ".1%"),
-    Column("link", "link", ".1%"),
+    Column("fetched", "link", ".1%"),
     Column("of sparse layers", "sparse_link", ".1%"),
 )
 """Cost columns shown next to every accuracy."""
@@ -240,9 +245,9 @@ COLUMNS = (
 )
 
 NOTES = (
-    "Attended and link are fractions of the visible KV entries, means over layers and decoded positions. Missed mass",
-    "is attention to tokens that are not attended, over sparse layers. Standard errors and paired bootstrap intervals",
-    "(10,000 draws) are over windows, which leave out the margin at either end of the text.",
+    "Attended and fetched are fractions of the visible KV entries, means over layers and decoded positions. Missed",
+    "mass is attention to tokens that are not attended, over sparse layers. Standard errors and paired bootstrap",
+    "intervals (10,000 draws) are over windows. The margins at both ends of the text are not used.",
 )
 
 

@@ -1,4 +1,7 @@
-"""Needle retrieval: fraction of needles found under each policy, by kind, length and distance, compared with full."""
+"""Needle retrieval: fraction of needles found with each policy.
+
+Results are listed by kind, length and distance, with the difference to full attention.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +138,7 @@ def run_retrieval(
     """Measure every variant at every length in `book` (called `name`), or reuse the rows in `out`.
 
     Writes retrieval.json, .csv, .md and two plots to `out`. All variants are compared with the first, which should be
-    full. When `late` returns True, only the first variant is measured.
+    full. If `late` returns True, only the first variant is measured.
     """
     # The loop over kinds is outside the loop over variants, so that a passage is prefilled once for all variants.
     store = RowStore(out)

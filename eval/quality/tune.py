@@ -5,8 +5,9 @@ also to the mean over layers. The objective is the bytes read per decode step in
 host, plus the scoring keys and the resident window, which are read on the device.
 
 The search is greedy, one option at a time. For each scorer, source, window and skew, bisection finds the smallest
-`alpha` that keeps the limit (without a cap). The last stage tries the smallest cap for that alpha, a fixed fraction
-instead of a threshold, and `repair` from a smaller alpha. Other combinations are not tried.
+`alpha` within the limit, with `max_fraction` unlimited. The last stage tries the smallest `max_fraction` for that
+alpha, a fixed fraction instead of a threshold, and repairs (`max_missed_mass`) from a smaller alpha. Other combinations
+are not tried.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 FRACTIONS = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 ALPHAS = (*(step / 2 for step in range(2, 17)), 9.0, 10.0, 12.0, 15.0, 20.0)
 AIMS = (1.25, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.35, 0.25)
-"""Targets of `repair` for its estimated missed mass, relative to the limit."""
+"""Values of the option `max_missed_mass`, relative to the limit."""
 
 REPAIR_FROM = (1.0, 2.0)
-"""Values of `alpha` combined with `repair`."""
+"""Values of `alpha` combined with repairs (`max_missed_mass`)."""
 
 STAGES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("scorer", ("int8", "int4", "int2", "partial")),
@@ -46,7 +47,7 @@ STAGES: tuple[tuple[str, tuple[Any, ...]], ...] = (
 """Options in search order; the first value of each is the starting point."""
 
 UNLIMITED = 1e9
-"""An `alpha` without effect; finite, so that JSON can represent it."""
+"""Value of `alpha` that disables the threshold. It is finite so that JSON can represent it."""
 
 Options = dict[str, Any]
 
@@ -170,7 +171,7 @@ class Search:
         return self._last_stage(best)
 
     def _last_stage(self, best: Trial) -> Trial:
-        """Try a cap for the threshold found, a fixed fraction in its place, and `repair`."""
+        """Try a `max_fraction` for the threshold that was found, a fixed fraction instead of it, and repairs."""
         limit, start = self.config.max_missed_mass, best.options
         others = [
             self.smallest(start | {"alpha": alpha}, "max_fraction", FRACTIONS) for alpha in (start["alpha"], UNLIMITED)
@@ -191,7 +192,7 @@ def most_trials() -> int:
 
 
 def cut_text(ids: Sequence[int], config: TuneConfig, positions: int) -> Text:
-    """Take the first `context` tokens (at most `positions`), of which the last `scored` are decoded and scored.
+    """Take the first `context` tokens (at most `positions`). The last `scored` of them are decoded and scored.
 
     Raises InputError if the text is too short.
     """
@@ -227,7 +228,7 @@ def run_tune(
     measured = {
         "max_missed_mass": limit,
         "kept": best.keeps(limit),
-        "objective": "bytes read per decode step in the layers that select: link + scoring keys + resident window",
+        "objective": "bytes read per decode step in selecting layers: fetched KV + scoring keys + resident window",
         "text": name,
         "text_digest": text_digest(text),
         "context": len(cut.tokens),
@@ -262,7 +263,7 @@ COLUMNS = (
     Column("worst layer", "worst", ".4f"),
     Column("attended", "attended", ".1%"),
     Column("bytes per step", "bytes", ",.0f"),
-    Column("link", "link_bytes", ",.0f"),
+    Column("fetched", "link_bytes", ",.0f"),
     Column("scoring keys", "scoring_bytes", ",.0f"),
     Column("window", "window_bytes", ",.0f"),
 )

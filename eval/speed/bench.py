@@ -263,7 +263,7 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if available else "cpu")
     check_choice("device", name, ("cpu", "cuda"))
     if name == "cuda" and not available:
-        raise ConfigError("device='cuda' was asked for, and there is no CUDA device here")
+        raise ConfigError("device='cuda' was requested, but there is no CUDA device")
     return torch.device(name)
 
 

@@ -96,7 +96,7 @@ def _press(compression: float) -> Any:
 
 def _llama_cpp(bits: int, model: str, config: SpeedConfig) -> Ask:
     if config.gguf is None:
-        raise ConfigError("llama.cpp reads a model from a file of its own: give it with --gguf")
+        raise ConfigError("llama.cpp needs the model as a GGUF file: pass --gguf")
     import llama_cpp
     import numpy as np
 

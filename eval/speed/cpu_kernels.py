@@ -55,7 +55,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel: bytes that it must move and vector instructions that it must execute."""
+    """A kernel to measure, with its minimum memory traffic in bytes and its minimum number of vector instructions."""
 
     name: str
     moved: int

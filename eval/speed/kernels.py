@@ -48,8 +48,8 @@ class KernelSize:
         prefix: Length of the shared prefix in tokens.
         own: Number of tokens of each sequence after the prefix.
         repeats: Number of timed calls of each operation.
-        programs: Numbers of Triton programs of a gather, timed besides the default number. Too few programs do not
-            saturate the transfer; too many delay other kernels.
+        programs: Numbers of Triton programs of a gather, timed in addition to the default number. Too few programs do
+            not saturate the transfer; too many delay other kernels.
     """
 
     copied: int = 1 << 28

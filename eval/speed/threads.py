@@ -29,7 +29,7 @@ TURN = 3
 """Tokens of one policy before the next one has its turn."""
 
 WARM_UP = 4
-"""Turns of each policy that are not counted: `ThreadChoice` measures steps meanwhile."""
+"""Warm-up turns of each policy, excluded from the results, because `ThreadChoice` measures steps during them."""
 
 _CASE = "import torch, transformers; from offload_rt.eval.speed import threads; threads.run_case()"
 
@@ -137,7 +137,7 @@ def measure_case(case: _Case) -> list[Row]:
 
     config = case.config
     torch.set_num_threads(case.threads)
-    # Without shared prefixes each policy has contiguous KV of its own, as it has alone.
+    # Without shared prefixes each policy has contiguous KV, as if it ran alone.
     llm = LLM(
         case.model, policy=config.policies[0], dtype=config.dtype, missed_mass_every=0, enable_prefix_caching=False
     )

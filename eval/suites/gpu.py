@@ -114,10 +114,10 @@ def advice(error: Exception) -> str:
         return "Triton compiles its launchers with a C compiler: install gcc, or set CC, and run this part again"
     if "illegal memory access" in text or "device-side assert" in text:
         return (
-            "a kernel touched what it should not: run this part again with CUDA_LAUNCH_BLOCKING=1, which names the "
+            "a kernel accessed invalid memory: run this part again with CUDA_LAUNCH_BLOCKING=1, which names the "
             "launch, and send us that with the file"
         )
-    return "send us the file: it has the error, the machine and what was found before"
+    return "send us the file: it has the error, the machine and the earlier results"
 
 
 # -------------------------------------------------------------------------------------------------------- command
@@ -133,7 +133,7 @@ def run_gpu(part: str | None, device: str, small: bool, out: Path | None) -> int
             print(f"{name}: skipped, there is no CUDA device here (--device cpu --small shows that it runs)")
         return 0
     if device == "cpu" and not small:
-        raise ConfigError("--device cpu measures nothing of a GPU: add --small to see that it runs")
+        raise ConfigError("--device cpu does not measure a GPU: add --small to see that it runs")
     out = out or (ROOT / "out" / "gpu" if small else ROOT / "eval" / "results" / "gpu")
     if part:
         warnings.simplefilter("ignore")
@@ -151,7 +151,7 @@ def _run_all(flags: list[str], small: bool) -> int:
         code, output = run_program([*CLI, "eval", "gpu", "--part", name, *flags], LIMIT + 60)
         print(output, end="", flush=True)
         if code == STOPPED:
-            print(f"{name}: stopped after {LIMIT + 60} s; what it had found by then is kept")
+            print(f"{name}: stopped after {LIMIT + 60} s; results up to then are kept")
         elif code:
             failed.append(name)
     for name in failed:

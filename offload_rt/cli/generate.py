@@ -26,7 +26,7 @@ TAIL = 40
 """Number of prompt tokens to show before the new text."""
 
 _SEAM = 8
-"""Number of tokens by which a truncated text may grow when it is tokenized again."""
+"""Maximum growth of a truncated text, in tokens, when it is tokenized again."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,7 +66,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--truncate",
         metavar="|".join(TRUNCATE),
-        help="what to remove from a text that exceeds the context length (default: raise an error)",
+        help="part to remove from a text that exceeds the context length (default: raise an error)",
     )
     add_sampling_flags(parser, several=True)
     output = parser.add_argument_group("output")

@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="name of the session")
     parser.add_argument(
-        "--store", metavar="DIR", help="folder of the store, as in chat --store (default: that of serve)"
+        "--store", metavar="DIR", help="folder of the store, as in chat --store (default: the store of serve)"
     )
     parser.add_argument(
         "--store-ttl", metavar="TIME", help="list: show how much this time to live would delete, such as 7d or 12h"

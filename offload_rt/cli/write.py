@@ -119,7 +119,7 @@ def _write(
 
 @contextmanager
 def _bar(console: Console) -> Iterator[Callable[[WritingProgress], None]]:
-    """Yield a function that shows progress on a terminal. Elsewhere it does nothing."""
+    """Yield a function that shows progress on a terminal. Without a terminal it has no effect."""
     import psutil
     from rich.progress import BarColumn, Progress, TextColumn
 

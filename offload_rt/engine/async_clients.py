@@ -22,9 +22,9 @@ class EngineLoad:
         waiting: Queued prompts.
         running: Completions that decode, and the prompt that is prefilled.
         pool_used_bytes: KV of requests in host memory.
-        pool_limit_bytes: Its limit.
+        pool_limit_bytes: Limit on KV in host memory.
         prompt_tokens: Prompt tokens of finished requests.
-        cached_tokens: Those of them that were cached.
+        cached_tokens: Number of prompt tokens that were cached.
         generated_tokens: New tokens so far.
         h2d_bytes: KV copied to the device for finished requests.
         weight_bytes: Size of the model's weights.

@@ -160,7 +160,7 @@ class BeamSearchRequest(Request):
         return []
 
     def _move(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
-        """Replace the sequences by those of the chosen (parent, token) pairs.
+        """Replace the sequences by the sequences of the chosen (parent, token) pairs.
 
         Sequences without a chosen continuation are freed first. The first continuation of a sequence keeps it, the
         others fork it.

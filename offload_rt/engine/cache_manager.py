@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 def salt_provenance(cache_salt: str) -> str:
-    """Return the part of a KV provenance key that `cache_salt` adds; nothing for the empty salt, which all share.
+    """Return the part of a KV provenance key for `cache_salt`. The empty salt, which all requests share, adds no text.
 
-    A digest, not the salt itself: a salt that looks like another suffix ("+cut-...") must not collide with it.
+    The part is a digest of the salt, so that a salt that looks like another suffix ("+cut-...") cannot collide with it.
     """
     if not cache_salt:
         return ""
@@ -36,14 +36,14 @@ def salt_provenance(cache_salt: str) -> str:
 
 
 SHARED_BEHIND = 512
-"""Tokens before its own windows for which a prompt keeps KV of sliding layers, if there is room.
+"""Number of tokens before its windows that a prompt also keeps KV of sliding layers for, if there is room.
 
 Another prompt can reuse the prefix if it differs at most this many tokens before the end.
 """
 
 
 class CacheManager:
-    """Allocation of blocks under one policy and configuration. Holds no block tables itself."""
+    """Allocation of blocks for one policy and configuration. It holds no block tables itself."""
 
     def __init__(self, pool: HostPool, policy: Policy, config: EngineConfig, *, recurrent: bool = False) -> None:
         """`recurrent`: the model has recurrent state."""
@@ -167,7 +167,7 @@ class Reclaimable(Protocol):
 def retry_after_reclaim(action: Callable[[], T], reclaimables: Iterable[Reclaimable]) -> T:
     """Call `action` and return its result. While it raises PoolFullError, reclaim memory and try again.
 
-    `action` must not change anything if it raises. If nothing more can be reclaimed, raise PoolFullError with the
+    `action` must not change any state if it raises. If no more memory can be reclaimed, raise PoolFullError with the
     holders of memory.
     """
     while True:

@@ -1,4 +1,4 @@
-"""Token ids to text as they come: never half a character, never past a stop string."""
+"""Convert token ids to text incrementally: never half a character, never past a stop string."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONTEXT_TOKENS = 6
 """Prompt tokens that are decoded in front of new tokens."""
 
 _INCOMPLETE = 3
-"""An incomplete UTF-8 character has at most so many bytes, and so many tokens."""
+"""Maximum number of bytes, and of tokens, of an incomplete UTF-8 character."""
 
 _MAX_HELD = 8
 """A run of so many tokens that ends in an invalid byte is more than one incomplete character."""
@@ -42,8 +42,8 @@ def token_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | N
 def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int]) -> list[int]:
     """Return the last tokens of `prompt` that decide how the next token is decoded, without special tokens.
 
-    SentencePiece tokenizers strip the space at the start of a text, so a token with text must come first. It must not
-    begin within a character: byte fallback makes U+FFFD of every byte of a run that is not UTF-8 as a whole.
+    SentencePiece strips a leading space, so the context must start with a token that has text. It must also start at a
+    character boundary, because byte fallback decodes every byte of an incomplete UTF-8 sequence to U+FFFD.
     """
     if tokenizer is None:
         return []
@@ -60,8 +60,10 @@ def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence
 
 
 def _first_character(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> int:
-    """Return the index of the token with which the first whole character begins; 0 if there is none. The last
-    character may be incomplete."""
+    """Return the index of the token that begins the first whole character, or 0 if there is none.
+
+    The last character may be incomplete.
+    """
     counts = range(_INCOMPLETE + 1)
     places = ((start, len(tokens) - missing) for missing in counts for start in counts)
     whole = (start for start, stop in places if not decode(tokenizer, tokens[start:stop]).startswith(_PENDING))

@@ -33,15 +33,15 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Serves requests on one runner.
 
-    A prefill runs layer by layer between the decode steps of the others, as many layers per step as
-    `max_num_batched_tokens`
-    of the configuration allows; all at once if nothing else runs. An exception in one request ends this request alone.
+    A prefill runs layer by layer between the decode steps of other requests, as many layers per step as
+    `max_num_batched_tokens` of the configuration allows. If no other request runs, it runs at once. An exception in one
+    request ends only this request.
 
     Args:
-        on_prefill: Is called as `on_prefill(request, layers_done)` after each layer of a prefill.
+        on_prefill: Called as `on_prefill(request, layers_done)` after each layer of a prefill.
         swap: Keeps the KV cache of preempted requests on disk.
-        on_failure: Is called with a request that has failed and its error. Without it, `step` raises the error.
-        waited_for: Returns whether a client waits for the step to end. Asked after each layer of a prefill.
+        on_failure: Called with a failed request and its error. Without it, `step` raises the error.
+        waited_for: Returns whether a client waits for the step to end. Called after each layer of a prefill.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Engine:
         self._suspects = Suspects()
 
     def next_id(self) -> int:
-        """Return a number for a request that is made elsewhere and passed to `submit`."""
+        """Return a number for a request that the caller creates and passes to `submit`."""
         return next(self._ids)
 
     def add(
@@ -72,11 +72,11 @@ class Engine:
         """Queue a prompt of at least one token, and return its request.
 
         Args:
-            recorder: Is told what the decode steps of the first completion select; unused for beam search.
+            recorder: Receives the selections of the first completion's decode steps. Unused for beam search.
             cache_salt: KV is shared only with prompts of the same salt.
 
         Raises:
-            InputError: The model lacks something that `params` name.
+            InputError: The model does not support `params`.
             EngineError: The engine has failed for good.
         """
         model = self.runner.model
@@ -91,8 +91,11 @@ class Engine:
         return request
 
     def submit(self, request: Request, *, swaps: bool = False) -> None:
-        """Queue an existing request, such as a turn of a session. swaps: its KV cache may go to disk; False if a
-        session owns it."""
+        """Queue an existing request, such as a turn of a session.
+
+        Args:
+            swaps: Whether its KV cache may be swapped to disk. False if a session owns it.
+        """
         with self.runner.pool.lock:  # engines of other threads look at the queue
             self.scheduler.add(request, swaps=swaps)
 
@@ -106,11 +109,11 @@ class Engine:
 
         Engines of several threads take turns on their pool, step by step. An engine that has no room for any of its
         requests waits a moment. Requests that end are persisted before their last output is returned, without the
-        pool's lock, so a slow disk holds up this engine alone.
+        pool's lock, so a slow disk delays only this engine.
 
         Raises:
-            OffloadError: A request has failed, and there is no `on_failure`. It has left the queue, and the others go
-                on with the next step. An unexpected exception is an EngineError with that exception as its cause.
+            OffloadError: A request has failed, and there is no `on_failure`. It has left the queue, and the next call
+                continues with the others. An unexpected exception is an EngineError with that exception as its cause.
         """
         scheduler = self.scheduler
         with scheduler.stepping():
@@ -185,8 +188,11 @@ class Engine:
         return [(request, [one]) for request, one in zip(group, rows, strict=True)]
 
     def _decode_failed(self, group: list[Request], error: Exception) -> None:
-        """Fail the request of a group of one. In a larger group the cause is unknown: all its requests start again, and
-        are then decoded one by one until they have passed this position."""
+        """Fail the request of a group of one.
+
+        In a larger group the cause is unknown. All its requests start again, and are decoded one by one until they have
+        passed this position.
+        """
         if len(group) == 1:
             self.scheduler.fail(group[0], error)
             return
@@ -225,7 +231,7 @@ class Engine:
         return []
 
     def _accept_all(self, step: tuple[Request, Iterable[torch.Tensor]]) -> list[TokenOutput]:
-        """Let a request choose a token from each of its logits. Return the outputs, also of those before an error."""
+        """Let a request choose a token from each of its logits. Return the outputs, including those before an error."""
         request, each = step
         events: list[TokenOutput] = []
         try:

@@ -36,7 +36,11 @@ class GuidedDecoder:
     """State of one guided answer. `ends` are the tokens that may end a complete answer."""
 
     def __init__(
-        self, asked: StructuredOutputs, tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: Collection[int]
+        self,
+        spec: StructuredOutputs,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab: int,
+        ends: Collection[int],
     ) -> None:
         """Compile the grammar. `vocab` is the number of logits.
 
@@ -44,7 +48,7 @@ class GuidedDecoder:
         """
         self._vocab, library = vocab, _library()
         try:
-            grammar = _grammar(asked, library)
+            grammar = _grammar(spec, library)
         except ValueError as error:
             raise InputError(f"structured_outputs are invalid: {error}") from error
         self._matcher: LLMatcher = _understood(tokenizer, vocab, tuple(sorted(ends)), grammar).deep_copy()
@@ -86,34 +90,34 @@ def _library() -> Any:
     return llguidance
 
 
-def _grammar(asked: StructuredOutputs, library: Any) -> str:
+def _grammar(spec: StructuredOutputs, library: Any) -> str:
     matcher = library.LLMatcher
-    _check_size(asked)
-    if asked.json is not None:
-        return str(matcher.grammar_from_json_schema(json.dumps(asked.json), overrides=JSON_OPTIONS))
-    if asked.regex is not None:
-        return str(matcher.grammar_from_regex(asked.regex))
-    if asked.choice is not None:
-        return str(matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, asked.choice))))
-    return str(matcher.grammar_from_lark(asked.grammar))
+    _check_size(spec)
+    if spec.json is not None:
+        return str(matcher.grammar_from_json_schema(json.dumps(spec.json), overrides=JSON_OPTIONS))
+    if spec.regex is not None:
+        return str(matcher.grammar_from_regex(spec.regex))
+    if spec.choice is not None:
+        return str(matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, spec.choice))))
+    return str(matcher.grammar_from_lark(spec.grammar))
 
 
-def _check_size(asked: StructuredOutputs) -> None:
+def _check_size(spec: StructuredOutputs) -> None:
     """Raise InputError for grammars that are too large or too deep to be compiled safely."""
-    given = asked.json if asked.json is not None else asked.regex or asked.grammar or list(asked.choice or ())
+    given = spec.json if spec.json is not None else spec.regex or spec.grammar or list(spec.choice or ())
     size = len(json.dumps(given))
     if size > MAX_BYTES:
         raise InputError(
             f"structured_outputs have {size:,} bytes, and at most {MAX_BYTES:,} are allowed: simplify them"
         )
-    if asked.json is not None:
-        depth, references = _nesting(asked.json)
+    if spec.json is not None:
+        depth, references = _nesting(spec.json)
         if depth * (1 + references) > DEEPEST_SCHEMA:
             raise InputError(
                 f"a schema that is nested {depth:,} levels deep and refers to {references:,} definitions could be "
                 f"{depth * (1 + references):,} levels deep, and at most {DEEPEST_SCHEMA:,} are allowed: simplify it"
             )
-    if asked.grammar is not None and (rules := asked.grammar.count(":")) > MAX_RULES:
+    if spec.grammar is not None and (rules := spec.grammar.count(":")) > MAX_RULES:
         raise InputError(
             f"the grammar has {rules:,} rules (colons), and at most {MAX_RULES:,} are allowed: simplify it"
         )

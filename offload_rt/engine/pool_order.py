@@ -1,9 +1,8 @@
-"""Coordinate engines that share a KV pool. An engine that cannot free memory itself waits until another engine frees
-some.
+"""Coordinate engines that share a KV pool. An engine waits if it cannot free memory itself.
 
-All requests of a pool are ordered by the time they were added. An engine that runs out of memory gives way: it preempts
-what it runs and waits for engines with older requests. The engine with the oldest request keeps its memory, and while
-it waits no other engine admits requests. So the others finish or give way, and the oldest request always finishes.
+All requests of a pool are ordered by the time they were added. An engine that runs out of memory preempts its requests
+and waits for engines with older requests. The engine with the oldest request keeps its memory, and no other engine
+admits requests while it waits. Therefore the oldest request always finishes.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from ..errors import EngineError, PoolFullError
 from .cache_manager import Reclaimable
 
 PATIENCE = 5.0
-"""Seconds after its last step for which an engine counts as driven. The memory of an engine that nobody drives, such as
-a stream that is not read, will not be freed."""
+"""Seconds after its last step until an engine counts as abandoned.
+
+The memory of an abandoned engine, such as a stream that is not read, will not be freed.
+"""
 
 RECHECK_SECONDS = 0.1
 """Longest wait before an engine looks at a full pool again. Sessions free memory too, and engines may be abandoned."""
@@ -37,7 +38,7 @@ class PoolOrder:
         self.changed = threading.Condition()
         self.frees = self.ends = 0
         self.broken: EngineError | None = None
-        """Why no engine of the pool can go on."""
+        """Reason why no engine of the pool can continue."""
         self.reclaimables: list[Reclaimable] = []
         """Holders of memory between requests: the session stores of all engines."""
 
@@ -114,7 +115,7 @@ class PoolMember(ABC):
         self._gave_way_at, self._seen = self.order.ends, self.order.frees
 
     def may_admit(self) -> bool:
-        """Return False if an older request of another engine waits for memory or needs the memory given up here."""
+        """Return False if an older request of another engine waits for memory or needs the memory released here."""
         older = self._older(self._driven_others())
         waits = older and self._gave_way_at == self.order.ends
         if waits or any(other.claims for other in older):
@@ -124,7 +125,7 @@ class PoolMember(ABC):
         return True
 
     def describe(self, error: PoolFullError) -> PoolFullError:
-        """Return `error` with a hint if other engines hold memory that nothing will free."""
+        """Return `error` with a hint if abandoned engines hold memory."""
         holding = sum(one is not self and one.holds for one in self.order.members())
         if not holding:
             return error
@@ -149,6 +150,6 @@ class PoolMember(ABC):
         ]
 
     def _older(self, others: list[PoolMember]) -> list[PoolMember]:
-        """Return those of `others` with a request that is older than all of this engine's."""
+        """Return the engines in `others` whose oldest request is older than the oldest request of this engine."""
         mine = self.oldest
         return [one for one in others if mine is not None and one.oldest is not None and one.oldest < mine]

@@ -33,8 +33,9 @@ from .stats import sequence_stats
 
 
 class StartAgainError(Exception):
-    """A prefill cannot go on, but its request can start again at once. The engine drops the request and puts it first
-    in the queue."""
+    """A prefill cannot continue, but its request can start again immediately. The engine drops the request and puts it
+    first in the queue.
+    """
 
 
 class Request(ABC):
@@ -150,11 +151,11 @@ class Request(ABC):
     def persist(self) -> None:  # noqa: B027 - most requests write nothing
         """Write results to disk before clients learn that the request has ended. Raise StoreError.
 
-        Called after `finish`, while other threads may use the KV cache. A second call does nothing.
+        Called after `finish`, while other threads may use the KV cache. A second call has no effect.
         """
 
     def stats(self, runner: Runner) -> Stats | None:
-        """Return the statistics so far, those of the first sequence, or None before the start."""
+        """Return the statistics of the first sequence so far, or None before the start."""
         return sequence_stats(runner, self.sequences[0]) if self.sequences else self._final
 
     @abstractmethod

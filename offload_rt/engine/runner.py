@@ -1,4 +1,4 @@
-"""Run sequences of one model under one policy: prefill, decode, fork, free. Queues and sampling are the engine's."""
+"""Run sequences of one model with one policy: prefill, decode, fork, free. The engine has the queues and samples."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Runner:
 
     @property
     def provenance_key(self) -> str:
-        """KV provenance of decoded tokens: the policy's, or exact if full attention verifies them."""
+        """KV provenance of decoded tokens: the key of the policy, or exact if full attention verifies them."""
         return self.policy.provenance_key if self.config.exact is None else EXACT
 
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
@@ -158,7 +158,7 @@ class Runner:
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
         """Announce that a sequence, and `forks` others that will fork from it, may grow to `tokens` tokens.
 
-        The pool prepares (pins) memory for them now, so that no decode step waits for it. Nothing is reserved.
+        The pool prepares (pins) memory for them now, so that no decode step waits for it. No blocks are reserved.
         """
         sequence.expected, sequence.forks = tokens, forks
         self._prepare()
@@ -190,13 +190,13 @@ class Runner:
         return fork
 
     def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0, *, exact_only: bool = False) -> BlockTable:
-        """Return cached blocks of a session's tokens, computed exactly or under this policy; never all of them.
+        """Return cached blocks of a session's tokens, computed exactly or with this policy; never all of them.
 
         Args:
             tokens: Tokens of the session.
             provenance: Part of the KV provenance key from the cache salt and truncations.
             floor: First token that sliding layers can see.
-            exact_only: Leave out blocks that were computed under this policy.
+            exact_only: Leave out blocks that were computed with this policy.
         """
         if not self.cache_manager.shares:
             return BlockTable(floor=floor)
@@ -216,7 +216,7 @@ class Runner:
     ) -> Sequence:
         """Return a sequence that owns `blocks`. Its first `known` tokens were computed before.
 
-        KV of `blocks.length` tokens is in the block table. The rest is loaded before the next prefill reaches its
+        KV of `blocks.length` tokens is in the block table. All other KV is loaded before the next prefill reaches its
         layer. The block table is released if PoolFullError is raised.
         """
         assert self.states is None, "recurrent state of earlier tokens is not kept (check_keeps_no_state)"
@@ -227,7 +227,7 @@ class Runner:
 
     @device_guard
     def reload(self, sequence: Sequence) -> None:
-        """Copy resident KV to the device again, after KV was written to the pool from elsewhere."""
+        """Copy resident KV to the device again, after other code has written KV to the pool."""
         self.transfer.storage.close(sequence.blocks)
         self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
 
@@ -290,7 +290,7 @@ class Runner:
         del self._open[sequence.id]
 
     def _publish(self, sequence: Sequence) -> None:
-        """Add full blocks to the prefix tree: prefilled ones as exact, decoded ones under the policy's provenance.
+        """Add full blocks to the prefix tree: prefilled ones as exact, decoded ones with the policy's provenance.
 
         All KV that was appended must have reached the pool.
         """

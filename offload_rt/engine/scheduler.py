@@ -69,8 +69,11 @@ class Scheduler(PoolMember):
         return not (self.waiting or self.holds)
 
     def add(self, request: Request, *, swaps: bool = True) -> None:
-        """Queue a request. swaps: its KV cache may go to disk; False if a session owns it. Raises EngineError if the
-        pool is broken."""
+        """Queue a request. Raises EngineError if the pool is broken.
+
+        Args:
+            swaps: Whether its KV cache may be swapped to disk. False if a session owns it.
+        """
         if (broken := self.order.broken) is not None:
             raise broken
         self._arrivals[request] = self.order.arrival()
@@ -79,8 +82,10 @@ class Scheduler(PoolMember):
             self._stay.add(request)
 
     def admit(self) -> None:
-        """Start the prefill of the next request, if none is running, one waits, and there is room for it. A request
-        that comes back from disk runs at once."""
+        """Start the prefill of the next request, if none is running, one waits, and there is room for it.
+
+        A request that is restored from disk runs immediately.
+        """
         if self.prefilling is not None or not self.waiting or self._full or not self.may_admit():
             return
         request = self.waiting[0]
@@ -178,11 +183,11 @@ class Scheduler(PoolMember):
                     self.fail(request, error)
 
     def stall(self, request: Request, error: PoolFullError, *, keep: bool = True) -> None:
-        """Let the only started request, which has no room, wait for other engines. It fails if they hold nothing.
+        """Let the only started request, which has no room, wait for other engines. It fails if they hold no memory.
 
         Args:
-            keep: The request may keep its memory while it waits. It does so if it is the oldest of the pool; else it
-                gives way.
+            keep: Whether the request may keep its memory while it waits. It does so if it is the oldest of the pool.
+                Otherwise it is preempted.
         """
         if not self.wait_for_others():
             self.fail(request, self.describe(error))
@@ -243,7 +248,8 @@ class Scheduler(PoolMember):
             broken.__cause__ = error
 
     def preempt(self, request: Request, *, swap: bool = True) -> None:
-        """Send a request back to the head of the queue and free its memory. swap: its KV cache may go to disk."""
+        """Send a request back to the head of the queue and free its memory. `swap`: whether its KV cache may be swapped
+        to disk."""
         swapped = self._swap_out(request) if swap else None
         if not self.restart(request):
             return

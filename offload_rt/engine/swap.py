@@ -1,6 +1,6 @@
 """Swap preempted sequences to disk if that is estimated to be faster than recomputation (PagedAttention §4.5).
 
-A preempted sequence is stored as a session is, with the same names, saver and loader, but in an unnamed file.
+A preempted sequence is stored like a session, with the same names, saver and loader, but in an unnamed file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..storage.saver import Saver, layer_bytes
 from .runner import Runner
 
 BYTES_PER_SECOND = 500e6  # assumed speed of a disk until it has been measured
-FOLDER = "preempted"  # subfolder of the user's folder, so that nothing else there is touched
+FOLDER = "preempted"  # subfolder of the user's folder, so that other files there are not changed
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class Swap:
     def swap_in(self, swapped: SwappedSequence, tokens: Seq[int], spare: int = 0) -> Sequence | None:
         """Restore a sequence with room for one more token. Blocks that are still cached are not read.
 
-        Return None if the file is damaged. Raise PoolFullError, before anything is read, if there are not `spare` free
-        blocks besides.
+        Return None if the file is damaged. Raise PoolFullError, before reading, if fewer than `spare` other blocks are
+        free.
         """
         runner, pool = self._runner, self._runner.pool
         blocks = self._known(swapped, tokens)
@@ -167,7 +167,7 @@ class Swap:
         return sequence.exact * (self._prefill_rate or step) + decoded * step / batch
 
     def _swapped(self, sequence: Sequence) -> SwappedSequence:
-        """Return the names of the blocks to write: those of full-attention layers, and those of sliding layers that
+        """Return the names of the blocks to write: blocks of full-attention layers, and blocks of sliding layers that
         the next token attends to.
 
         Blocks with exact KV are named by their tokens. The names of other blocks are unique to this sequence.

@@ -1,4 +1,4 @@
-"""Choose whether decode steps on a CPU use several threads, from the times that they took."""
+"""Choose from measured times whether decode steps on a CPU use several threads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..kernels import team
 KEPT = 5  # step times per mode
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 16, 256  # steps between two tries of the slower mode
 TRIED = 2  # steps of a try
-CHANGED = 1.3  # ratio of step times from which the machine's load is taken to have changed
+CHANGED = 1.3  # minimum ratio of step times that counts as a changed load of the machine
 
 
 class ThreadChoice:
-    """Run decode steps with all threads or with one, whichever has been faster lately.
+    """Run decode steps with all threads or with one, depending on which has been faster recently.
 
     Beside another busy process, one more thread can make a step slower: with more threads than processors, the step's
     main thread loses its processor as well. No call of a kernel can see that, but the time of a whole step does. The

@@ -1,1 +1,1 @@
-"""The host pool: every block of KV cache in host memory, who holds it, and what is given up when it is full."""
+"""KV cache in host memory or on disk: allocation, sharing and eviction of blocks."""

@@ -47,7 +47,7 @@ class Arena:
         assert PAGE % mmap.PAGESIZE == 0 == self.rows.data_ptr() % mmap.PAGESIZE
 
     def activate(self) -> None:
-        """Make the next slab usable. Raise MemoryLimitError if it cannot be pinned."""
+        """Activate the next slab. Raise MemoryLimitError if it cannot be pinned."""
         assert self.active < self.layout.slabs
         if self.pin:
             slab = self.rows.narrow(0, self.active * self.layout.slab_rows, self.layout.slab_rows)
@@ -76,7 +76,7 @@ def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:
     """Reserve `size` bytes of page-aligned address space without allocating memory.
 
     Args:
-        size: Bytes.
+        size: Size in bytes.
         what: Purpose, for the error message.
         huge_from: Byte from which on huge pages are requested, a multiple of `PAGE`.
 
@@ -117,7 +117,7 @@ def page_lock(slab: torch.Tensor, owner: object) -> None:
 def read_in_place() -> bool:
     """Return whether kernels of the current CUDA device can read page-locked memory at its host address.
 
-    Locks a page and asks the driver. Not possible on WSL 2, for example. Raises MemoryLimitError if no page can be
+    Locks a page and asks the driver. WSL 2 does not support it, for example. Raises MemoryLimitError if no page can be
     locked.
     """
     page = torch.frombuffer(mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)

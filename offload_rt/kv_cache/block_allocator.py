@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockAllocator:
-    """Allocates block ids and counts references. Has no memory of its own.
+    """Allocates block ids and counts their references. It does not allocate memory.
 
     Slab `i` has the ids [i * slab_blocks, (i + 1) * slab_blocks). Runs never span two slabs, because slabs are not
     contiguous in memory.

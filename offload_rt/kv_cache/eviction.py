@@ -101,7 +101,7 @@ class SlotState:
 
 
 def _used_share(state: SlotState, step: int) -> torch.Tensor:
-    """Return how often each token was selected per step since it could be, in units of 2^-16.
+    """Return the selection rate of each token: selections per step since it left the recent window, in units of 2^-16.
 
     The prior is one selection in `PRIOR_STEPS` steps.
     """

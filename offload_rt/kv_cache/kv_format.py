@@ -1,6 +1,6 @@
 """Storage formats of the KV cache: the model's dtype, or integers with a scale per group.
 
-Quantisation is group-wise and asymmetric as in FlexGen (§4.3: groups of 64 numbers, minimum and maximum kept exact).
+Quantisation is group-wise and asymmetric as in FlexGen (§4.3: groups of 64 elements, minimum and maximum kept exact).
 Host-to-device transfers use the storage format. Vectors are decoded where attention is computed.
 """
 
@@ -52,7 +52,7 @@ class Quantised:
     """Integers of `bits` (8, 4 or 2) with a float16 minimum and step for each group.
 
     A vector takes ceil(d * bits / 8) + 4 * groups bytes. If the groups do not divide d, the last group is the smallest.
-    The error of a number is at most half a step, (max - min) / (2 * (2^bits - 1)), plus the rounding of minimum and
+    The error of an element is at most half a step, (max - min) / (2 * (2^bits - 1)), plus the rounding of minimum and
     step to float16.
     """
 
@@ -69,7 +69,7 @@ class Quantised:
 
     @property
     def groups(self) -> int:
-        """Groups per vector: the minimum with at most `GROUP` numbers each."""
+        """Groups per vector: the minimum with at most `GROUP` elements each."""
         return math.ceil(self.head_dim / GROUP)
 
     @property
@@ -113,7 +113,7 @@ class Quantised:
         return rows[..., : self.head_dim].to(self.dtype)
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
-        """Pack codes `[..., d]`, 8 / bits neighbours to a byte, the first in the lowest bits."""
+        """Pack codes `[..., d]`, 8 / bits adjacent codes per byte, the first in the lowest bits."""
         fields = 8 // self.bits
         split = _resize(codes, self._code_bytes * fields).unflatten(-1, (-1, fields))
         packed: torch.Tensor = split[..., 0].clone()
@@ -138,7 +138,7 @@ def _resize(codes: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def make_kv_format(name: KVFormatName, dtype: torch.dtype, head_dim: int) -> KVFormat:
-    """Return the format `name` for vectors of `head_dim` numbers of `dtype`. Raise ConfigError if it is unknown."""
+    """Return the format `name` for vectors of `head_dim` elements of `dtype`. Raise ConfigError if it is unknown."""
     check_choice("kv_cache_dtype", name, ("auto", "int8", "int4", "int2"))
     if name == "auto":
         return Native(dtype, head_dim)

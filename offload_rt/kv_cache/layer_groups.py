@@ -11,10 +11,10 @@ from ..core import BLOCK_SIZE, ModelGeometry
 class LayerGroups:
     """Assignment of a model's layers to groups of at most `layers` layers. A block holds 64 tokens of one group.
 
-    Group 0 has the full-attention layers, with one block per 64 tokens of a sequence. Sliding-window layers form the
-    groups 1 to `sliding`, with one block each per 64 tokens inside a window; the blocks of the last group may have
+    Group 0 contains the full-attention layers, with one block per 64 tokens of a sequence. Sliding-window layers form
+    the groups 1 to `sliding`, with one block each per 64 tokens inside a window; the blocks of the last group may have
     unused space. All blocks have the same size, so one arena, limit and allocator serve all groups. If all layers use
-    sliding windows, group 0 is empty and its blocks are mere ids.
+    sliding windows, group 0 has no layers, and its block ids have no memory.
 
     Attributes:
         layers: Layers per block.
@@ -70,5 +70,5 @@ class LayerGroups:
 
     @property
     def blocks_at_once(self) -> int:
-        """Blocks of all groups that 64 more tokens need."""
+        """Number of blocks, in all groups, that 64 more tokens need."""
         return self.full + self.sliding

@@ -6,10 +6,10 @@ The pool is one tensor of equal slabs, each
 
 For consecutive blocks of one slab, K of a (layer, head) is one contiguous matrix `[tokens, d]`, and so is V. CPU
 attention reads them in place. If K and V of a token were adjacent, its matrix products would read strided rows, which
-is slower. The cost: fetching a selected token takes two reads of `d` numbers instead of one of `2d`, and a layer of a
-block consists of `2 * Hkv` contiguous pieces of `64 * d` numbers instead of one.
+is slower. The disadvantage is that a selected token is fetched with two reads of `d` elements instead of one of `2d`,
+and that a layer of a block consists of `2 * Hkv` contiguous pieces of `64 * d` elements instead of one.
 
-Transfers address KV vectors by *row id*: the index of `d` numbers in the flat view `[R, d]` of the pool.
+Transfers address KV vectors by *row id*: the index of `d` elements in the flat view `[R, d]` of the pool.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class ArenaLayout:
     ) -> ArenaLayout:
         """Return the layout with the most blocks within `limit_bytes`, in equal slabs of at most `slab_tokens` slots.
 
-        Equal slabs may leave room for fewer blocks unused than there are slabs. Raises MemoryLimitError if not even
-        one block fits.
+        Because slabs are equal, up to `slabs - 1` blocks that would fit in the limit stay unused. Raises
+        MemoryLimitError if not even one block fits.
         """
         assert slab_tokens >= BLOCK_SIZE
         layers = LayerGroups.of(geometry).layers
@@ -116,7 +116,7 @@ class ArenaLayout:
 
     @property
     def bytes(self) -> int:
-        """Address space of the arena, including padding of less than a page and a row per slab."""
+        """Address space of the arena in bytes, including the padding of each slab (less than a page plus a row)."""
         return self.rows * self.row_bytes
 
     def row(self, place: int, head: int, kv: int, offset: int = 0) -> int:

@@ -47,7 +47,7 @@ def pool_full(count: int, missing: int, usable: int, room: tuple[int, int], limi
 
     Args:
         count: Blocks needed.
-        missing: Blocks lacking.
+        missing: Blocks that are missing.
         usable: Blocks that are free or can be evicted.
         room: Capacity of the pool: number of blocks, and bytes per block.
         limit: Limit of the pool in bytes.

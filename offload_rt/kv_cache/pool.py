@@ -136,10 +136,10 @@ class HostPool(StoredRows):
         return self.groups.blocks(tokens) * self.block_bytes
 
     def prepare(self, tokens: int) -> None:
-        """Activate slabs for `tokens` more tokens, as far as the pool has any. Reserves no blocks.
+        """Activate slabs for up to `tokens` more tokens, without reserving blocks.
 
         Call it when a sequence is admitted, with its prompt and all tokens it may generate. Decoding then never pauses
-        to pin memory. Does nothing for a pool on disk, which allocates space on demand.
+        to pin memory. A pool on disk allocates space on demand, so the call has no effect.
         """
         if self.file is None:
             self._activate(self.groups.blocks(tokens), run=0)
@@ -197,7 +197,10 @@ class HostPool(StoredRows):
         self._record_peak()
 
     def slides(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False) -> bool:
-        """Return whether `slide` would change the table. If so, first write all appended tokens to the pool."""
+        """Return whether `slide` would change the block table.
+
+        If it would, the caller must first write all appended tokens to the pool.
+        """
         return self.groups.sliding > 0 and self._shown(blocks, start, stop, whole) != blocks.windows.keys()
 
     def slide(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False, behind: int = 0) -> None:
@@ -205,14 +208,15 @@ class HostPool(StoredRows):
 
         Keeps blocks of earlier tokens that are inside the windows of [start, stop). Allocates blocks for new tokens
         that the windows of later tokens include. Frees all other window blocks. A shared, partly filled block is
-        copied, as in `reserve`. Does nothing for a model without sliding-window layers.
+        copied, as in `reserve`. The call has no effect for a model without sliding-window layers.
 
         Args:
             blocks: The block table of the sequence.
             start: First token to compute.
             stop: End of the tokens to compute.
             whole: Also allocate ahead for a complete window, so that the sequence can continue if the pool is full.
-            behind: Number of additional new tokens, before those needed, that get slots if there are free blocks.
+            behind: Maximum number of additional new tokens, before the window of `stop`, that get slots if free blocks
+                suffice.
 
         Raises:
             PoolFullError: The pool is full. The block table is unchanged.
@@ -244,9 +248,9 @@ class HostPool(StoredRows):
         return {*before, *range(max(start, first) // BLOCK_SIZE, max(blocks_for(stop), ahead))}
 
     def _give_windows(self, blocks: BlockTable, places: Sequence[int], filled: int) -> None:
-        """Allocate window blocks for `places`, contiguous within each group.
+        """Allocate window blocks for the indices `places`, contiguous within each group.
 
-        If a place has a shared block, its first `filled` slots are copied to the new one.
+        If an index has a shared block, its first `filled` slots are copied to the new block.
         """
         self._activate(len(places) * self.groups.sliding, run=len(places))
         columns = [self._held.best_fit(len(places)) for _ in range(self.groups.sliding)]
@@ -283,7 +287,10 @@ class HostPool(StoredRows):
         blocks.length = length
 
     def fork(self, blocks: BlockTable) -> BlockTable:
-        """Return a second block table with the same complete tokens. Blocks are copied on the next write."""
+        """Return a new block table that shares the blocks of the tokens below `blocks.length`.
+
+        A shared block is copied before either sequence writes to it.
+        """
         shared = blocks.ids[: blocks_for(blocks.length)]
         self._blocks.incref(shared)
         for window in blocks.windows.values():
@@ -340,7 +347,7 @@ class HostPool(StoredRows):
         return list(instead)
 
     def drop_prefixes(self) -> bool:
-        """Forget the published blocks that no sequence holds. Return whether no published block is left."""
+        """Free the published blocks that no sequence holds. Return whether no published block is left."""
         self._forget(self._tree.evict(len(self._tree)))
         return not len(self._tree)
 
@@ -410,12 +417,15 @@ class HostPool(StoredRows):
                 self._windows.evict(missing)
 
     def _forget(self, blocks: Sequence[int]) -> None:
-        """Drop the references of the tree on blocks that left it, and on their cached window blocks."""
+        """Release the tree's references to `blocks`, which have left the tree, and to their cached window blocks."""
         self._windows.forget(blocks)
         self._blocks.decref(blocks)
 
     def _unkey_lost(self) -> set[int]:
-        """Remove blocks that could not be written to disk, and their descendants, from the tree. Return them."""
+        """Remove blocks that could not be written to disk from the tree, with their descendants.
+
+        Returns all removed blocks.
+        """
         if lost := self.lost:
             self._windows.forget_lost(lost)
         for block in lost if self.groups.full else ():

@@ -44,7 +44,7 @@ def pack_tokens(tokens: Sequence[int], stop: int) -> list[bytes]:
 
 
 def _same_tokens(block: bytes, other: bytes) -> int:
-    """Return the number of leading tokens that both share. `other` must not be longer than `block`."""
+    """Return the number of leading tokens that both blocks share. `other` must not be longer than `block`."""
     return next((i for i in range(0, len(other), 8) if block[i : i + 8] != other[i : i + 8]), len(other)) // 8
 
 
@@ -73,8 +73,8 @@ class PrefixTree:
     """A trie of full blocks, by id.
 
     Nodes are found by digest and then compared by tokens, parent and provenance, so a digest collision is a miss. The
-    tree owns one reference on each of its blocks, but the caller does the counting: it takes a reference on the blocks
-    that `insert` returns, and drops it for those that `evict` and `unkey` return.
+    tree owns one reference on each of its blocks. The caller counts it: it adds a reference to the blocks that `insert`
+    returns, and drops it from the blocks that `evict` and `unkey` return.
 
     Invariant: a sequence that holds a block of the tree also holds all its ancestors. A match takes the whole path, a
     fork takes all blocks, and `insert` exchanges a block only if no fork keeps the old path. Descendants of an idle
@@ -159,8 +159,9 @@ class PrefixTree:
             alone: Returns whether only this sequence holds a block.
 
         Returns:
-            New blocks, on which the caller takes the tree's reference, and a dict from index to the block that the
-            tree already had for the same tokens and provenance. The caller must use these instead of its own.
+            The new blocks, and a dict from index to the block that the tree already had for the same tokens and
+            provenance. The caller adds the tree's reference to the new blocks, and replaces its own blocks by those of
+            the dict.
         """
         self._clock += 1
         known = next((i for i in range(len(blocks), 0, -1) if blocks[i - 1] in self._of), 0)

@@ -76,16 +76,16 @@ class StoredRows:
         return [blocks.windows[place][group - 1] for place in places if place in blocks.windows]
 
     def window_start(self, blocks: BlockTable, stop: int) -> int:
-        """Return the start of the gapless range up to `stop` for which sliding-window layers have slots."""
+        """Return the first token from which all tokens up to `stop` have slots in sliding-window layers."""
         place = -(-stop // BLOCK_SIZE)
         while place - 1 in blocks.windows:
             place -= 1
         return min(place * BLOCK_SIZE, stop)
 
     def kept(self, blocks: BlockTable, layer: int, tokens: range) -> range:
-        """Return the end of `tokens` for which a layer has slots.
+        """Return the part of `tokens` for which `layer` has slots.
 
-        For a full-attention layer, these are all tokens. A sliding-window layer keeps those that later windows include.
+        A full-attention layer has slots for all of them. A sliding-window layer has slots for the last ones.
         """
         if self.groups.group[layer] == 0:
             return tokens

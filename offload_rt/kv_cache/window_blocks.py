@@ -30,7 +30,7 @@ class WindowBlocks:
         return len(self._idle) * self._groups.sliding
 
     def keep(self, block: int, window: tuple[int, ...]) -> None:
-        """Cache the window blocks of a published block. Does nothing if the block already has some."""
+        """Cache the window blocks of a published block, unless it already has some."""
         if block not in self._kept:
             self._table.incref(window)
             self._kept[block] = window

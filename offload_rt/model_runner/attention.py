@@ -14,11 +14,11 @@ from ..kernels.segments import Run
 def attend(
     q: torch.Tensor, parts: list[KVPart], scale: float, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention over the union of disjoint `parts`, not all of which are empty.
+    """Compute exact attention over the union of the disjoint `parts`. At least one part must not be empty.
 
     Args:
         q: Queries `[H, d]`.
-        softcap: Scores are capped if it is given.
+        softcap: Soft cap of the scores, or None.
 
     Returns:
         out `[H, d]` and lse `[H]` (natural log), in float32 (float64 for float64).
@@ -36,11 +36,11 @@ def attend(
 
 
 def _known(part: KVPart) -> KVPart:
-    """Return a part without `counts`. Waits for the device if there are any."""
+    """Return a part without `counts`. Waits for the device if there are counts."""
     if part.counts is None:
         return part
-    meant = int(part.counts[0])
-    return KVPart(part.k[:, :meant], part.v[:, :meant])
+    valid = int(part.counts[0])
+    return KVPart(part.k[:, :valid], part.v[:, :valid])
 
 
 def _attend_part(
@@ -58,7 +58,10 @@ def _attend_part(
 
 
 def give_to_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Reduce out `[..., d]` with log-sum-exp `[...]` by the softmax share of the learned sinks, if there are any."""
+    """Scale out `[..., d]` for the learned attention sinks, which add to the softmax denominator.
+
+    The log-sum-exp lse `[...]` does not include them. Returns `out` unchanged if `sinks` is None.
+    """
     return out if sinks is None else (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
 
 

@@ -84,7 +84,7 @@ class LayerFetch(Protocol):
     """A pending fetch of the KV that one layer attends to."""
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        """Return the attention output `[B, H * d]` of the true queries q `[H, B, d]`. Call `append` before."""
+        """Return the attention output `[B, H * d]` of the true queries q `[H, B, d]`. Call `append` first."""
         ...
 
 
@@ -102,7 +102,7 @@ class StepMode(Protocol):
     def fetch(self, layer: int, q: torch.Tensor) -> LayerFetch:
         """Select tokens with the queries q `[H, B, d]` of `layer`, guessed or true, and start fetching them.
 
-        Each sequence selects for itself. Blocks that sequences share are fetched once.
+        Each sequence has a separate selection. KV in shared blocks is fetched once.
         """
         ...
 

@@ -75,7 +75,7 @@ class StepInputs:
         self.resident = resident[0], resident[1]
 
     def load(self, batch: DecodeBatch) -> None:
-        """Write the sequences of a batch: where their KV and scoring keys lie, and which tokens are visible."""
+        """Write the addresses of the KV and scoring keys of a batch, and its visible tokens."""
         padding = self.size - len(batch.sequences)
         held = [*batch.sequences, *[batch.sequences[0]] * padding]
         slots = [s.slots.newest for s in held]
@@ -140,7 +140,11 @@ class BatchedMode:
     """Select for the whole batch at once. The launches depend only on `inputs` and the model."""
 
     def __init__(self, batch: DecodeBatch, inputs: StepInputs, *, dense: bool = False) -> None:
-        """`dense`: fetch dense layers as lists too."""
+        """Create the mode of one step.
+
+        Args:
+            dense: Also fetch dense layers as lists, with one gather for the batch.
+        """
         self._batch, self._inputs, self._dense = batch, inputs, dense
         self.selected: list[LayerSelection] = []
         self._newest = inputs.rows.rows_of(inputs.slots)
@@ -152,7 +156,7 @@ class BatchedMode:
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store the newest k and v `[Hkv, B, d]` with one launch for KV and one for scoring keys.
 
-        Sliding layers, whose KV lies elsewhere, are stored sequence by sequence.
+        KV of sliding layers is in other blocks and is stored sequence by sequence.
         """
         inputs = self._inputs
         if self._batch.geometry.windows[layer] is not None:
@@ -281,7 +285,7 @@ class StepModes:
         return PerSequenceMode(batch) if inputs is None else BatchedMode(batch, inputs)
 
     def load(self, batch: DecodeBatch, size: int | None = None) -> StepInputs | None:
-        """Return inputs for `size` sequences (None: the batch size) that hold the batch.
+        """Return inputs for `size` sequences that hold the batch. None means the batch size.
 
         Return None if the policy or the transfer cannot select for a batch at once.
         """

@@ -1,8 +1,8 @@
 """Capture decode steps as CUDA graphs, one per batch size and bucket of context lengths, and replay them.
 
 Sequences, lengths and tokens are data in `batched.StepInputs`, so that a graph serves all batches of its size. Batch
-sizes are rounded up, and the rows behind the last sequence are padding. A launch takes the host 5 to 25 µs and a step
-of an 8B model makes 1,500 of them; on an H100 a replayed step takes 10.6 ms instead of 67 (`eval/results/gpu`).
+sizes are rounded up; the remaining rows are padding. A launch takes the host 5 to 25 µs and a step of an 8B model makes
+1,500 of them; on an H100 a replayed step takes 10.6 ms instead of 67 (`eval/results/gpu`).
 
 A step runs eagerly if a launch depends on more than the inputs (policies without a `rule`, columns chosen from the
 prompt, working sets, shared blocks, eviction, streamed weights), or if the host must read values in it (recorders,
@@ -51,7 +51,7 @@ class CudaGraph:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
-        """Capture `body` in this thread only, because the saver thread may wait for write-backs meanwhile."""
+        """Capture `body` in this thread only, because the saver thread may wait for write-backs during the capture."""
         with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             return body()
 
@@ -112,7 +112,7 @@ class EagerSteps:
 
 
 class GraphSteps:
-    """Decode steps that replay CUDA graphs if possible. At most `most` graphs are kept: each holds memory."""
+    """Decode steps that replay CUDA graphs if possible. At most `most` graphs are kept, because each holds memory."""
 
     def __init__(self, modes: StepModes, make: Callable[[], Graph], most: int = MAX_CACHED) -> None:
         self._modes, self._make, self._most, self._refused = modes, make, most, False
@@ -137,7 +137,7 @@ class GraphSteps:
         return logits[:sequences]
 
     def _try_capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured | None:
-        """Return `_capture`, or None if it fails; no further captures are tried then."""
+        """Call `_capture`. If it fails, disable captures and return None."""
         try:
             return self._capture(batch, inputs)
         except RuntimeError as error:
@@ -173,7 +173,7 @@ def _capturable(batch: DecodeBatch) -> bool:
 def steps_for(config: EngineConfig, device: torch.device, modes: StepModes, *, streams: bool) -> Steps:
     """Return the runner of decode steps for a configuration.
 
-    `streams`: weights are copied by the host in every step, which rules out graphs. Raises ConfigError if graphs are
+    `streams` states that the host copies weights in every step, which excludes graphs. Raises ConfigError if graphs are
     requested on a device without them.
     """
     most = max_graphs(config, device, streams=streams)
@@ -183,7 +183,7 @@ def steps_for(config: EngineConfig, device: torch.device, modes: StepModes, *, s
 
 
 def max_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:
-    """Return the maximum number of graphs; 0 for eager steps. Raise ConfigError as `steps_for`.
+    """Return the maximum number of graphs; 0 for eager steps. Raises ConfigError like `steps_for`.
 
     With `device_memory` there is one graph at a time, whose memory is part of the plan (`DeviceCosts.graphs`).
     """

@@ -24,8 +24,8 @@ from .shared_prefix import Segment
 class DecodeStep:
     """Compute token `tokens[position]` of each sequence of a batch, and return the logits after it.
 
-    `slots.begin_step` must have reserved a slot, and the caller commits the token afterwards. Each sequence gets the
-    result that it would get alone. Shared KV is fetched once, and in dense layers read once.
+    `slots.begin_step` must have reserved a slot, and the caller commits the token afterwards. The result of a sequence
+    does not depend on the other sequences. Shared KV is fetched once, and read once in dense layers.
     """
 
     def __init__(self, batch: DecodeBatch, mode: StepMode) -> None:

@@ -85,10 +85,13 @@ class PerSequenceMode:
         """Return None: the decode step fetches dense layers, including shared prefixes."""
 
     def finish(self) -> None:
-        """Do nothing: everything was recorded when it was fetched."""
+        """No-op, because fetches are recorded when they start."""
 
     def _select(self, layer: int, sequence: Sequence, q: torch.Tensor, visible: VisibleTokens) -> Selection | None:
-        """Return the selection for q `[H, d]`, or None for all tokens. Wait for counts only if someone needs them."""
+        """Return the selection for q `[H, d]`, or None to attend to all tokens.
+
+        Wait for device counts only if eviction or a recorder needs them.
+        """
         if self._batch.sees_all(sequence):
             return None
         selection = sequence.state.select(layer, q, visible)

@@ -1,7 +1,7 @@
-"""Exact prefill: one layer at a time over all new tokens. K and V of a layer are copied to the host as they are made.
+"""Exact prefill: one layer at a time over all new tokens. K and V of a layer are copied to the host slice by slice.
 
-Device memory besides the weights: one hidden state `[T, D]`, updated in place slice by slice; K and V of one layer; and
-queries, attention and MLP of one slice.
+In addition to the weights, the device holds one hidden state `[T, D]`, updated in place slice by slice, K and V of one
+layer, and queries, attention and MLP of one slice.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Prefill:
     """Prefill of tokens [block_table.length, stop) of one sequence, one layer per call.
 
     Decode steps of other requests run between the calls. KV of a cached prefix is loaded layer by layer and passed to
-    the policy if needed. Blocks must be reserved before. After the last layer, `logits` `[n, V]` holds the logits of
-    the last n tokens, and the caller commits the block table.
+    the policy if needed. Reserve the blocks first. After the last layer, `logits` `[n, V]` holds the logits of the last
+    n tokens, and the caller commits the block table.
 
-    If KV lies on disk, so that a layer need not fit in memory, the prompt passes through the layers segment by segment
-    and attends to earlier KV block by block.
+    If KV is on disk, a layer need not fit in memory. The prompt then passes through the layers segment by segment and
+    attends to earlier KV block by block.
     """
 
     def __init__(
@@ -52,10 +52,11 @@ class Prefill:
         Args:
             slice_tokens: Tokens whose attention and MLP are computed together.
             logits_of: Number n of last tokens whose logits are returned, at most one slice.
-            segment_tokens: Maximum tokens of a segment, a multiple of `slice_tokens`; None is the whole prompt.
+            segment_tokens: Maximum tokens of a segment, a multiple of `slice_tokens`. None means the whole prompt.
             before_layer: Called with a layer before it is computed. When it returns, KV of earlier tokens must be in
                 the pool.
-            after_layer: For the runner to call when a layer has been computed, and committed after the last one.
+            after_layer: Stored for the runner, which calls it after each layer and, for the last layer, after the
+                tokens are committed. This class does not call it.
             every_logits: Called as `every_logits(t, logits)` at the end of each segment, with logits `[m, V]` of
                 tokens t, t + 1, ..., a few at a time.
         """
@@ -94,7 +95,7 @@ class Prefill:
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing has been computed yet."""
+        """Whether no layer has been computed yet."""
         return not self._began
 
     @property
@@ -141,8 +142,8 @@ class Prefill:
     def _attention_and_mlp(self, rows: PrefilledLayer, *, last: bool) -> None:
         """Compute attention and MLP of a layer, slice by slice.
 
-        In the last layer only the needed slices are computed (`_computed`). Sliding layers are not passed to the
-        policy, because nothing is selected in them.
+        In the last layer, compute only the needed slices (`_computed`). Sliding-window layers are not passed to the
+        policy, because it does not select in them.
         """
         adapter, layer, state, kv = self._adapter, self._layer, self.sequence.state, rows.kv
         slides = adapter.geometry.windows[layer] is not None
@@ -197,7 +198,7 @@ class Prefill:
 def go_through(
     parts: Iterable[KVPart], attending: Iterable[BlockedAttention], state: PolicyState, layer: int, start: int
 ) -> None:
-    """Let all of `attending` attend to the parts of a layer's KV, which can be read only once.
+    """Add each part of a layer's KV to every accumulator in `attending`. `parts` can be iterated only once.
 
     KV of tokens from `start` on is passed to the policy's state.
     """
@@ -224,7 +225,7 @@ def segment_tokens(pool: HostPool, policy: Policy, adapter: ModelAdapter, slice_
     """Return the number of prompt tokens that pass through all layers together; None for the whole prompt.
 
     The whole prompt is used for KV in memory, for policies that learn from queries (they need all keys at once), and
-    for models with sliding layers (only the last KV of these is kept).
+    for models with sliding layers (which keep only the last KV).
     """
     geometry = adapter.geometry
     if pool.file is None or policy.wants_queries or geometry.sliding:

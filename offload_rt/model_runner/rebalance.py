@@ -12,7 +12,7 @@ from .sequence import Sequence
 
 
 def rebalance(batch: Seq[Sequence], pool: HostPool, storage: KVStorage, policy: Policy) -> None:
-    """Move blocks from the longest sequence of the batch to sequences that need one and find none free.
+    """Move blocks from the longest sequence of the batch to sequences that need a block and find none free.
 
     The longest sequence stays at least as long as the others. A sequence that gets no block overwrites its own tokens.
     """
@@ -28,7 +28,7 @@ def rebalance(batch: Seq[Sequence], pool: HostPool, storage: KVStorage, policy: 
 
 
 def _shrink(sequence: Sequence, pool: HostPool, storage: KVStorage, policy: Policy) -> None:
-    """Free the last block of a sequence and evict its least important tokens. Does nothing if that is impossible."""
+    """Free the last block of a sequence and evict its least important tokens, if that is possible."""
     blocks = sequence.blocks
     moves = sequence.slots.shrink(blocks)
     if moves is None:

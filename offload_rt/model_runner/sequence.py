@@ -26,14 +26,15 @@ class Sequence:
         position: Number of tokens that are computed in every layer. A decode step computes the next one.
         exact: Number of first tokens whose KV comes from exact attention.
         unlearned: Number of first tokens whose KV was cached. The next prefill passes their keys to the policy state.
-        learned: Those of them that the policy state knows already, from another sequence's state.
-        shift: Number of tokens cut out by truncation. Token t, if not computed yet, has position t + shift.
+        learned: Number of `unlearned` tokens that the policy state already covers, because it was copied from another
+            sequence.
+        shift: Number of tokens removed by truncation. A token t that is not computed yet has position t + shift.
         provenance: Cache salt and truncations, part of every block's key.
-        interrupted: A step was interrupted: resident KV and policy state may be a token ahead in some layers. KV in the
-            pool before `position` is valid.
+        interrupted: Whether a step was interrupted. Resident KV and policy state may then be a token ahead in some
+            layers. KV in the pool before `position` is valid.
         expected: Number of tokens that the sequence may grow to, as far as known.
-        forks: Number of sequences that will fork from this one and may grow as long.
-        draft_start: While drafts are decoded, the first token that may be discarded. Its windows are kept.
+        forks: Number of forks that will be created from this sequence. Each may grow to `expected` tokens.
+        draft_start: First draft token that may be rejected, or None. Its sliding windows are kept until then.
         drafter: Sequence of the same text in the draft model's KV cache.
         state_slots: Recurrent state of all sequences; None if the model has none.
         state_slot: Slot of this sequence in it.

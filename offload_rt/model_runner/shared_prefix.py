@@ -16,7 +16,8 @@ from ..core import BLOCK_SIZE, BlockTable, VisibleTokens
 from ..kernels.h2d_copy import to_device
 
 PAYS_FROM_BYTES = 2 << 20
-"""Saved bytes from which a segment, which costs one more product and merge, is faster on one CPU thread."""
+"""Minimum bytes that a segment must save. Each segment costs one more product and merge (measured on one CPU thread).
+"""
 
 NEVER_PAYS = 1 << 62
 """Value of `pays_from` that disables segments."""
@@ -24,7 +25,10 @@ NEVER_PAYS = 1 << 62
 
 @dataclass(frozen=True)
 class Segment:
-    """Whole blocks with token slots `tokens` that sequences [first, stop) of the batch share. `first` reads them."""
+    """Token slots (whole blocks) that sequences [first, stop) of the batch share.
+
+    They are fetched through the block table of sequence `first`.
+    """
 
     first: int
     stop: int
@@ -74,7 +78,7 @@ class Sharing:
         return cls(tuple(order), tuple(segments), tuple(private), bool(tops))
 
     def own(self, b: int, visible: VisibleTokens) -> VisibleTokens:
-        """Return the private part of `visible`, which begins at slot 0, for sequence `b` in tree order."""
+        """Return the private part of `visible` for sequence `b` (tree order). `visible` must begin at slot 0."""
         start = self.private[b]
         recent = range(max(start, visible.recent.start), visible.recent.stop)
         return VisibleTokens(range(start, start), range(start, recent.start), recent)
@@ -104,7 +108,10 @@ def _descend(
 
 
 def _saved(sequences: int, tokens: int) -> int:
-    """Return the number of saved tokens. For two or three sequences a joint product saves a quarter as much."""
+    """Return how many token reads a segment saves.
+
+    With two or three sequences, count only a quarter, because the joint product is less efficient.
+    """
     return (sequences - 1) * tokens // (1 if sequences > 3 else 4)
 
 

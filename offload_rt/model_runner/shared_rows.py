@@ -1,7 +1,7 @@
 """Share policy state, such as approximate KV, between sequences with a common prefix.
 
 State of a token depends on its key and value only (`PolicyState.fork_prefix`), which are equal in shared blocks. Only
-tokens that a prefill computed are shared. With quantised KV or eviction nothing is shared.
+state of tokens that a prefill computed is shared. State is not shared with quantised KV or eviction.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .sequence import Sequence
 
 
 def learn_from_others(sequence: Sequence, others: Iterable[Sequence]) -> None:
-    """Take policy state for as many `unlearned` tokens as possible from one of `others` with the same blocks."""
+    """Copy policy state for as many `unlearned` tokens as possible from one of `others` with the same blocks."""
     found = max(
         ((_known(other, sequence), -other.id, other) for other in others if other is not sequence), default=None
     )

@@ -54,9 +54,11 @@ class SlotTable(Protocol):
         ...
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
-        """Vacate the last block, between steps. Return the moves of each layer, in order, to make before it is freed.
+        """Remove the last block from the slot table, between steps.
 
-        Return None, with nothing changed, if that is impossible.
+        Returns:
+            The KV moves of each layer. The caller applies them in order and then frees the block. None, without any
+            change, if the block cannot be removed.
         """
         ...
 
@@ -90,7 +92,7 @@ class AppendOnly:
         return self.newest + 1
 
     def displaced(self, layer: int) -> tuple[int, int] | None:
-        """Return None: nothing moves."""
+        """Return None, because KV never moves."""
         return None
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
@@ -99,18 +101,17 @@ class AppendOnly:
         self.newest = position
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
-        """Return None: nothing is evicted."""
+        """Return None, because tokens are not evicted."""
         return None
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
-        """Do nothing: `listens` is False."""
+        """No-op, because `listens` is False."""
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Return `slots`, because token t is in slot t."""
         return slots
 
     def fork(self) -> AppendOnly:
-        """Return an independent copy."""
         twin = AppendOnly(self._pool)
         twin.newest = self.newest
         return twin
@@ -144,7 +145,7 @@ class InPlaceEviction:
 
     @property
     def grows(self) -> bool:
-        """Whether nothing has been overwritten yet."""
+        """Whether no token has been overwritten yet."""
         return self._victims is None
 
     def displaced(self, layer: int) -> tuple[int, int] | None:
@@ -154,9 +155,9 @@ class InPlaceEviction:
         return self.newest, self._victims[self._place[layer]]
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
-        """Take the next slot if the pool has room; else choose a victim in every layer and a slot in the ring.
+        """Use the next slot if the pool has room. Otherwise choose a victim in every layer and a slot in the ring.
 
-        Raises PoolFullError if nothing can be overwritten.
+        Raises PoolFullError if no token can be overwritten.
         """
         if self._victims is None and not self._grow(blocks, position):
             self._need(blocks.capacity > self._sinks + self._recent, blocks)

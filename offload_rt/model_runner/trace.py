@@ -27,10 +27,11 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class TransferUse:
-    """Transfer of a selection to the device: `pair_bytes` per token and each of `heads` KV heads.
+    """Size of the transfer of a selection: `pair_bytes` per selected token and KV head (`heads`).
 
-    If some of it need not be transferred, `tally` int64 `[2]` on the device holds the number of transferred entries and
-    of working set hits.
+    Attributes:
+        tally: int64 `[2]` on the device: number of entries that were transferred, and number of working-set hits. None
+            if every entry is transferred.
     """
 
     heads: int
@@ -57,19 +58,20 @@ class Trace:
     Attributes:
         attended: Fractions attended exactly, `[steps][layers]`, for decode steps and verification passes.
         fetched: Fractions fetched, `[steps][layers]`.
-        drafted: Draft tokens.
-        accepted: Accepted draft tokens.
-        draft_steps: Decode steps that drafted, which give no tokens by themselves.
+        drafted: Number of draft tokens.
+        accepted: Number of accepted draft tokens.
+        draft_steps: Number of decode steps that computed draft tokens.
         alone_seconds: Estimated time of the tokens without drafts; infinite if unknown.
-        diverged_at: First prompt token that was not cached; None if nothing was looked up.
-        missed: (step, `[layers]` missed attention mass, mean over query heads; 0 in dense layers) of sampled steps.
-        savings: float64 `[4, layers]` on the device: bytes of `bytes_requested` that were not transferred, entries
-            found in the working set, the sum over steps of their share of the context, and entries looked up. None
-            without a working set or sharing.
+        diverged_at: First prompt token that was not cached. None without a cache look-up.
+        missed: (step, missed attention mass `[layers]`) of sampled steps. The mass is a mean over query heads, and 0 in
+            dense layers.
+        savings: float64 `[4, layers]` on the device. Row 0: bytes of `bytes_requested` that were not transferred. Row
+            1: working-set hits. Row 2: sum over steps of hits per KV head divided by the context length. Row 3: entries
+            looked up. None without a working set or shared blocks.
         disk_before: Disk use when the sequence began.
         pending: Counts that are still on the device; `settle` adds them to `attended` and `fetched`.
         prefill_weights: Weights transferred for the prefill.
-        step_weights: Weights transferred for decode steps; those of a batch count for its first sequence.
+        step_weights: Weights transferred for decode steps. For a batch, they are counted in its first sequence.
         recorder: Receives the selections of every decode step.
     """
 
@@ -171,7 +173,6 @@ class Trace:
         self.bytes_to_host, other.bytes_to_host = self.bytes_to_host + other.bytes_to_host, 0
 
     def copy(self) -> Trace:
-        """Return an independent copy."""
         self.settle()
         rows = {"attended": [*self.attended], "fetched": [*self.fetched], "missed": [*self.missed]}
         savings = None if self.savings is None else self.savings.clone()
@@ -199,9 +200,9 @@ class Trace:
         self.fetched.append([fetched if window is None else 0.0 for window in windows])
 
     def enter_rows(self, layer: int, visible: VisibleTokens, fetched: int | torch.Tensor) -> None:
-        """Add `fetched` tokens per KV head to those attended in `layer`, besides the resident ones.
+        """Record that `layer` attended to `fetched` tokens per KV head in addition to the resident tokens.
 
-        A tensor holds the counts of a `Selection`, which are read later.
+        If `fetched` is a tensor (`Selection.counts`), it is read later.
         """
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
         if isinstance(fetched, torch.Tensor):
@@ -221,16 +222,19 @@ class Trace:
         self.attended[step][layer] = resident / context + self.fetched[step][layer]
 
     def enter_savings(self, layer: int, visible: VisibleTokens, rows: int, fetch: PendingFetch) -> None:
-        """Record the part of a fetch of `rows` tokens per KV head that was not transferred, without waiting."""
+        """Record which part of a fetch of `rows` tokens per KV head needed no transfer.
+
+        Does not wait for the device.
+        """
         if fetch.savings is None or not rows:
             return
         rows_of_all, hits = fetch.savings.rows, fetch.savings.hits
         if self.savings is None:
             self.savings = torch.zeros(4, self.layers, dtype=torch.float64, device=hits.device)
-        asked = fetch.savings.asked
-        self.savings[0, layer] += rows_of_all * (fetch.bytes // asked)
+        requested = fetch.savings.requested
+        self.savings[0, layer] += rows_of_all * (fetch.bytes // requested)
         self.savings[1, layer] += hits
-        self.savings[2, layer] += hits.double() * (rows / asked / len(visible.all))
+        self.savings[2, layer] += hits.double() * (rows / requested / len(visible.all))
         self.savings[3, layer] += fetch.savings.selected
 
     def enter_missed_mass(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:

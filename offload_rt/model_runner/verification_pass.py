@@ -19,7 +19,7 @@ from .sequence import Sequence
 class VerificationPass:
     """Compute the next `counts[b]` tokens of each sequence b with full attention. Slots must be reserved.
 
-    KV, scoring keys and windows are written. Nothing is committed.
+    KV, scoring keys and windows are written. Tokens are not committed.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class VerificationPass:
     def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart) -> torch.Tensor:
         """Store `new` `[Hkv, m, d]`. Return the attention output `[m, H * d]` of queries q `[H, m, d]`.
 
-        Sliding layers are not passed to the policy, because nothing is selected in them.
+        Sliding layers are not passed to the policy, because it does not select in them.
         """
         start, window = sequence.position, self._adapter.geometry.windows[layer]
         rows = self._storage.extend_layer(sequence.blocks, layer, start, new)
@@ -71,7 +71,10 @@ class VerificationPass:
     def _attend_past(
         self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer, known: int
     ) -> torch.Tensor:
-        """Compute attention `[H, m, d]` over KV in parts. The policy has learned the first `known` tokens."""
+        """Compute attention `[H, m, d]` over KV in several parts.
+
+        The policy state already covers the first `known` tokens.
+        """
         geometry = self._adapter.geometry
         attending = BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap)
         go_through(rows.past, [attending], sequence.state, layer, known)

@@ -58,7 +58,7 @@ class ModelAdapter(ABC):
         return ()
 
     def run_stages(self, layer: int, hidden: torch.Tensor, slices: Sequence[slice]) -> None:
-        """Run the stages behind an attention layer on its outputs `[T, D]`, in place, each for all slices in order."""
+        """Run the stages after an attention layer on its outputs `[T, D]`, in place, each for all slices in order."""
         for stage in self.stages(layer):
             for s in slices:
                 hidden[s] = stage.run(hidden[s])

@@ -105,8 +105,8 @@ def _canonical(value: Any) -> Any:
 def _digest(weight: torch.Tensor) -> bytes:
     """Digest all elements, independent of strides and device.
 
-    All blocks are digested as bfloat16, so that the dtype in which a checkpoint is loaded does not matter. Blocks that
-    bfloat16 cannot represent exactly are digested in a wider dtype as well.
+    All blocks are digested as bfloat16, so that the dtype of a loaded checkpoint does not matter. Blocks that bfloat16
+    cannot represent exactly are digested in a wider dtype as well.
     """
     narrow, wide = xxhash.xxh3_128(), xxhash.xxh3_128()
     for start, block in _blocks(weight):
@@ -191,7 +191,7 @@ def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
 
 
 def file_identity(path: Path) -> tuple[Any, ...]:
-    """Return what changes if the contents of a file do. Raise OSError."""
+    """Return values that change with the contents of a file. Raise OSError."""
     status = path.stat()
     # Copying or restoring a file can preserve its mtime, but not its ctime.
     return path.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -111,10 +111,10 @@ def load_model(
             ("model.gguf", a folder that holds one, or "owner/name/file.gguf" on the hub). A loaded model is put into
             eval mode and keeps its device and dtype.
         tokenizer: A tokenizer, or a name or folder to read one from. None reads the checkpoint's own, if it has one.
-        device: As in `EngineConfig`.
-        dtype: As in `EngineConfig`, or a torch dtype.
+        device: See `EngineConfig`.
+        dtype: See `EngineConfig`. May also be a torch dtype.
         placement: Weights that stay in host memory. They must be copied to the device before they can run.
-        verify: As in `EngineConfig`. Weights in host memory are verified there.
+        verify: See `EngineConfig`. Weights in host memory are verified there.
         hub: Options for fetching the checkpoint and a named tokenizer.
         max_model_len: Length of the longest text in tokens, for `fix_rope_scaling`.
         quantize: As in `EngineConfig`.

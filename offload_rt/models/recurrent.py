@@ -142,7 +142,7 @@ class RecurrentState:
         return self._of("recurrent", layer_idx)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **options: Any) -> torch.Tensor:
-        """Append inputs `[B, channels, T]`. Return them behind the ones of before, `[B, channels, kernel + T]`."""
+        """Append inputs `[B, channels, T]`. Return them after the earlier ones, `[B, channels, kernel + T]`."""
         held = self._of("conv", layer_idx)
         whole = torch.cat([held, conv_states.to(held.dtype)], dim=-1)
         held.copy_(whole[..., -held.shape[-1] :])

@@ -38,7 +38,7 @@ class ModelShape:
     """Properties of a model that are known before its weights are read.
 
     Attributes:
-        weight_bytes: As in `LoadedModel`, without weights that `placement` keeps in host memory.
+        weight_bytes: Like `LoadedModel.weight_bytes`, without weights that `placement` keeps in host memory.
         sizes: The parts of `weight_bytes`.
         packing: Quantisation method of weights that stay packed, or None.
         streams: Whether layers can be copied to the device one by one.

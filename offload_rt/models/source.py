@@ -45,8 +45,8 @@ class Hub:
     def options(self) -> dict[str, Any]:
         """Keyword arguments for transformers' `from_pretrained`."""
         folder = None if self.folder is None else str(self.folder)
-        asked = {"revision": self.revision, "token": self.token, "cache_dir": folder}
-        given = {name: value for name, value in asked.items() if value is not None}
+        options = {"revision": self.revision, "token": self.token, "cache_dir": folder}
+        given = {name: value for name, value in options.items() if value is not None}
         return {**given, "trust_remote_code": self.trust_remote_code}
 
 

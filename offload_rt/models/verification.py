@@ -64,7 +64,7 @@ def verify_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
     A record holds for one model, adapter, configuration, and versions of this package and of transformers.
 
     Raises:
-        ModelError: As `verify_model`.
+        ModelError: See `verify_model`.
     """
     # The whole configuration counts, because the fingerprint ignores some entries.
     config = {key: value for key, value in model.config.to_dict().items() if key not in _NEUTRAL}
@@ -127,7 +127,7 @@ class _Verification:
         self._pieces = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
 
     def run(self) -> None:
-        """Run the comparison. Raise ModelError as `verify_model`."""
+        """Run the comparison. Raises ModelError like `verify_model`."""
         seen = self._observe()
         self._compare_arguments(seen.arguments)
         embedded = self._through(-1, self._adapter.embed(self._tokens, self._positions))
@@ -178,7 +178,7 @@ class _Verification:
         return torch.cat(outs)
 
     def _through(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the stages of the adapter behind a layer on its output `[T, D]`, in the same pieces."""
+        """Run the stages of the adapter after a layer on its output `[T, D]`, in the same pieces."""
         for stage in self._adapter.stages(layer):
             hidden = torch.cat([stage.run(hidden[s]) for s in self._pieces])
         return hidden

@@ -180,13 +180,13 @@ def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
 def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
     """Yield the placements to try under a limit, starting with the most weights on the device.
 
-    Raises ConfigError as `requested_placement` does.
+    Raises ConfigError like `requested_placement`.
     """
-    asked, experts = requested_placement(config, shape), shape.sizes.experts
-    yield asked
+    requested, experts = requested_placement(config, shape), shape.sizes.experts
+    yield requested
     if config.experts_on_device is None and experts is not None:
         for slots in range(experts.count - 1, 0, -1):
-            yield replace(asked, experts=slots)
+            yield replace(requested, experts=slots)
 
 
 def _plans(limit: int, several: Sequence[DeviceCosts], context: int) -> Iterator[DevicePlan]:

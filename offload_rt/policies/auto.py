@@ -17,12 +17,11 @@ from .infinigen.policy import InfiniGen
 from .options import AutoOptions
 
 WORTH_SELECTING = 64 << 20
-"""Bytes of KV per layer and sequence up to which every token is attended to on a CPU.
+"""On a CPU, a layer with at most this many bytes of KV per sequence attends to all tokens.
 
-Selecting was slower at every length that was measured, up to 24 MiB per layer (eval/results/cpu/threads: SmolLM2 at
-6,000 to 32,000 tokens, Qwen2.5-0.5B at 6,000 to 16,000). From Qwen's times, both ways would take equally long near
-25 MiB; those of SmolLM2 do not approach each other. A limit remains because a KV cache on disk is read at a far lower
-speed.
+Selection was slower at every measured length, up to 24 MiB per layer (`eval/results/cpu/threads`). For Qwen2.5-0.5B the
+two times would meet near 25 MiB. For SmolLM2 the gap does not shrink. A limit is still needed for a KV cache on disk,
+which is read far more slowly.
 """
 
 
@@ -51,7 +50,7 @@ class Auto(InfiniGen):
         *,
         keys_on_host: bool = False,
     ) -> None:
-        """Takes the arguments of `InfiniGen`."""
+        """Create the policy. See `InfiniGen` for the arguments."""
         self.dense_until = dense_until(options, geometry, device, dtype)
         settled = replace(options, dense_until=self.dense_until)
         super().__init__(settled, geometry, artifact, device, dtype, keys_on_host=keys_on_host)

@@ -41,7 +41,7 @@ keys (oracle) and for measurements. These reads are not counted as transfers."""
 class PolicyState:
     """The selection data of a policy for one sequence.
 
-    Subclasses define `select` and `fork`. The other methods do nothing by default.
+    Subclasses define `select` and `fork`. All other methods are no-ops by default.
     """
 
     @property
@@ -91,14 +91,17 @@ class PolicyState:
         """
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select the tokens of `visible.candidates` that the layer fetches, by the (speculated) query q `[H, d]`.
+        """Select the tokens of `visible.candidates` that the layer fetches, with the (speculated) query q `[H, d]`.
 
         All candidates must have been passed to `on_keys`.
         """
         raise NotImplementedError
 
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
-        """Return further candidates to fetch, disjoint from `selection`, by the true query q `[H, d]`; or None."""
+        """Return more candidates to fetch, chosen with the true query q `[H, d]` and disjoint from `selection`.
+
+        None if there are none.
+        """
         return None
 
     def merge_approximate(
@@ -136,13 +139,13 @@ class PolicyState:
         """
 
     def fork(self, keys: KeyReader) -> PolicyState:
-        """Return an independent copy for a forked sequence, whose keys `keys` reads."""
+        """Return an independent copy for a forked sequence. `keys` reads the keys of the fork."""
         raise NotImplementedError
 
     def fork_prefix(self, tokens: int) -> PolicyState | None:
         """Return a state of the first `tokens` tokens alone, for a sequence that shares their KV blocks.
 
-        None if computing the state again costs no more, or if it depends on more than the KV of these tokens.
+        None if computing the state again is as cheap, or if the state depends on more than the KV of these tokens.
         """
         return None
 
@@ -155,7 +158,7 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that `LLM(policy=...)` takes."""
+        """Name for `LLM(policy=...)`."""
         ...
 
     @property
@@ -195,9 +198,9 @@ class Policy(Protocol):
 
     @property
     def rule(self) -> Rule | None:
-        """The rule by which a batch selects with `KeyLists`, which leave counts on the device.
+        """Rule for selecting for a whole batch with `KeyLists`, or None if each sequence selects separately.
 
-        `KeyLists` then replace `on_keys` and `select` while decoding. None if each sequence selects by itself.
+        With a rule, `KeyLists` replace `on_keys` and `select` during decoding, and counts stay on the device.
         """
         ...
 
@@ -208,7 +211,10 @@ class Policy(Protocol):
 
     @property
     def provenance_key(self) -> str:
-        """KV provenance key: a digest of name and options. KV is reused only under the same key; "exact" for full."""
+        """KV provenance key: a digest of name and options.
+
+        KV is reused only with the same key. "exact" for full attention.
+        """
         ...
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
@@ -216,5 +222,5 @@ class Policy(Protocol):
         ...
 
     def new_state(self, keys: KeyReader) -> PolicyState:
-        """Return the state of a sequence without tokens, whose keys `keys` reads from the pool."""
+        """Return the state of a new, empty sequence. `keys` reads its keys from the pool."""
         ...

@@ -14,7 +14,8 @@ class MemoryDemand:
         resident: Number of tokens (sinks and recent window) whose KV stays on the device.
         share: Largest fraction of the context that a sparse layer fetches, in [0, 1].
         key_bytes: Bytes of selection data per token and sparse layer.
-        key_page: Tokens of a page if selection data is paged; 0 if it grows by a sixteenth.
+        key_page: Tokens per page if selection data is allocated in pages. 0 if it is a `GrowingTensor`, whose capacity
+            grows by a sixteenth.
         copied_bytes: Bytes per token of the copies of selection data that a layer makes to score tokens.
         basis_bytes: Bytes shared by all sequences, in the same memory as the scoring keys.
         guess_bytes: Bytes of the correction of predicted queries, always on the device.

@@ -28,7 +28,10 @@ class FullState(PolicyState):
 
 @dataclass(frozen=True)
 class Full:
-    """Policy in which all `layers` layers are dense. There is no window, so no KV is stored twice."""
+    """Policy in which all `layers` layers are dense.
+
+    No recent window is kept on the device, because every step fetches all KV anyway.
+    """
 
     layers: int
     name: str = "full"

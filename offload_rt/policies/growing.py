@@ -96,7 +96,7 @@ class LayerTensors:
         return self._tensors[layer].data
 
     def open(self, layer: int, *shape: int) -> None:
-        """Open the layer with a tensor of `shape`, 0 in dimension `dim`. Do nothing if it is open."""
+        """Open the layer with a tensor of `shape`, 0 in dimension `dim`. A second call has no effect."""
         if layer not in self._tensors:
             self._tensors[layer] = GrowingTensor(shape, self._dim, self._dtype, self._device, self._multiple)
             self._lengths[layer] = 0

@@ -161,7 +161,7 @@ class InfiniGenOptions(PolicyOptions):
         check(self.budget is None or 0 < self.budget <= 1, f"budget={self.budget} must be in (0, 1]")
 
     def check_context(self, context: int) -> None:
-        """Raise ConfigError if the budget selects nothing of `context` tokens."""
+        """Raise ConfigError if the budget leaves no tokens to select in a context of `context` tokens."""
         # With approximate KV, a budget below the window is allowed: it measures the estimate alone.
         if self.budget is not None and self.approximate_kv == "off":
             _check_selects(self.budget, self.sinks, self.recent, context)
@@ -228,7 +228,7 @@ class BudgetOptions(PolicyOptions):
         _check_window(self.sinks, self.recent, self.dense_layers)
 
     def check_context(self, context: int) -> None:
-        """Raise ConfigError if the budget selects nothing of `context` tokens."""
+        """Raise ConfigError if the budget leaves no tokens to select in a context of `context` tokens."""
         _check_selects(self.budget, self.sinks, self.recent, context)
 
 

@@ -72,13 +72,13 @@ class PolicyOptions:
         return {**cls.presets.get(str(options.get("preset")), {}), **options}
 
     def check_context(self, context: int) -> None:
-        """Raise ConfigError if these options would select nothing in any context of at most `context` tokens."""
+        """Raise ConfigError if these options select no tokens in contexts up to `context` tokens."""
 
     def provenance_text(self) -> str:
         """Return the text whose digest is the KV provenance key of these options.
 
         Session files contain the digest, so the text of existing options must never change. Options that are added
-        later have a `neutral` value, for which they are omitted.
+        later have a `neutral` value. With this value, they are omitted.
         """
         named = [(option_of(each), each.name, self.provenance_value(each.name)) for each in fields(self)]
         shown = [f"{own.stored_name or name}={value!r}" for own, name, value in named if value != own.neutral]
@@ -139,8 +139,15 @@ T = TypeVar("T", bound=PolicyOptions)
 
 
 def register_policy(name: str, policy: str) -> Callable[[type[T]], type[T]]:
-    """Decorates the options of the policy that `LLM(policy=name)` shall make: an object of the class `policy`, written
-    "module:class", which is imported when it is needed. Raises ConfigError where another policy has the name."""
+    """Register the decorated options class as policy `name`.
+
+    Args:
+        name: Name for `LLM(policy=...)`.
+        policy: Import path "module:Class" of the policy class, which is imported on first use.
+
+    Raises:
+        ConfigError: Another policy is registered with this name.
+    """
 
     def register(options: type[T]) -> type[T]:
         entry = _registered.get(name)
@@ -172,7 +179,8 @@ def parse_options(name: str, options: Mapping[str, Any]) -> PolicyOptions:
     """Parse and check the options of policy `name` without a model.
 
     Raises:
-        ConfigError: As `make_policy`, except for errors that depend on the model, such as layers that do not exist.
+        ConfigError: See `make_policy`. Errors that depend on the model, such as layers that do not exist, are not
+            raised.
     """
     chosen = options_class(name)
     if options and not fields(chosen):
@@ -183,7 +191,7 @@ def parse_options(name: str, options: Mapping[str, Any]) -> PolicyOptions:
 def memory_demand(
     name: str, options: Mapping[str, Any] | PolicyOptions, geometry: ModelGeometry, dtype: torch.dtype
 ) -> MemoryDemand:
-    """Return the memory demand of policy `name` from shapes alone. Raises ConfigError as `parse_options`."""
+    """Return the memory demand of policy `name` from shapes alone. Raises ConfigError like `parse_options`."""
     chosen = options if isinstance(options, PolicyOptions) else parse_options(name, options)
     return _registered[name].load().memory_demand(chosen, geometry, dtype)
 

@@ -30,7 +30,7 @@ from .rule import ANY_SCORE, Rule, Spans, budget_tokens, dense_layers
 
 @dataclass(frozen=True)
 class EntryShape:
-    """Shape of stored entries: `width` numbers of `dtype` for each KV head and `page` adjacent tokens.
+    """Shape of stored entries: `width` elements of `dtype` for each KV head and `page` adjacent tokens.
 
     The entry of a page is the minimum of the entries of its tokens.
     """
@@ -45,9 +45,9 @@ class TokenLists:
     """Stored entries and candidates of P lists.
 
     Attributes:
-        entries: Stored entries `[P, m, w]`. Entry j is that of the tokens from `first + j * page` on.
+        entries: Stored entries `[P, m, w]`. Entry j belongs to the `page` tokens from `first + j * page` on.
         first: First token of the first entry.
-        page: Tokens of an entry.
+        page: Number of tokens per entry.
         spans: The candidates. Their slots count from token 0.
     """
 
@@ -92,7 +92,7 @@ class TokenLists:
         return (self.tokens >= self.starts) & (self.tokens < self.stops)
 
     def group_ranks(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return one number `[P, m]` for scores `[P, G, m]` of the entries: the largest log-softmax of the group.
+        """Return the largest log-softmax of the group, `[P, m]`, for scores `[P, G, m]` of the entries.
 
         The softmax is over the entries with candidates.
         """
@@ -141,7 +141,7 @@ class ScorerPolicy(Generic[Chosen]):
 
     @classmethod
     def entry_shape(cls, options: Chosen, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of entries, by default that of keys."""
+        """Return the shape of entries, by default the shape of keys."""
         return EntryShape(geometry.head_dim, dtype)
 
     @classmethod
@@ -250,7 +250,7 @@ class ScorerState(PolicyState):
         data.scatter_reduce_(1, pages.view(1, -1, 1).expand_as(entering), entering.to(data.dtype), "amin")
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select the candidates with the highest scores within the budget, by the query q `[H, d]`."""
+        """Select the candidates with the highest scores for q `[H, d]`, within the budget."""
         policy, candidates = self._policy, visible.candidates
         n = budget_tokens(policy.budget, visible)
         if n == 0:

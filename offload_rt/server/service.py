@@ -154,7 +154,7 @@ class Service:
                 self.conversations.delete(owner, name)
 
     async def delete_response(self, owner: str, name: str) -> None:
-        """Delete a response and the KV of its conversation. Raises as `delete_session`."""
+        """Delete a response and the KV of its conversation. Raises the errors of `delete_session`."""
         with self.locked(response_of(owner, name)):  # lock before `get`: an unfinished response is not stored yet
             session = self.responses.get(name, owner).session
             with self.locked(None if session == response_of(owner, name) else session):

@@ -1,1 +1,1 @@
-"""Conversations that outlive a turn, a process and their place in memory."""
+"""Sessions: conversations whose text and KV cache survive turns, eviction and restarts."""

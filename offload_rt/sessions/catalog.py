@@ -160,7 +160,7 @@ def find_stored(folder: Path, name: str, model: str | None = None) -> StoredSess
     one = _find(folder, name, model)
     if isinstance(one, DamagedSession):
         raise StoreError(
-            f"nothing of the history of session {name!r} can be read ({one.document}{DOCUMENTS} in the store): "
+            f"the history of session {name!r} cannot be read ({one.document}{DOCUMENTS} in the store): "
             "put a copy of the file back, or delete the session"
         )
     return one
@@ -220,7 +220,7 @@ def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
 
 
 def clear_prompts(folder: Path) -> int:
-    """Delete all KV that no session in the folder refers to: that of prompts without a session name.
+    """Delete all KV that no session in the folder refers to: KV of prompts without a session name.
 
     Returns:
         The number of freed bytes.

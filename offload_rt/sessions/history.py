@@ -41,9 +41,9 @@ class History:
         decoded: Ascending ranges (start, stop) of tokens computed by decode steps. Prefill computed all others.
         turns: (role, text) of each message, for display.
         truncation_id: Identifies all truncations so far, as part of the KV provenance key. Empty if there were none.
-        shift: Number of truncated tokens: position of a token after the gap, less its index.
+        shift: Number of truncated tokens. A token after the gap has its index plus `shift` as position.
         sinks: Number of tokens before the gap whose original keys are stored; 0 if their keys are never rotated.
-        sink_shift: Number of positions by which the keys of the sinks are rotated.
+        sink_shift: Rotation of the sinks' keys, in positions.
         keys: Keys of the blocks on disk, in hexadecimal.
         tail: Key of the partly filled block of the full-attention layers. Empty if there is none.
         tail_shared: Whether a fork may use the partly filled blocks.
@@ -120,7 +120,7 @@ class History:
         return [bytes.fromhex(key) for key in self.keys]
 
     def fork(self, name: str) -> History:
-        """Copy the history under another name."""
+        """Return a copy of the history with another name."""
         self.tail_shared = True
         return replace(self, name=name, tokens=list(self.tokens), decoded=list(self.decoded), turns=list(self.turns))
 
@@ -163,7 +163,7 @@ class History:
         self.truncation_id += f"+{self.shift}"
 
     def restart(self, tokens: list[int]) -> None:
-        """Replace the tokens by `tokens`, as a text without KV and without earlier truncations."""
+        """Replace the tokens by `tokens`. They have no KV, and all truncations are dropped."""
         self.tokens = tokens
         self.forget_from(0)
         self.truncation_id, self.shift, self.sinks, self.sink_shift, self.floor = "", 0, 0, 0, 0

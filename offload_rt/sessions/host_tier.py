@@ -1,7 +1,7 @@
 """Evict sessions from host memory and prefetch them from disk (CachedAttention §3.3).
 
 As in the paper, the unit is a session with all its KV. KV in host memory is also on disk or being written there, so
-eviction copies nothing more. KV evicted from the disk is lost and recomputed.
+eviction needs no copy. KV evicted from the disk is lost and recomputed.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class HostTier:
             self._order.window(self._waiting)
 
     def take(self, kv: SessionKV) -> None:
-        """Remove a session from the parked ones before it is used or closed. Do nothing if it is not parked."""
+        """Remove a session from the parked sessions before it is used or closed. It need not be parked."""
         if self._since.pop(kv, None) is not None:
             self._order.leave(kv)
         if self._fetching is kv:

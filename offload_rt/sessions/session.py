@@ -157,8 +157,8 @@ class Session:
             An iterator over the answer's tokens.
 
         Raises:
-            InputError, PoolFullError: As `LLM.stream`.
-            ModelError: As `LLM.stream`, or the conversation would exceed the model's positions and
+            InputError, PoolFullError: See `LLM.stream`.
+            ModelError: See `LLM.stream`. Also if the conversation would exceed the model's positions and
                 `StoreOptions.overflow` is "error".
         """
         self.check_idle()
@@ -299,7 +299,7 @@ class Session:
             )
             reason = self.context.storage.last_error or limit
             warnings.warn(
-                f"session {self.name!r} is not saved whole ({reason}): what is missing will be computed again",
+                f"session {self.name!r} is not saved completely ({reason}): the missing KV will be computed again",
                 stacklevel=3,
             )
 
@@ -361,7 +361,7 @@ class Session:
     def close(self) -> None:
         """Save the session and release its memory. It can be opened again.
 
-        End an answer that is being streamed. Do nothing if the session is closed.
+        End an answer that is being streamed. A closed session is not changed.
 
         Raises:
             InputError: A queue is computing a turn of the session.
@@ -381,9 +381,9 @@ class Session:
     def discard(self) -> Removed:
         """Close the session without saving it, and delete it from the store.
 
-        Delete its text and every block that no other session needs, including blocks left over from edits,
-        truncations and crashes of any session. End an answer that is being streamed. Do nothing if the session is
-        closed. Warn if other sessions of the store cannot be read.
+        Delete its text and every block that no other session needs, including blocks left over from edits, truncations
+        and crashes of any session. End an answer that is being streamed. A closed session is not changed. Warn if other
+        sessions of the store cannot be read.
 
         Returns:
             The deleted data.

@@ -174,7 +174,10 @@ class SessionKV:
         return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
 
     def adopt(self, blocks: BlockTable, capacity: int, known: int) -> Sequence:
-        """Return a sequence of the history that owns `blocks`. Its first `known` tokens have KV, now or when loaded."""
+        """Return a sequence of the history that owns `blocks`.
+
+        The KV of its first `known` tokens is available, or is being loaded.
+        """
         history = self.history
         return self.runner.adopt(
             history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
@@ -344,7 +347,7 @@ class SessionKV:
         self._unwritten = self.history.to_bytes()
 
     def write_history(self) -> None:
-        """Write the snapshot taken by `hand_over`. Do nothing if there is none.
+        """Write the snapshot taken by `hand_over`, if there is one.
 
         Raises:
             StoreError: The history cannot be written. The next turn or `close` writes it.
@@ -363,7 +366,7 @@ class SessionKV:
         self.context.storage.touch(self.history.block_keys)
 
     def replace(self, sequence: Sequence | None) -> None:
-        """Replace the sequence with another one, none of whose blocks are enqueued yet."""
+        """Replace the sequence with a new one. Its blocks are not enqueued for writing yet."""
         self.sequence = sequence
         self._enqueued.clear()
 

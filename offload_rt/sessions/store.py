@@ -119,10 +119,10 @@ class SessionStore:
     ) -> Self:
         """Open the store in `folder`. Until `close`, no other process can write to it, unless it is `read_only`.
 
-        A read-only store reuses stored KV and stores nothing. It must not be used for sessions.
+        A read-only store reuses stored KV and never writes. It must not be used for sessions.
 
         Raises:
-            ConfigError, ModelError, StoreError: As the constructor.
+            ConfigError, ModelError, StoreError: See `__init__`.
         """
         store = cls(
             runner,
@@ -204,7 +204,7 @@ class SessionStore:
         return session
 
     def session(self, name: str, *, prompts_are_whole: bool = False) -> Session:
-        """Return the session `name`, and open it if needed. Arguments and errors as `open`."""
+        """Return the session `name`, and open it if needed. Arguments and errors are those of `open`."""
         check_name(name)
         return self._open.get(name) or self.open(name, prompts_are_whole=prompts_are_whole)
 
@@ -215,7 +215,7 @@ class SessionStore:
             return True
 
     def delete(self, name: str) -> Removed:
-        """Delete an open or stored session, even if its history is damaged. Do nothing if there is none.
+        """Delete an open or stored session, even if its history is damaged. The session need not exist.
 
         Raises:
             InputError: The name is invalid, or a queue is computing a turn of the session.
@@ -264,7 +264,7 @@ class SessionStore:
             self.close()
 
     def close(self) -> None:
-        """Close all queues and sessions, the saver and the storage tier. A second call does nothing.
+        """Close all queues and sessions, the saver and the storage tier. A second call has no effect.
 
         Afterwards another process may open the store.
 

@@ -59,7 +59,7 @@ class PromptKV(SessionKV):
 
     @property
     def _stores_windows(self) -> bool:
-        # Without a full-attention layer, nothing tells how far a prompt is known.
+        # Without a full-attention layer, the length of the known prompt cannot be found.
         return self.runner.pool.groups.full and self.runner.pool.groups.sliding > 0
 
     def drop(self) -> None:
@@ -165,7 +165,7 @@ class StoredPrompt(StoredRequest):
             return
         self._count_arrived(sequence.trace)
         self._final = self.stats(runner)
-        if self.kv.loader is not None:  # nothing was computed yet
+        if self.kv.loader is not None:  # no layer was computed yet
             self.drop(runner)
             return
         self._give_up_prefill()

@@ -58,7 +58,8 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
 
 
 def last_kept(held: int, new: int, positions: int) -> int:
-    """Return how many of the last of `held` tokens to keep, besides the first SINKS, before `new` tokens are added.
+    """Return how many of the last of `held` tokens to keep in addition to the first SINKS, before `new` tokens are
+    added.
 
     If all tokens fit in `positions`, or truncation would not shorten the session, return `held`. Otherwise return half
     of the positions (CachedAttention §4.1, truncation ratio 0.5), or fewer if the new tokens need the space.
@@ -217,7 +218,7 @@ def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
 
 
 def _room(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
-    """Allocate a block table for `size` tokens, of which the first `known` will be copied.
+    """Allocate a block table for `size` tokens. KV of the first `known` tokens will be copied.
 
     Raises:
         PoolFullError: The pool has too few free blocks.

@@ -168,7 +168,7 @@ class Turn(StoredRequest):
     def drop(self, runner: Runner) -> None:
         """Release the turn's memory and restore the session.
 
-        The session's KV is released too, unless the prefill has not computed anything yet.
+        The session's KV is released too, unless the prefill has not changed it and no block is damaged.
         """
         if self.sequence is None:
             return

@@ -77,7 +77,7 @@ class TurnQueue:
         return {name: session.last_stats for name, session in self._opened.items()}
 
     def add(self, name: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> QueuedTurn:
-        """Queue a turn. If no session `name` is open, open the stored one or create a new one.
+        """Queue a turn. If the session `name` is not open, open it from the store or create it.
 
         A turn that cannot be computed fails when it starts: `step` then raises InputError, ModelError or PoolFullError.
 
@@ -119,7 +119,7 @@ class TurnQueue:
             self._settle()
 
     def run(self) -> Iterator[TokenOutput]:
-        """Yield outputs of all turns until the queue is empty. Turns may be added meanwhile."""
+        """Yield outputs of all turns until the queue is empty. Turns may be added during the iteration."""
         while not self.idle:
             yield from self.step()
 
@@ -133,7 +133,7 @@ class TurnQueue:
         self._settle()
 
     def close(self) -> None:
-        """End all turns, and save and close the sessions. A second call does nothing.
+        """End all turns, and save and close the sessions. A second call has no effect.
 
         Raises:
             StoreError: A session cannot be saved. All others are saved and closed.

@@ -176,7 +176,7 @@ class WholePrompts:
         return known
 
     def close(self) -> None:
-        """Save and close all sessions. A second call does nothing.
+        """Save and close all sessions. A second call has no effect.
 
         Raises:
             StoreError: A session cannot be saved. All others are saved.

@@ -128,7 +128,7 @@ class FileBlock:
         checksums: xxh3-64 of each layer.
         offset: Byte of the file where layer 0 begins.
         open: Opens the file for reading and returns its descriptor. Raises OSError.
-        damaged: Called if a layer differs from what was written.
+        damaged: Called if a layer does not match its checksum.
     """
 
     key: bytes
@@ -191,7 +191,7 @@ class FileBlockWriter:
         self._open = True
 
     def write(self, layer: int, block: memoryview) -> None:
-        """Write the data of one layer. If that fails, the block is given up."""
+        """Write the data of one layer. Discard the block on an error."""
         assert layer not in self._checksums and len(block) == self.layer_bytes
         self.note(layer, block)
         if not self._open:

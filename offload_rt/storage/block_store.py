@@ -62,7 +62,7 @@ class StoredBlock(Protocol):
     def read_layer(self, layer: int, into: memoryview) -> bool:
         """Read the KV `[Hkv, n, 2 (K, V), width]` of `layer` into a buffer of exactly `layer_bytes` bytes.
 
-        Thread-safe. Returns False, a miss, if the data differs from what was written.
+        Thread-safe. Returns False, a miss, if the data does not match its checksum.
         """
         ...
 

@@ -21,7 +21,7 @@ from .folder import BLOCKS, StoreFolder, block_paths
 
 
 class DiskBlock(FileBlock):
-    """A KV block in a file of its own."""
+    """A KV block stored as one file."""
 
     def extent(self) -> StoredExtent | None:
         """Open the file, so that an on-disk KV pool can read KV in place. It stays readable after an eviction.
@@ -38,7 +38,7 @@ class DiskBlock(FileBlock):
 
 
 class DiskBlockWriter(FileBlockWriter):
-    """Write one KV block to a file of its own."""
+    """Write one KV block as one file."""
 
     def extent(self) -> StoredExtent | None:
         """Open the file, so that an on-disk KV pool can write layers to it in place of `write`, each once.
@@ -165,7 +165,7 @@ class DiskStore(NamespaceDocuments):
         return self._folder.remove(path for path in block_paths(own) if bytes.fromhex(path.stem) not in keys)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark `keys` as used now (`StorageTier.touch`). Has no effect with the fifo policy."""
+        """Mark `keys` as used now (`StorageTier.touch`). The fifo policy ignores uses."""
         if not self._folder.read_only:
             self._index.use([self._path(key) for key in keys])
 

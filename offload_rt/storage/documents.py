@@ -34,9 +34,9 @@ class NamespaceDocuments:
     def put(self, name: str, data: bytes) -> None:
         """Write a document atomically and keep the previous generation.
 
-        KV blocks are evicted if the limit or the disk leaves no space. Pinned blocks go last; reading an evicted block
-        is a miss. If the replaced document is damaged, it is set aside. Documents are written one at a time, but
-        operations on blocks continue meanwhile.
+        KV blocks are evicted if the limit or the disk leaves no space. Pinned blocks are evicted last. Reading an
+        evicted block is a miss. If the replaced document is damaged, it is set aside. Writes of documents are
+        serialised. Operations on blocks are not blocked.
 
         Raises:
             StoreError: The document is too large, the store is full, or the file cannot be written.

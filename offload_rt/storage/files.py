@@ -35,7 +35,10 @@ class Reading:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor. Raises OSError, also for other kinds of files."""
+    """Open a regular file for reading and return its descriptor.
+
+    Raises OSError if it cannot be opened or is not a regular file.
+    """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return handle

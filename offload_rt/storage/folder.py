@@ -115,7 +115,7 @@ class StoreFolder:
     def make_disk_room(self, size: int) -> bool:
         """Remove block files in eviction order until a full disk has `size` more bytes.
 
-        Returns False and removes nothing if all block files together are too small.
+        Returns False and keeps all files if evicting every block file would not free enough space.
         """
         with self.mutex:
             blocks = self.index.blocks()
@@ -208,18 +208,22 @@ class StoreFolder:
                 refused = f"cannot delete {str(path)!r}: {error.strerror or error}"
         if refused:
             raise StoreError(
-                f"{refused}; what was to be deleted is still in the store: make it writable, and try again"
+                f"{refused}; some files could not be deleted and are still in the store: "
+                "make the folder writable and try again"
             )
         return freed
 
     def make_subfolder(self, path: Path) -> None:
-        """Create a subfolder that only its owner can read. Raises OSError, also if a symbolic link is in its place."""
+        """Create a subfolder that only its owner can read.
+
+        Raises OSError if that fails or if the path is a symbolic link.
+        """
         make_private_folder(path)
         self._check_inside(path / "any")
 
     def _check_inside(self, path: Path) -> None:
         """Raise OSError if a folder between the store folder and `path` is a symbolic link."""
-        # Behind a link, the file may belong to another program.
+        # A symbolic link may lead to files of another program.
         for folder in path.relative_to(self.path).parents:
             if (self.path / folder).is_symlink() and folder != Path():
                 raise OSError(ELOOP, "a link is in the place of a folder of the store")
@@ -298,7 +302,10 @@ def spaces(folder: Path) -> list[Path]:
 
 
 def _refuse_old(folder: Path) -> None:
-    """Raise StoreError if the folder holds sessions of version 0.1 before 2026-11-24, named by the user's text."""
+    """Raise StoreError for a store that version 0.1 wrote before 2026-11-24.
+
+    Its file names contain text of the user.
+    """
     for space in spaces(folder) if folder.is_dir() else ():
         for path in space.iterdir():
             if _FAN.fullmatch(path.name) and _is_folder(path):

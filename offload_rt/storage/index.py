@@ -96,7 +96,7 @@ class DiskIndex:
         return ahead
 
     def enter(self, path: Path, size: int, cost: int = 0) -> None:
-        """Add a file as used now. `cost`: tokens to compute again without it (`recomputation_cost`)."""
+        """Add a file as used now. `cost` is the number of tokens to compute again without it (`recomputation_cost`)."""
         with self.mutex:
             self.forget(path)
             self.files[path] = _File(size, 0, 0)
@@ -123,7 +123,10 @@ class DiskIndex:
                 self._order.leave(path)
 
     def window(self, paths: Sequence[Path]) -> None:
-        """Set the files that waiting requests will use, soonest first. Lookahead evicts them last, from the end on."""
+        """Set the files that waiting requests will use, soonest first.
+
+        With "lookahead", they are evicted last, in reverse order.
+        """
         with self.mutex:
             self._wanted = set(paths)
             for path in self._order.window(paths):

@@ -94,7 +94,7 @@ class NamelessStore:
             os.ftruncate(self.handle, 0)
 
     def close(self) -> None:
-        """Close and thereby delete the file. A second call has no effect."""
+        """Close the file, which deletes it. A second call has no effect."""
         if self.handle >= 0:
             os.close(self.handle)
             self.handle = -1

@@ -35,7 +35,8 @@ def name_blocks(
     """Return the blocks of `tokens` [0, stop) with their keys. The last block may be partly filled.
 
     The KV of a decoded token, and all KV after it, depends on where decoding began. Therefore the provenance of every
-    block from the first decoded token on includes a mask of its decoded tokens. With exact attention it does not.
+    block from the first decoded token on includes a mask of its decoded tokens. With exact attention, KV does not
+    depend on it, and there is no mask.
 
     Args:
         provenance: KV provenance shared by all blocks.

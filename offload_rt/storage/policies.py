@@ -51,9 +51,9 @@ def recomputation_cost(tokens: int, start: int) -> int:
 class EvictionOrder(Generic[K]):
     """Eviction order of the items of one tier.
 
-    The item of the lowest rank is evicted first. By default that is the least recently used one; with "fifo", the
-    oldest one. With "lookahead", items in the eviction window follow after all others, those needed last first
-    (CachedAttention §3.3.2). A live store cannot look beyond the request queue.
+    The item of the lowest rank is evicted first. By default that is the least recently used item; with "fifo", the
+    oldest item. With "lookahead", items in the eviction window are evicted after all others, starting with the item
+    that is needed last (CachedAttention §3.3.2). A live store cannot look beyond the request queue.
 
     Args:
         policy: One of `LIVE_POLICIES`. Raises ConfigError for any other policy.

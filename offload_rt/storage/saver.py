@@ -36,9 +36,9 @@ class Entry:
         span: Position of the block in the pool.
         cost: Tokens to compute again without the block.
         writer: Writer of the store, when it is open.
-        extent: File of the store to which the KV pool writes the block directly, if any.
+        extent: File of the store, if the KV pool writes the block directly to it.
         refused: Whether the store did not accept the block.
-        moved: Whether the block table has replaced the block since. It is then not committed.
+        moved: Whether the block table has since replaced the block. If so, it is not committed.
     """
 
     block: NamedBlock
@@ -51,7 +51,7 @@ class Entry:
     moved: bool = False
 
     def give_up(self) -> None:
-        """Discard what was written to the store."""
+        """Discard the data written to the store so far."""
         if self.writer is not None:
             self.writer.abort()
         self.writer = self.extent = None
@@ -85,13 +85,13 @@ class Saver:
     its pending writes.
 
     At most `buffer_bytes` wait. `begin` accepts only as many blocks as fit, and the computation never waits for the
-    rest. The caller submits the rest again later; sessions do so at the end of a turn and when they are saved.
+    others. The caller submits them again later; sessions do so at the end of a turn and when they are saved.
 
-    For a pool on disk, blocks are saved after their last layer. If the store keeps each block in a file of its own, the
-    pool writes full blocks there directly, and goes on reading them there (`kv_cache.disk.extents`):
+    For a pool on disk, blocks are saved after their last layer. If the store keeps each block in a separate file, the
+    pool writes full blocks directly to that file, and later reads them from it (`kv_cache.disk.extents`):
 
-    * A full block of which nothing is computed yet gets its stored extent in `begin`.
-    * A block that is complete and still in memory is written to one after its last layer.
+    * A full block without computed KV gets its stored extent in `begin`.
+    * A block that is complete and still in memory is written to a stored extent after its last layer.
     * All other blocks are read from the pool and written to the store: partial blocks, blocks that are already in the
       pool's own file, blocks beyond the limit of open files, and blocks that have left their stored extent.
 
@@ -138,7 +138,10 @@ class Saver:
         return saving
 
     def layer_done(self, saving: Saving, layer: int) -> None:
-        """Mark `layer` of the blocks as complete, or as complete once pending transfers end. Layers come in order."""
+        """Mark `layer` of the blocks as complete, at the latest when pending transfers end.
+
+        Call it in the order of the layers.
+        """
         if self._file is not None:
             if layer < self._last:
                 return
@@ -147,7 +150,7 @@ class Saver:
         self._jobs.put((saving, layer))
 
     def _attach(self, saving: Saving, entry: Entry) -> bool:
-        """Give a block a stored extent if it is full and has no KV yet. Return whether it has one now."""
+        """Give a block a stored extent if it is full and has no KV yet. Return whether it has a stored extent now."""
         file, block = self._file, entry.block
         if (
             file is None
@@ -273,7 +276,7 @@ class Saver:
             self._end(saving)
 
     def _write_stored(self, file: FileArena, entry: Entry) -> None:
-        """Commit a block of a pool on disk, after copying its KV if it is not in the store's file."""
+        """Commit a block of a pool on disk. First copy its KV if it is not in the store's file."""
         try:
             if entry.extent is not None and file.extent(entry.identity) is not entry.extent:
                 entry.give_up()
@@ -285,7 +288,7 @@ class Saver:
             entry.give_up()
 
     def _write_layers(self, writer: BlockWriter, entry: Entry, layers: Iterable[int]) -> None:
-        """Write those of `layers` that belong to the group of a block."""
+        """Write the `layers` that belong to the group of a block."""
         groups = self._pool.groups
         for layer in layers:
             if groups.group[layer] == entry.block.group:

@@ -3,8 +3,7 @@
 It has three parts, and callers are typed on the part that they need. `KVStorage` stores new KV, `RowFetch` fetches KV
 of single sequences, and `BatchedRows` fetches KV of whole batches, for which counts stay on the device.
 
-Byte counts are those of a machine with separate device memory. On a CPU, where KV is read in place, they are the same
-as on CUDA.
+All byte counts assume separate device memory. On a CPU, where KV is read in place, they are the same as on CUDA.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class PrefilledLayer:
         first: The first token of `kv`.
         bytes_to_device: Bytes of KV before the new tokens that were copied to the device.
         bytes_to_host: Bytes of new KV written back.
-        past: KV of earlier visible tokens, as parts in token order, to be iterated over once. Used if KV is on disk, or
-            if it is read in place and not contiguous.
+        past: KV of earlier visible tokens, as parts in token order. It can be iterated over once. It is used if KV is
+            on disk, or if KV is read in place and is not contiguous.
     """
 
     kv: KVPart
@@ -58,21 +57,20 @@ class Savings:
     The counts are on the device (int64 scalars).
 
     Attributes:
-        asked: Number of entries for which the fetch has room.
+        requested: Number of requested entries, including padding.
         selected: Number of entries that are selected.
-        rows: Number of entries without a transfer, including those that are not selected.
-        hits: Number of entries found in the working set. The rest of `rows` are fetched for another sequence already,
-            or not selected.
+        rows: Number of entries that are not transferred: working-set hits, entries that were fetched for another
+            sequence already, and padding.
+        hits: Number of entries found in the working set.
     """
 
-    asked: int
+    requested: int
     selected: torch.Tensor
     rows: torch.Tensor
     hits: torch.Tensor
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The counts on the device."""
         return self.selected, self.rows, self.hits
 
 
@@ -81,7 +79,7 @@ class PendingFetch(Protocol):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the requested KV that is not resident. All of it except `savings` is transferred."""
+        """Bytes of the requested KV that is not resident. All of these bytes except `savings` are transferred."""
         ...
 
     @property
@@ -106,7 +104,7 @@ class KVStorage(Protocol):
     """Stores new KV of open sequences. Some stays resident on the device, and all of it is written to the pool."""
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
-        """Open a sequence, of which `sinks` first and `recent` last tokens stay resident.
+        """Open a sequence. Its first `sinks` and last `recent` tokens stay on the device.
 
         `origin` is an open block table with the same tokens, sinks and window. Its data on the device is copied.
         """
@@ -123,7 +121,7 @@ class KVStorage(Protocol):
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """Store new k, v `[Hkv, m, d]` of the slots [start, start + m).
 
-        Resident tokens stay on the device. All tokens for which the layer has slots are written back asynchronously.
+        Resident tokens stay on the device. Tokens with slots in the layer are written back asynchronously.
 
         Returns:
             The bytes written back.
@@ -138,7 +136,7 @@ class KVStorage(Protocol):
         """Copy the resident KV entry in slot `source` to slot `target` of the pool, within a step.
 
         The copy is ordered with the fetches and appends of the layer. The entry leaves the window, and the next
-        `append` overwrites it. By default the same as `move`, for a pool that has all KV, resident or not.
+        `append` overwrites it. The default implementation calls `move`, because the pool already holds all KV.
         """
         self.move(blocks, layer, source, target)
 
@@ -151,7 +149,10 @@ class KVStorage(Protocol):
         ...
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """Store a few tokens, as `prefill_layer`. KV that is read in place and not contiguous with them is `past`."""
+        """Like `prefill_layer`, for a few new tokens.
+
+        Earlier KV that is read in place and is not contiguous with them is returned in `past`.
+        """
         return self.prefill_layer(blocks, layer, start, [new])
 
 
@@ -161,7 +162,9 @@ class RowFetch(Protocol):
     def fetch(
         self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
     ) -> PendingFetch:
-        """Start fetching the selected candidates (None: all). Resident tokens are not transferred.
+        """Start fetching the selected candidates, or all candidates if `selection` is None.
+
+        Resident tokens are not transferred.
 
         The KV of a selection with counts is a separate part with the same counts.
         """
@@ -180,7 +183,7 @@ class RowFetch(Protocol):
     ) -> list[PendingFetch]:
         """Start a fetch for each sequence, transferring KV that several sequences select from shared blocks once.
 
-        In all but the first fetch, such KV is part of `savings`. Each fetch still returns the KV of its own sequence.
+        In all but the first fetch, such KV is part of `savings`. Each fetch still returns all KV of its sequence.
         """
         each = zip(block_tables, visible, selections, strict=True)
         return [self.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
@@ -199,7 +202,7 @@ class BatchedRows(Protocol):
 
 
 class Transfer(Protocol):
-    """Transfers KV of any number of sequences. Not thread-safe: each engine has its own."""
+    """Transfers KV of any number of sequences. Not thread-safe; each engine has a separate one."""
 
     @property
     def storage(self) -> KVStorage:

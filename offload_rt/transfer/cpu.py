@@ -1,10 +1,10 @@
 """Transfers if the compute device is the CPU: attention reads KV in the host pool.
 
-A dense layer copies nothing. A sparse layer copies nothing either if the CPU kernels read KV in place
-(`kernels.decode_attention`). Otherwise it gathers Hkv * (resident + n) * d numbers of K into a scratch buffer, and of V
-too if query heads share a KV head. The gather is an `index_select` of whole vectors, faster than `torch.gather`.
+A dense layer needs no copy. A sparse layer needs none if the CPU kernels read KV in place (`kernels.decode_attention`).
+Otherwise it gathers Hkv * (resident + n) * d elements of K into a scratch buffer, and as many of V if query heads share
+a KV head. The gather is an `index_select` of whole vectors, faster than `torch.gather`.
 
-Byte counts are those of a machine with separate device memory: fetched candidates and all new KV written back.
+Byte counts assume separate device memory. They include fetched candidates, and all new KV as written back.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from ..core import BLOCK_SIZE, BlockTable, KVPart, ModelGeometry, PagedRows, Sel
 from ..kernels import decode_attention
 from ..kv_cache.pool import HostPool
 from .base import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
-from .plan import first_askers
+from .plan import first_occurrences
 
 _NOTHING = range(0), range(0)
 
 
 @dataclass(frozen=True)
 class _DenseFetch:
-    """All KV of `tokens`, as views of the pool. KV in several runs is one part if kernels read it block by block."""
+    """All KV of `tokens`, as views of the pool.
+
+    If the kernels can read KV block by block, several runs are combined into one part.
+    """
 
     pages: _Pages
     blocks: BlockTable
@@ -48,7 +51,10 @@ class _DenseFetch:
 
 @dataclass(frozen=True)
 class _SparseFetch:
-    """KV of `resident` and `tokens` `[Hkv, n]`, read on use: the newest token is appended after the fetch starts."""
+    """Selected KV of `resident` and `tokens` `[Hkv, n]`.
+
+    It is read only when it is used, because the newest token is appended after the fetch starts.
+    """
 
     pages: _Pages
     scratch: _Scratch
@@ -66,8 +72,8 @@ class _SparseFetch:
 class _Pages:
     """Cache of `PagedRows.block_rows` of open block tables, updated when their blocks change.
 
-    `planes` are the rows of the pool `[R, d]` and the same rows from `plane_rows` on, so that V of a token has the row
-    index of its K.
+    `planes` are two views of the pool `[R, d]`. The second starts `plane_rows` later, so that K and V of a token have
+    the same row index.
     """
 
     def __init__(self, pool: HostPool) -> None:
@@ -100,7 +106,7 @@ class _Pages:
 
 
 class _Scratch:
-    """Gather buffers for K and V, each grown to the largest gather so far. Each gather overwrites the last one."""
+    """Gather buffers for K and V, as large as the largest gather so far. Each gather overwrites the previous one."""
 
     def __init__(self, pool: HostPool) -> None:
         self._buffers = [pool.rows.new_empty(0), pool.rows.new_empty(0)]
@@ -120,24 +126,21 @@ class _Scratch:
 
 
 class _PagedPart(KVPart):
-    """Selected KV. Kernels read it in place (`paged`). It is gathered if `k` or `v` is read.
+    """Selected KV of one layer.
 
-    For query groups of one, `mix` reads V in the pool, each vector once. A gather and a product would read it, write it
-    and read it again.
+    Kernels that support `paged` read it in place. Reading `k` or `v` gathers it. With one query head per KV head, `mix`
+    reads each value vector once from the pool, instead of gathering the values first.
     """
 
     def __init__(self, scratch: _Scratch, rows: PagedRows) -> None:
-        """Creates a part."""
         self._scratch, self._rows = scratch, rows
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Hkv and n."""
         return self._rows.shape
 
     @property
     def paged(self) -> PagedRows:
-        """The KV in the pool."""
         return self._rows
 
     @property
@@ -151,7 +154,6 @@ class _PagedPart(KVPart):
         return self._scratch.gather(1, self._rows.v, self._rows.ids)
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return the sum of values weighted by `weights` `[Hkv, G, n]`: `[Hkv, G, d]`."""
         if weights.shape[1] > 1:
             return super().mix(weights)
         # An embedding bag is a weighted sum of rows.
@@ -164,22 +166,22 @@ class _SplitPart(KVPart):
     """KV in several runs. One kernel call reads it in place (`paged`)."""
 
     def __init__(self, runs: list[KVPart], rows: PagedRows) -> None:
-        """Creates a part of the views `runs`, which are the entries `rows`."""
+        """Create a part from the views `runs`.
+
+        `rows` describes the same entries for kernels that read them in place.
+        """
         self._runs, self._rows = runs, rows
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Hkv and n."""
         return self._rows.shape
 
     @property
     def runs(self) -> list[KVPart]:
-        """Views of the pool."""
         return self._runs
 
     @property
     def paged(self) -> PagedRows:
-        """The KV in the pool."""
         return self._rows
 
     @property
@@ -194,7 +196,7 @@ class _SplitPart(KVPart):
 
 
 class CpuStorage(KVStorage):
-    """`KVStorage` on the CPU. It writes to the pool and counts resident tokens, which have no copies."""
+    """`KVStorage` on the CPU. It writes KV to the pool. Resident tokens are only counted, not copied."""
 
     def __init__(self, pool: HostPool, pages: _Pages, geometry: ModelGeometry) -> None:
         self._pool, self._pages, self._geometry = pool, pages, geometry
@@ -245,7 +247,7 @@ class CpuStorage(KVStorage):
         return PrefilledLayer(whole, 0, start * self._token_bytes, (stop - start) * self._token_bytes)
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """Write the KV and return views of the pool. KV before the blocks of the new tokens is `past`."""
+        """Write the KV and return views of the pool. KV before the blocks of the new tokens is returned in `past`."""
         if self._pool.groups.group[layer]:
             return self._prefill_sliding(blocks, layer, start, [new])
         self._pool.write(blocks, layer, start, new.k, new.v)
@@ -267,7 +269,7 @@ class CpuStorage(KVStorage):
 
 
 class CpuRows(RowFetch):
-    """`RowFetch` on the CPU. Gathers run in the caller's thread, on use.
+    """`RowFetch` on the CPU. KV is gathered in the caller's thread when it is used.
 
     A fetch and its repair are alive at the same time, so each has a scratch buffer.
     """
@@ -299,8 +301,8 @@ class CpuRows(RowFetch):
         savings: Savings | None = None,
     ) -> _SparseFetch:
         assert selection.counts is None, "selections on the CPU have no counts"
-        asked, resident = selection.tokens.numel() * self._pair_bytes, (visible.sinks, visible.recent)
-        return _SparseFetch(self._pages, self._fetched, blocks, layer, resident, selection.tokens, asked, savings)
+        requested, resident = selection.tokens.numel() * self._pair_bytes, (visible.sinks, visible.recent)
+        return _SparseFetch(self._pages, self._fetched, blocks, layer, resident, selection.tokens, requested, savings)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
         return _DenseFetch(self._pages, blocks, layer, tokens, len(tokens) * self._token_bytes)
@@ -317,7 +319,7 @@ class CpuRows(RowFetch):
             self._pages.rows(blocks, layer, _NOTHING, selection.tokens).ids.flatten()
             for blocks, selection in zip(block_tables, selections, strict=True)
         ]
-        again = (first_askers(torch.cat(rows)) >= 0).split([len(ids) for ids in rows])
+        again = (first_occurrences(torch.cat(rows)) >= 0).split([len(ids) for ids in rows])
         savings = [Savings(len(one), torch.tensor(len(one)), one.sum(), torch.tensor(0)) for one in again]
         each = zip(block_tables, visible, selections, savings, strict=True)
         return [self._sparse(blocks, layer, seen, selection, one) for blocks, seen, selection, one in each]
@@ -346,5 +348,5 @@ class CpuTransfer:
         return 0
 
     def check_integrity(self) -> None:
-        """Assert that row bases are cached for open sequences only."""
+        """Assert that block rows are cached for open sequences only."""
         self._pages.check_integrity(self.storage.opened)

@@ -1,8 +1,8 @@
 """Transfers over PCIe: pinned host KV, a prefetch stream, a write-back stream, and resident KV on the device.
 
-Per sparse layer, step and sequence, 2 * Hkv * n * d numbers are copied to the device and 2 * Hkv * d to the host, where
-n is the number of selected tokens that are neither resident nor in the working set. On CUDA, a kernel gathers them
-directly from pinned memory, so the host never needs the indices. Without Triton, or on a CPU, the host gathers.
+Per sparse layer, step and sequence, 2 * Hkv * n * d elements are copied to the device and 2 * Hkv * d to the host,
+where n is the number of selected tokens that are neither resident nor in the working set. On CUDA, a kernel gathers
+them directly from pinned memory, so the host never needs the indices. Without Triton, or on a CPU, the host gathers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CudaStorage(KVStorage):
         residency.load(state.pool, blocks, lambda layer, tokens: state.pool.runs(blocks, layer, tokens))
 
     def close(self, blocks: BlockTable) -> None:
-        """Close a sequence. No transfer of its blocks is pending afterwards."""
+        """Close a sequence, after its pending transfers have ended."""
         self._state.prefetch.record_event().synchronize()
         self._state.staging.clear()
         self._state.write_back.record_event().synchronize()
@@ -149,8 +149,8 @@ class CudaTransfer:
         Args:
             streams: Prefetch and write-back stream; None creates them on `device`.
             working_set: Capacity of working sets, in entries per KV head and sparse layer; 0 disables them.
-            in_place: Whether kernels access the pool directly. Otherwise the host gathers KV, and waits for the device
-                to learn which.
+            in_place: Whether kernels access the pool directly. If not, the host waits for the selected indices and
+                gathers the KV.
         """
         prefetch, write_back = streams or (DeviceStream(device), DeviceStream(device))
         self._state = DeviceState(pool, geometry, device, prefetch, write_back, working_set, in_place)
@@ -167,7 +167,7 @@ class CudaTransfer:
         return self._state[blocks].working_set_bytes
 
     def check_integrity(self) -> None:
-        """Assert that KV in working sets equals that of the pool. Waits for both streams."""
+        """Assert that KV in working sets equals KV in the pool. Waits for both streams."""
         self._state.prefetch.record_event().synchronize()
         for one in self._state:
             self._state.settle(one.blocks)

@@ -21,8 +21,8 @@ from .streams import Event
 class _PendingFetch(PendingFetch):
     """A pending fetch of KV `staged` `[2, Hkv, n, width]` in the storage format, valid after `event`.
 
-    `state.staging` holds it as number `held`. The resident KV of `visible` comes before it and is read by `wait`,
-    because the newest token is stored after the fetch starts.
+    `state.staging` keeps the buffers alive under the number `held`. If `visible` is given, `wait` returns its resident
+    KV first. It is read only then, because the newest token is stored after the fetch starts.
     """
 
     state: DeviceState
@@ -70,7 +70,7 @@ class CudaBatches(BatchedRows):
         return self._lists[key]
 
     def forget(self, blocks: BlockTable) -> None:
-        """Drop the cached lists of a sequence that closes."""
+        """Drop the cached lists of a closed sequence."""
         self._lists = {held: lists for held, lists in self._lists.items() if id(blocks) not in held}
 
 
@@ -148,16 +148,16 @@ class CudaRows(RowFetch):
 
     def _savings(self, tally: torch.Tensor | None, b: int, selection: Selection) -> Savings | None:
         """Compute the savings of sequence b in the prefetch stream."""
-        asked = selection.tokens.numel()
+        requested = selection.tokens.numel()
         if selection.counts is not None:
             selected = selection.counts.to(self._state.device).sum()
         elif tally is not None:
-            selected = torch.full_like(tally[b, 0], asked)
+            selected = torch.full_like(tally[b, 0], requested)
         else:
             return None
         if tally is None:
-            return Savings(asked, selected, asked - selected, torch.zeros_like(selected))
-        return Savings(asked, selected, asked - tally[b, 0], tally[b, 1])
+            return Savings(requested, selected, requested - selected, torch.zeros_like(selected))
+        return Savings(requested, selected, requested - tally[b, 0], tally[b, 1])
 
 
 def copy_heads(into: torch.Tensor, rows: torch.Tensor) -> None:

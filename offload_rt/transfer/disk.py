@@ -1,9 +1,9 @@
 """Transfers of a pool on disk: KV is read while the previous layer computes, and recently used KV stays in memory.
 
 Sinks and recent tokens are resident on the device, as with a pool in memory. The tokens that a layer selects are read
-as soon as they are predicted, and new KV is written behind. Two threads read: requests of a layer run in order, and
-those of the next layer run at the same time. The pool decides which KV is in host memory and which disk blocks are read
-for the rest (`kv_cache.disk.file_arena`). A dense layer reads all KV in order, one block ahead.
+as soon as they are predicted, and new KV is written asynchronously. Two threads read. Requests of one layer run in
+order, and requests of adjacent layers run in parallel. The pool keeps some KV in host memory and reads disk blocks for
+other KV (`kv_cache.disk.file_arena`). A dense layer reads all KV in order, one block ahead.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class DiskStorage(KVStorage):
         state.open[id(blocks)] = _Open(blocks, residency)
 
     def close(self, blocks: BlockTable) -> None:
-        """Close a sequence, also after a failed `open`. No read of its blocks is pending afterwards."""
+        """Close a sequence after its pending reads have ended. May be called after a failed `open`."""
         self._state.wait()
         self._state.close(blocks)
 
@@ -144,8 +144,8 @@ class DiskStorage(KVStorage):
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Append the slices and return the KV of the layer.
 
-        KV before `start` is `past`, read block by block during the computation. In a sliding-window layer, which sees
-        little of it, it is part of `kv`.
+        KV before `start` is returned in `past` and read block by block during the computation. In a sliding-window
+        layer, which sees few of these tokens, it is part of `kv`.
         """
         state, slides = self._state, self._state.pool.groups.group[layer] != 0
         first = state.pool.groups.first_seen(start, blocks.floor) if slides else start
@@ -164,7 +164,8 @@ class DiskStorage(KVStorage):
 def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
     """Split K and V `[Hkv, m, d]` of tokens from `start` on into parts that end at block boundaries, except the last.
 
-    A block that is filled at once is written to disk at once. A block that is filled in parts is held in memory.
+    A block that arrives complete is written to disk immediately. A block that arrives in parts stays in a memory
+    buffer.
     """
     rest: KVPart | None = None
     for part in parts:
@@ -182,9 +183,10 @@ def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
 
 @dataclass(frozen=True)
 class _RangeFetch:
-    """A pending read of all KV of a range, block by block, after the resident KV.
+    """A pending read of all KV of a token range, block by block.
 
-    Resident KV is read by `wait`, because the newest token is stored after the fetch starts.
+    `wait` returns the resident KV first and then the blocks. Resident KV is read only in `wait`, because the newest
+    token is stored after the fetch starts.
     """
 
     run: BlockRun
@@ -203,7 +205,10 @@ class _RangeFetch:
 
 @dataclass(frozen=True)
 class _SelectedFetch:
-    """A pending read of selected KV into `staged` `[Hkv, m + n, 2, width]`, after space for m resident tokens."""
+    """A pending read of selected KV into `staged` `[Hkv, m + n, 2, width]`.
+
+    The first m entries are reserved for resident tokens.
+    """
 
     state: DiskState
     reading: Future[None]
@@ -227,7 +232,10 @@ class _SelectedFetch:
 
 
 class DiskRows(RowFetch):
-    """`RowFetch` from disk. KV that several sequences select is read once if it stays in memory, else for each."""
+    """`RowFetch` from disk.
+
+    KV that several sequences select is read once if it stays cached, otherwise once per sequence.
+    """
 
     def __init__(self, state: DiskState) -> None:
         self._state = state

@@ -75,7 +75,7 @@ class DeviceState:
         self._open[id(blocks)] = OpenSequence(blocks, like.residency.clone(), copied)
 
     def remove(self, blocks: BlockTable) -> None:
-        """Close a sequence. A second call does nothing."""
+        """Close a sequence. A second call has no effect."""
         self._open.pop(id(blocks), None)
 
     def settle(self, blocks: BlockTable) -> None:

@@ -26,14 +26,14 @@ def _resident_tokens(sinks: range, recent: range) -> torch.Tensor:
     return torch.tensor([*sinks, *recent], dtype=torch.int64)
 
 
-def first_askers(ids: torch.Tensor) -> torch.Tensor:
+def first_occurrences(ids: torch.Tensor) -> torch.Tensor:
     """Find duplicate row indices, with static shapes and without synchronising with the host.
 
     Args:
         ids: Row indices, int64 `[M]`. Negative ones are ignored.
 
     Returns:
-        int64 `[M]`: for a duplicate, the position of the first occurrence; -1 for first occurrences and ignored ids.
+        int64 `[M]`. For a duplicate, the position of its first occurrence. For first occurrences and ignored ids, -1.
     """
     ordered, order = ids.sort(stable=True)
     again = torch.zeros_like(ordered, dtype=torch.bool)

@@ -16,7 +16,7 @@ P = ParamSpec("P")
 
 
 class ReadingThread:
-    """A thread that runs functions in the order of their requests."""
+    """A thread that runs functions in the order of `start`."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-rt read ahead")
@@ -38,12 +38,12 @@ class ReadingThread:
 
 
 class BlockRun:
-    """Adjacent blocks of KV, read in order, `ahead` of them in advance. These and the current block are in memory."""
+    """Read consecutive blocks of KV in order, `ahead` blocks in advance. At most `ahead` + 1 blocks are in memory."""
 
     def __init__(
         self, thread: ReadingThread, read: Callable[[range], KVPart], blocks: Sequence[range], ahead: int = 2
     ) -> None:
-        """Starts reading the first blocks. `read` returns the KV of the tokens of a block."""
+        """Start reading the first blocks. `read` returns the KV of the tokens of a block."""
         self._thread, self._read, self._blocks, self._ahead = thread, read, blocks, ahead
         self._reading: dict[int, Future[KVPart]] = {}
         self._current: tuple[int, KVPart] | None = None

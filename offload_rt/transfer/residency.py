@@ -13,9 +13,9 @@ from ..kv_cache.pool import HostPool
 class Residency:
     """Resident KV of one sequence in all layers, `[2, Hkv, s + w, d]` per layer.
 
-    A sink t has position t, and any other token t has position s + (t - s) mod w. A new token therefore overwrites the
-    one that leaves the window, and resident KV always fills the first positions. `store` and `part` run in the compute
-    stream. Overwritten KV has been written back before its token can become a candidate.
+    A sink t has position t. Any other token t has position s + (t - s) mod w. A new token therefore overwrites the
+    token that leaves the window, and resident KV always fills the first positions. `store` and `part` run in the
+    compute stream. Overwritten KV has been written back before its token can become a candidate.
     """
 
     def __init__(
@@ -26,7 +26,6 @@ class Residency:
         self._rows = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
     def clone(self) -> Residency:
-        """Return an independent copy."""
         twin = object.__new__(Residency)
         twin._rows, twin._sizes = [rows.clone() for rows in self._rows], self._sizes
         return twin
@@ -115,9 +114,9 @@ def place(token: int, sinks: int, recent: int) -> int:
 
 
 def places(visible: VisibleTokens, sinks: int, recent: int) -> range:
-    """Return the positions of the resident tokens of `visible` in ascending order.
+    """Return the positions of the resident tokens of `visible`, in ascending order.
 
-    If a sliding window hides more than the sinks, it must have `recent` tokens.
+    If a sliding window hides the sinks and later tokens, the ring must be full (`recent` tokens).
     """
     assert visible.all.start <= sinks or len(visible.recent) == recent
     return range(min(visible.all.start, sinks), min(visible.recent.stop, sinks + recent))

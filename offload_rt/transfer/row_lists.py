@@ -1,8 +1,8 @@
 """KV of the sequences of a batch as lists (`kernels.lists`).
 
-For any batch, the fetch of a layer is one gather, and one kernel each keeps and writes back the newest KV. Which
-sequences these are, and where their blocks are, is data in tensors with fixed addresses. Shapes depend only on the
-number of sequences and on their capacity in tokens.
+For any batch, a layer takes three launches: one gathers the selected KV, one stores the newest KV on the device, and
+one writes it back to the pool. The sequences and the location of their blocks are data in tensors with fixed addresses.
+Shapes depend only on the number of sequences and on their capacity in tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from ..kv_cache.pool import HostPool
 from .open_sequences import DeviceState, OpenSequence
-from .plan import BLOCK_BITS, first_askers
+from .plan import BLOCK_BITS, first_occurrences
 from .residency import place
 from .staging import HELD_BACK, Staging
 from .streams import Event
@@ -37,9 +37,9 @@ class PendingBatchFetch:
         event: The event after which `staged` and `tally` are valid.
         staged: KV `[2, P, n, width]` in the storage format.
         counts: Valid entries of each list, int32 `[P]`; None if all are valid.
-        tally: Per sequence, int64 `[B, 2]`, the number of KV entries (K and V of one KV head) that were transferred,
-            and the number found in its working set. The rest came with another sequence. None if all valid entries
-            were transferred.
+        tally: int64 `[B, 2]`, per sequence: number of KV entries (K and V of one KV head) that were transferred, and
+            number of working-set hits. All other entries were transferred for another sequence of the batch. None if
+            all valid entries were transferred.
     """
 
     pool: HostPool
@@ -61,7 +61,7 @@ class RowLists:
     """Lists of `batch` sequences with capacity for `tokens` tokens each.
 
     `hold` binds the lists to sequences. `hold` and `append` run in the compute stream, fetches in the prefetch stream.
-    Every fetch must have been waited for before the next `hold`.
+    Wait for every fetch before the next `hold`.
     """
 
     def __init__(self, state: DeviceState, batch: int, tokens: int) -> None:
@@ -80,7 +80,10 @@ class RowLists:
             [[layout.row(place, head, kv) for head in range(layout.kv_heads)] for kv in (0, 1)] for place in places
         ]
         self._planes = to_device(torch.tensor(firsts), device)
-        """int64 `[L, 2, Hkv]`: pool row of the first token of a slab, for layers without a sliding window."""
+        """int64 `[L, 2, Hkv]`: offset, in rows, of K and V of each layer and head from the first row of a slab.
+
+        Only for full-attention layers.
+        """
         self._held_ids: list[list[int]] = []
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []
@@ -116,7 +119,10 @@ class RowLists:
 
     @property
     def working(self) -> bool:
-        """Whether there are working sets, whose addresses are kernel arguments."""
+        """Whether any sequence has a working set.
+
+        If so, launches depend on its addresses and cannot be captured in a graph.
+        """
         return any(one.working is not None for one in self._open)
 
     @property
@@ -130,7 +136,8 @@ class RowLists:
         self._state.pending_writes.clear()
 
     def written(self, behind: bool) -> None:
-        """Set the write-back event of the sequences: none, or with `behind` one after the current compute work."""
+        """Set the write-back event of the sequences. With `behind`, it follows all compute work queued so far.
+        Otherwise it is cleared."""
         event = None
         if behind:
             with self._write_back.behind_compute():
@@ -139,7 +146,7 @@ class RowLists:
             one.written = event
 
     def forget(self) -> None:
-        """Clean up after a failed graph capture: wait until the device is idle, drop events and held buffers."""
+        """Clean up after a failed graph capture: wait until the device is idle, and drop events and held buffers."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self._state.staging.clear()
@@ -203,10 +210,10 @@ class RowLists:
     def fetch(
         self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, *, overlapping: bool
     ) -> PendingBatchFetch:
-        """Start fetching the first `counts[p]` (None: all) of tokens int64 `[P, n]`.
+        """Start fetching the first `counts[p]` of tokens int64 `[P, n]`, or all of them if `counts` is None.
 
         KV in the working set of a sequence is copied from there. With `overlapping`, KV that several sequences select
-        from shared blocks is fetched once and copied on the device. The rest is read from the pool.
+        from shared blocks is fetched once and copied on the device. All other KV is read from the pool.
         """
         # Inputs and staged KV are memory of the compute stream (`Staging`). Everything else is allocated, used and
         # freed in the prefetch stream.
@@ -240,13 +247,13 @@ class RowLists:
         rows = self._bases.gather(1, at >> BLOCK_BITS).add_(at & (BLOCK_SIZE - 1)).view(self._batch, self.heads, -1)
         return (rows + self._planes[layer].unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
 
-    def _look_up(self, layer: int, tokens: torch.Tensor, meant: torch.Tensor | None) -> list[LookUp]:
+    def _look_up(self, layer: int, tokens: torch.Tensor, valid: torch.Tensor | None) -> list[LookUp]:
         """Look up the tokens in the working sets, if there are any."""
         found = []
         for b, one in enumerate(self._open):
             if one.working is not None and tokens.numel():
                 own = self._own(b)
-                found.append(one.working.look_up(layer, tokens[own], None if meant is None else meant[own]))
+                found.append(one.working.look_up(layer, tokens[own], None if valid is None else valid[own]))
         return found
 
     def _gather_listed(
@@ -254,16 +261,16 @@ class RowLists:
     ) -> tuple[list[LookUp], torch.Tensor | None]:
         """Gather KV from the pool, except KV in working sets. Copy duplicates on the device.
 
-        Returns the look-ups of the working sets, and the first occurrence of each duplicate (`first_askers`).
+        Returns the look-ups of the working sets, and the first occurrence of each duplicate (`first_occurrences`).
         """
-        ids, meant = self._ids(layer, tokens), None
+        ids, valid = self._ids(layer, tokens), None
         if counts is not None:
-            meant = torch.arange(tokens.shape[1], device=tokens.device) < counts.unsqueeze(1)
-            ids = ids.masked_fill(~meant, -1)
-        found = self._look_up(layer, tokens, meant)
+            valid = torch.arange(tokens.shape[1], device=tokens.device) < counts.unsqueeze(1)
+            ids = ids.masked_fill(~valid, -1)
+        found = self._look_up(layer, tokens, valid)
         if found:
             ids = ids.masked_fill(torch.cat([one.slots for one in found]) >= 0, -1)
-        again = first_askers(ids.flatten()).view_as(ids) if overlapping and ids.numel() else None
+        again = first_occurrences(ids.flatten()).view_as(ids) if overlapping and ids.numel() else None
         wanted = (ids if again is None else ids.masked_fill(again >= 0, -1)).flatten(0, 1)
         all_of_them = torch.full((len(wanted),), wanted.shape[1], dtype=torch.int32, device=ids.device)
         rows = staged.flatten(0, 1)

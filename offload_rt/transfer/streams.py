@@ -51,8 +51,8 @@ class Stream(Protocol):
 class DeviceStream(Stream):
     """A stream of an accelerator that torch supports: CUDA, ROCm (which torch calls cuda) or XPU.
 
-    The caching allocator is told of tensors used across streams, so that it does not reuse their memory while the other
-    stream still works on it.
+    Tensors used across streams are recorded with the caching allocator, so that it does not reuse their memory while
+    the other stream still works on it.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of models or KV caches."""
+"""Helpers that do not depend on models or KV caches."""

@@ -69,7 +69,7 @@ class RecycledMemory:
 def give_back() -> None:
     """Return free memory of the C library's heap to the system: hundreds of megabytes after a long prompt.
 
-    Does nothing if the C library has no `malloc_trim`.
+    Has no effect if the C library has no `malloc_trim`.
     """
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

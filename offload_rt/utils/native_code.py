@@ -105,7 +105,7 @@ class LibraryPath:
 
 
 def library_path(source: Path, flags: Sequence[str], level: str) -> LibraryPath:
-    """Return where the library that `source` compiles to with `flags` at `level` is looked for."""
+    """Return the prebuilt path and the cache path of the library compiled from `source` with `flags` for `level`."""
     name = library_name(source, flags, level)
     return LibraryPath(PREBUILT / name, user_cache() / "native" / name)
 

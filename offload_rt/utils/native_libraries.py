@@ -1,6 +1,6 @@
 """Declare the C libraries of this package: once, for the code that loads them and for the wheel's build (`setup.py`).
 
-This module imports nothing outside the standard library, because the build runs without torch.
+This module imports only the standard library, because the build runs without torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NativeLibrary:
     Attributes:
         source: Path below the package.
         flags: Compiler flags, in addition to those of the level.
-        fallback: What happens if the library is missing, for the log.
+        fallback: Consequence of a missing library, for the log.
         constants: Macros of the source and the values that are prebuilt.
     """
 

@@ -18,19 +18,19 @@ from typing import Any
 import torch
 
 WAIT_VARIABLES = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})
-"""Environment variables with which a user decides how OpenMP threads wait."""
+"""Environment variables that set how OpenMP threads wait."""
 
 
 @cache
 def stop_spinning() -> bool:
-    """Make the threads of libgomp sleep soon after each operation, also if torch was imported long ago.
+    """Make libgomp threads sleep soon after each parallel region, even if torch is already imported.
 
-    libgomp spins 100 times instead of 300,000 times while it manages more threads than there are processors
-    (`gomp_throttled_spin_count_var`). So this function starts one more than there are, which sleep
-    until the process ends.
+    libgomp spins for 100 instead of 300,000 iterations if it manages more threads than there are processors
+    (`gomp_throttled_spin_count_var`). This function therefore starts one thread more than there are processors. These
+    threads sleep until the process ends.
 
     Returns:
-        Whether it did so: not with another OpenMP library, and not if the user set one of `WAIT_VARIABLES`.
+        False if another OpenMP library is in use or the user has set one of `WAIT_VARIABLES`.
     """
     library = _library("libgomp.so.1")
     if library is None or os.environ.keys() & WAIT_VARIABLES:

@@ -72,7 +72,7 @@ class Draft:
             given["beginning"] = read_verbatim(self.path)
         given.setdefault("chapter_tokens", DEFAULT_CHAPTER_TOKENS)
         if not any(given.get(name) for name in ("prompt", "beginning", "headings")):
-            raise InputError("there is nothing to begin with: give a prompt, a beginning or an outline")
+            raise InputError("the document has no start: pass a prompt, a beginning or an outline")
         return Settings(**given)
 
     def _continued(self) -> Settings:

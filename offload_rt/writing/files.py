@@ -35,8 +35,8 @@ def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
 class TextFile:
     """The text of a document on disk. It grows by whole pieces, each written by one call.
 
-    After a restart the file may be behind the saved tokens, or ahead of them by what was not saved. `restore` makes it
-    equal to the saved text or longer. Pieces that are in the file already are compared, not written again.
+    After a restart the file may be shorter than the saved tokens, or contain text that was not saved yet. `restore`
+    makes it equal to the saved text or longer. Pieces that are in the file already are compared, not written again.
     """
 
     def __init__(self, path: Path, session: Path) -> None:
@@ -73,7 +73,7 @@ class TextFile:
         return bool(self._ahead)
 
     def append(self, text: str) -> None:
-        """Append a piece of text, or compare it with what the file contains there."""
+        """Append a piece of text, or compare it with the text of the file at this position."""
         data = text.encode()
         known = min(len(data), len(self._ahead))
         if data[:known] != self._ahead[:known]:
@@ -93,7 +93,7 @@ class TextFile:
         os.ftruncate(self._handle, os.lseek(self._handle, 0, os.SEEK_CUR))
         self._ahead = b""
         warnings.warn(
-            f"the end of {str(self.path)!r} differs from what the model writes there: it was edited, or written on "
+            f"the end of {str(self.path)!r} differs from the text of the model: it was edited, or written on "
             f"another machine. It is replaced; the old text is in {str(copy)!r}",
             stacklevel=4,
         )
@@ -110,7 +110,7 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Settings:
-    """All that determines a document's text, except the model's weights. Written once.
+    """Everything that determines a document's text, except the model's weights. Written once.
 
     Attributes:
         model: Name of the model, for messages.
@@ -172,7 +172,7 @@ class DocumentFolder:
         return found
 
     def written(self) -> Written:
-        """Read the progress: nothing if there is none yet. Raise InputError if it is damaged."""
+        """Read the progress, empty if there is none yet. Raise InputError if it is damaged."""
         if not (self.path / "progress.json").exists():
             return Written()
         found: Written = self._read("progress.json", Written)

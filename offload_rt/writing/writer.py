@@ -1,4 +1,4 @@
-"""Write a long document in turns of a session, each of which ends at a fixed place.
+"""Write a long document in turns of a session. Each turn ends at a fixed token position.
 
 The text after a turn depends on the stored session, the settings and the seed alone: the random numbers of a token
 depend on its absolute position, and turns end where the length of the session is a multiple of the block size, plus
@@ -37,7 +37,7 @@ long contexts."""
 SEPARATOR = "\n\n"
 
 RATE_TOKENS = 64
-"""Newest tokens from which the speed is measured."""
+"""Number of newest tokens for measuring the speed."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class _Writer:
         return written
 
     def _all_tokens(self, saved: list[int]) -> list[int]:
-        """Return all tokens of the document, of which the session may have lost the oldest by truncation.
+        """Return all tokens of the document. The session may have lost the oldest ones by truncation.
 
         The session and the progress are saved one after the other, so either may be a turn ahead of the other.
         """

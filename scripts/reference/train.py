@@ -235,7 +235,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the run's folder: checkpoints, log, final model")
     parser.add_argument("--init-from", type=Path, help="start from this checkpoint (and its tokenizer), grown in depth")
     parser.add_argument("--tokenizer", type=Path, help="use the tokenizer.json of this folder instead of training one")
-    parser.add_argument("--total-tokens", type=int, help="length of training; may change when a run goes on")
+    parser.add_argument("--total-tokens", type=int, help="length of training; may change when a run continues")
     parser.add_argument("--export-now", action="store_true", help="write checkpoint/ from the last state and stop")
     return parser.parse_args(arguments)
 

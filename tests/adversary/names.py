@@ -91,7 +91,7 @@ class Sessions:
         elif how == 1:
             delete_stored(self.folder, name)
         elif command("delete", name, self.folder) != 0:
-            assert name.startswith("-"), "only what looks like an option is refused"
+            assert name.startswith("-"), "only names that look like options are refused"
             delete_stored(self.folder, name)
         gone = self.expected.pop(name)
         assert leftovers(self.folder, gone, self.expected.values()) == {}

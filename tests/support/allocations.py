@@ -5,7 +5,7 @@ The count is complete, because tensors get memory from only three sources:
 * torch's CPU allocator reports each allocation and release to the profiler, including temporary memory of kernels.
   Memory in use before the profiler started is counted from the existing tensors.
 * `mmap` provides host memory only: the arena of the pool and the buffers of streamed weights.
-* C code selects on a CPU only, in memory of its own. `device_selection` replaces it with the code for other devices.
+* C code selects on a CPU only, in separate memory. `device_selection` replaces it with the code for other devices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Test random calls of the public API against transformers' forward pass over the whole text.
 
 A truncated session has no such forward pass, because its KV was computed with tokens that are gone. Its calls are
-repeated in a runtime of its own and must give the same tokens.
+repeated in a separate runtime and must give the same tokens.
 """
 
 from __future__ import annotations

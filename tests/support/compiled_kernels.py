@@ -321,7 +321,7 @@ CASES: dict[str, Callable[[], None]] = {
 """Launch functions by case name."""
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Compile Triton kernels and print what was compiled as JSON.")
+    parser = argparse.ArgumentParser(description="Compile Triton kernels and print the results as JSON.")
     parser.add_argument("--arch", action="append", default=[], help=f"of {', '.join(CAPABILITIES)} (all)")
     parser.add_argument("--case", action="append", default=[], help=f"of {'; '.join(CASES)} (all)")
     asked = parser.parse_args()

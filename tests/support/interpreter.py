@@ -1,4 +1,4 @@
-"""Run Triton kernels in the interpreter, four times as fast by caching what it recomputes in every operation."""
+"""Run Triton kernels in the interpreter, four times as fast by caching values that every operation recomputes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compiled(device: torch.device) -> bool:
 
 @contextmanager
 def interpreted_quickly() -> Iterator[None]:
-    """Speed up interpreted kernels until the block ends. Do nothing if Triton is not installed."""
+    """Speed up interpreted kernels until the block ends. Has no effect if Triton is not installed."""
     try:
         from triton.runtime import interpreter
     except ImportError:

@@ -14,7 +14,7 @@ from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages, Pag
 def approximate(
     asked: LowBitQuery, skip: torch.Tensor, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out `[Hkv, G, d]` and lse `[Hkv, G]` of the approximate KV alone, in the basis in which it is stored."""
+    """Return out `[Hkv, G, d]` and lse `[Hkv, G]` of the approximate KV alone, in the stored basis."""
     nothing = torch.zeros_like(asked.q), torch.full(asked.q.shape[:2], -math.inf)
     return asked.merge(nothing, skip, torch.eye(asked.q.shape[2]), softcap)
 

@@ -1,6 +1,6 @@
 """Reference of sparse decoding: every decoded token attends to its selection by one masked softmax per layer.
 
-Selections come from the policy itself. Everything behind them is plain: KV lies in one tensor per layer, indexed by
+Selections come from the policy itself. All other operations are plain: KV is in one tensor per layer, indexed by
 token, and is rounded as the pool stores it. A bounded pool is simulated layer by layer with the runtime's slot table.
 """
 
@@ -40,7 +40,7 @@ class PlainScore:
 
 
 class _Slots:
-    """Tokens by slot of one layer in a pool of its own, and the KV `[Hkv, N, d]` of all tokens, exact and as stored."""
+    """Tokens by slot of one layer in a separate pool, and the KV `[Hkv, N, d]` of all tokens, exact and as stored."""
 
     def __init__(
         self, geometry: ModelGeometry, layer: int, policy: Policy, config: EngineConfig, prefix: KVPart

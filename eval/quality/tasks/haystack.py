@@ -22,12 +22,12 @@ def sentences(text: str) -> list[str]:
 
 
 def multivalue(**metadata: Any) -> Any:
-    """Create documents with one key and four values, all of which are queried."""
+    """Create documents with one key and four values. All values are queried."""
     return _hidden(metadata, num_needle_v=4)
 
 
 def multiquery(**metadata: Any) -> Any:
-    """Create documents with four keys of one value each, all of which are queried."""
+    """Create documents with four keys of one value each. All keys are queried."""
     return _hidden(metadata, num_needle_q=4)
 
 

@@ -123,7 +123,8 @@ class SpeculativeDecoder:
         return draft
 
     def _choose(self, draft: Draft, known: _Known, most: int) -> None:
-        """Choose up to `most` drafts: looked up or to be decoded. With `adaptive`, take what gives more tokens/s."""
+        """Choose up to `most` drafts: looked up or to be decoded. With `adaptive`, choose the source with more
+        tokens/s."""
         options = self._options
         tokens = known.lookup.propose(draft.sequence.tokens, most) if options.looks_up else []
         decodable = most if options.decodes else 0
@@ -144,7 +145,7 @@ class SpeculativeDecoder:
     def _decode(self, drafts: Seq[Draft]) -> None:
         """Decode drafts of all requests together, then discard their KV.
 
-        KV is discarded also on an interrupt, so that no draft is taken for an answer.
+        KV is also discarded on an interrupt, so that no draft is returned as an answer.
         """
         if not drafts:
             return

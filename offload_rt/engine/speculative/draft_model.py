@@ -91,7 +91,7 @@ class DraftModel:
         return drafter
 
     def _followed(self, sequence: Sequence) -> Sequence:
-        """Return the draft sequence with the tokens of `sequence`. KV behind the first difference is discarded.
+        """Return the draft sequence with the tokens of `sequence`. KV after the first difference is discarded.
 
         The newest token is always computed again.
         """

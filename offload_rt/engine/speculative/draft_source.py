@@ -25,7 +25,7 @@ class Lookup:
     def propose(self, tokens: Seq[int], most: int) -> list[int]:
         """Return up to `most` tokens that followed the longest matching n-gram at the end of `tokens`.
 
-        `tokens` must continue those of the last call.
+        `tokens` must continue the tokens of the last call.
         """
         end = len(tokens)
         for stop in range(self._known, end):

@@ -1,1 +1,1 @@
-"""Files on a disk as a slow memory: many requests at once, past the page cache."""
+"""KV cache on disk: concurrent direct I/O that bypasses the page cache."""

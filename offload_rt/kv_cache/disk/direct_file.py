@@ -1,4 +1,7 @@
-"""Files with direct I/O, among them the pool's unnamed temporary file, deleted when the process ends."""
+"""Files with direct I/O.
+
+The pool uses an unnamed temporary file, which the kernel deletes when the process ends.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Extents: where the KV of each block lies on disk.
 
-Every block has an extent in the pool's own file. A file of a session store may take its place, so that KV which belongs
-to a session is written once and read in place. In both, one layer of a block is `[Hkv, 64, 2 (K, V), width]`, padded to
-whole disk blocks (`file_layout.py`).
+Every block has an extent in the pool's own file. A file of a session store can replace it, so that KV of a session is
+written once and read in place. In both, one layer of a block is `[Hkv, 64, 2 (K, V), width]`, padded to whole disk
+blocks (`file_layout.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SPARE_FILES = 512  # open files left to the rest of the process
 
 
 def ignore(layer: int, block: memoryview) -> None:
-    """Do nothing."""
+    """Default for `StoredExtent.written`."""
 
 
 @dataclass(eq=False)
@@ -59,12 +59,12 @@ class _Entry:
 
 
 class Extents:
-    """Maps each block to its extent, and KV entries to places in open files.
+    """Maps each block to its extent, and KV entries to positions in open files.
 
-    All calls need the arena's lock. Reads must happen inside `with extents:`. A stored extent that its block leaves
-    stays open until such reads have ended, because they use its file number, which a later file may reuse. Pending
-    writes (`WriteBehind`) also keep it open. Open files count against the process limit, which is raised to its
-    maximum. At the limit, further blocks keep the extent in the pool's file.
+    All calls need the arena's lock. Reads must happen inside `with extents:`. If a block leaves its stored extent, the
+    file stays open until all reads that started before have ended. These reads use its file number, and a new file
+    could get the same number. Pending writes (`WriteBehind`) also keep the file open. Open files count against the
+    process limit, which is raised to its maximum. At the limit, further blocks keep the extent in the pool's file.
     """
 
     def __init__(self, file: DirectFile, layout: FileLayout) -> None:
@@ -111,7 +111,7 @@ class Extents:
             self._forget_left()
 
     def takes(self, block: int, place: int) -> bool:
-        """Return whether the layer at `place` may be written: always in the pool's file, once in a stored extent."""
+        """Return whether the layer at `place` may be written: once in a stored extent, always in the pool's file."""
         return (entry := self._stored.get(block)) is None or place not in entry.places
 
     def target(self, block: int, place: int) -> tuple[StoredExtent | DirectFile, int]:
@@ -123,19 +123,22 @@ class Extents:
         return entry.extent, entry.extent.offset + place * entry.extent.layer_bytes
 
     def layers(self, blocks: Offsets | int, place: Offsets | int) -> Offsets:
-        """Return the places in the file table where layers of blocks begin. The arguments are broadcast."""
+        """Return where the layer at `place` of each block begins, as file number and byte offset (`requests.place`).
+
+        The arguments are broadcast.
+        """
         found: Offsets = self._base[blocks] + place * self._step[blocks]
         return found
 
     def entries(self, ids: Offsets, place: int) -> Offsets:
-        """Return the places of KV entries (`FileLayout.ids`) of the layer at `place`."""
+        """Return where KV entries (`FileLayout.ids`) of the layer at `place` begin (`requests.place`)."""
         rows = ids % self._layout.layer_pairs
         return self.layers(ids // self._layout.block_pairs, place) + rows * self._layout.pair_bytes
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def __enter__(self) -> None:
-        """Begin a read. Places stay valid until it ends, even if blocks leave their extents."""
+        """Begin a read. Positions stay valid until it ends, even if blocks leave their extents."""
         with self._mutex:
             self._reading += 1
 
@@ -155,7 +158,7 @@ class Extents:
             self._left.clear()
 
     def check_integrity(self) -> None:
-        """Assert that blocks, files and places are consistent."""
+        """Assert that blocks and files are consistent."""
         own = self._layout.base(np.arange(len(self._base), dtype=np.int64))
         assert set(np.flatnonzero(self._base != own).tolist()) == self._stored.keys()
         numbers = [entry.number for entry in (*self._stored.values(), *self._left)]

@@ -34,9 +34,9 @@ class DiskUse:
     """Counters of disk reads and writes.
 
     Attributes:
-        wanted: KV entries (K and V of a token, layer and head) requested by `gather`.
-        cached: Those found in memory.
-        requests: Read requests to the disk.
+        wanted: Number of KV entries (K and V of a token, layer and head) requested by `gather`.
+        cached: Number of these entries that were in memory.
+        requests: Number of read requests to the disk.
         bytes_read: Bytes read.
         bytes_written: Bytes written.
     """
@@ -58,9 +58,10 @@ class FileArena:
     Partly filled blocks are buffered in memory until another block needs the buffer. Full blocks are written
     asynchronously. KV entries read by `gather` are cached in memory (`RowCache`).
 
-    The KV of a block is in exactly one place: a buffer, or its extent (`extents.py`). The extent is part of the pool's
-    own file, or a file of a session store. A layer that is written as a whole goes to a stored extent, once. Before any
-    other write, the block leaves it and its KV is copied to a buffer, so a stored file is never modified.
+    The KV of a block is in exactly one location: a memory buffer, or its extent on disk (`extents.py`). An extent is a
+    part of the pool's file or a file of a session store. A layer can be written to a store file once, and only as a
+    whole. Before any other write, the KV of the block is copied back to a buffer and the block leaves the store file,
+    so store files are never modified.
 
     Thread-safe, under conditions that the caller ensures: only one thread at a time fills a block or gives it an
     extent, only one thread per layer calls `gather`, and no KV is read while it is written. Methods raise DiskError if
@@ -144,10 +145,10 @@ class FileArena:
             return block in self._buffers and self._extents.room()
 
     def attach(self, block: int, extent: StoredExtent, places: range = range(0)) -> bool:
-        """Give a `blank` block a stored extent that already holds the layers at `places`.
+        """Assign a stored extent to a `blank` block. The extent already holds the layers with the indices `places`.
 
         Returns:
-            False if the block is not blank any more.
+            False if the block has KV by now, or if no more files can be opened.
         """
         with self._mutex:
             if blank := self.blank(block):
@@ -205,9 +206,9 @@ class FileArena:
             self._forget_all(target)
 
     def _taken_whole(self, block: int, place: int, most: int) -> int:
-        """Return how many of the `most` blocks from `block` on can be written as a whole in the layer at `place`.
+        """Return how many of at most `most` consecutive blocks from `block` on can be written as a whole.
 
-        They have no buffer, and their extents take the layer.
+        These are blocks without a buffer whose extent still accepts the layer at `place`.
         """
         with self._mutex:
             takes = (block + i not in self._buffers and self._extents.takes(block + i, place) for i in range(most))
@@ -323,7 +324,8 @@ class FileArena:
         return ids, into
 
     def _read_rows(self, offsets: Offsets, into: Offsets, out: torch.Tensor) -> None:
-        """Read pieces of r rows each, at the places `offsets` `[n]`, into rows `into` `[n, r]` of out `[m, size]`.
+        """Read pieces of r rows each from the positions `offsets` `[n]` into the rows `into` `[n, r]` of out `[m,
+        size]`.
 
         Works in batches of the staging buffer's size.
         """

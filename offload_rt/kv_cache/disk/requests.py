@@ -33,7 +33,7 @@ Handles = NDArray[np.int32]
 class FileTable:
     """Handles of open files by number. `direct` is True if all of them bypass the page cache.
 
-    File numbers are reused. Remove a file only when no pending read has a place in it.
+    File numbers are reused. Remove a file only if no pending read refers to it.
     """
 
     def __init__(self, first: int, *, direct: bool) -> None:
@@ -62,7 +62,10 @@ def place(number: int, byte: int = 0) -> int:
 
 
 class Requests(NamedTuple):
-    """Reads of `size` bytes from the place `offset` (`place`) to byte `at` of a buffer; int64 `[n]` each."""
+    """Read requests, int64 `[n]` each.
+
+    Request i reads `size[i]` bytes from `offset[i]` (file number and byte, `place`) to byte `at[i]` of the buffer.
+    """
 
     offset: Offsets
     size: Offsets
@@ -76,7 +79,7 @@ class Reads(NamedTuple):
         requests: The requests.
         pieces: int64 `[n]`, index of each piece.
         places: int64 `[n]`, byte of the buffer where each piece begins.
-        first: int64 `[requests + 1]`, first piece of each request, and n.
+        first: int64 `[requests + 1]`. Request i contains the pieces `first[i]` to `first[i + 1]`, exclusive.
     """
 
     requests: Requests
@@ -176,7 +179,7 @@ class ThreadReader:
         weakref.finalize(self, self._threads.shutdown, wait=False)
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """Read as `RingReader.read`. Copies start after all reads."""
+        """Like `RingReader.read`, but copies start after all reads."""
         pieces = zip(*(each.tolist() for each in requests), strict=True)
         jobs = [self._threads.submit(_read, files, offset, buffer[at : at + size]) for offset, size, at in pieces]
         failures = [job.exception() for job in jobs]

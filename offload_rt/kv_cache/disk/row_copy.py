@@ -18,7 +18,7 @@ class RowCopies(NamedTuple):
     """Copies of rows from a read buffer.
 
     Attributes:
-        first: int64 `[requests + 1]`, first row of each request, and n.
+        first: int64 `[requests + 1]`. Request i contains the rows `first[i]` to `first[i + 1]`, exclusive.
         at: int64 `[n]`, byte of the buffer where each row begins.
         into: int64 `[n]`, distinct destination rows of `out`.
         out: `[m, width]`, contiguous.

@@ -28,10 +28,10 @@ class ExtentWrite(NamedTuple):
 
 
 class WriteBehind:
-    """A thread that writes in order for the pool with its file in `folder`.
+    """Writer thread of an on-disk pool. Writes run in the order of `add`. Error messages name `folder`.
 
-    Each write belongs to keys `(block, place of the layer)`. Before reading one, call `wait`, which raises the error
-    of a failed write. `add` waits while more than `limit` bytes would be pending.
+    Each write belongs to keys `(block, index of the layer within the block)`. Before reading one, call `wait`, which
+    raises the error of a failed write. `add` waits while more than `limit` bytes would be pending.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -60,7 +60,7 @@ class WriteBehind:
             if self._waiting:
                 self._changed.wait_for(lambda: not any(place in self._waiting for place in places))
             if self._lost and (why := next((self._lost[place] for place in places if place in self._lost), None)):
-                raise DiskError(f"cannot write KV to {str(self._folder)!r}: {why}; what was computed is lost")
+                raise DiskError(f"cannot write KV to {str(self._folder)!r}: {why}; the KV of this request is lost")
 
     def wait_for(self, place: int, blocks: NDArray[np.int64]) -> None:
         """Wait for the layer at `place` in `blocks`, which may contain duplicates."""

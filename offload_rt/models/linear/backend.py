@@ -45,10 +45,10 @@ class BackendLinear(nn.Linear):
 class LinearBackend:
     """A format of the weights of linear layers. This base class is the format of plain numbers, computed by torch.
 
-    To add a format, override what differs in one file, and add an instance to `BACKENDS`. A format that computes its
-    own products overrides `takes`, `pack` and `linear`. All its numbers must be parameters of the layer, because sizes,
-    placement, streaming and fingerprints cover all parameters. A format that transformers loads into modules of its own
-    sets `method` and overrides the methods below it.
+    To add a format, override the differing methods in one file, and add an instance to `BACKENDS`. A format that
+    computes its own products overrides `takes`, `pack` and `linear`. All its numbers must be parameters of the layer,
+    because sizes, placement, streaming and fingerprints cover all parameters. A format that transformers loads into
+    modules of its own sets `method` and overrides the methods below it.
     """
 
     method = ""

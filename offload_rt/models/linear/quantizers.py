@@ -55,7 +55,7 @@ class TorchAO(LinearBackend):
 
 
 class MXFP4(LinearBackend):
-    """MXFP4 weights (gpt-oss). transformers dequantises them on a CPU, where it has no kernel."""
+    """MXFP4 weights (gpt-oss). transformers has no kernel for CPUs and dequantises them there."""
 
     method = "mxfp4"
 

@@ -35,7 +35,10 @@ class Basis:
 
     @classmethod
     def stacked(cls, bases: Sequence[Basis | None]) -> Basis | None:
-        """Combine the bases of several sequences: the shared one, or `[P, d, r]` with one basis per list."""
+        """Return the common basis if all sequences share it.
+
+        Otherwise concatenate their bases to `[P, d, r]`, one matrix per list.
+        """
         each = [basis for basis in bases if basis is not None]
         if all(basis is bases[0] for basis in bases):
             return bases[0]
@@ -79,11 +82,11 @@ class CalibratedColumns:
     """0, because the bases belong to the policy."""
 
     def __init__(self, bases: dict[int, Basis]) -> None:
-        """Creates the columns from the basis of each sparse layer, reduced to the kept columns."""
+        """Create the columns from the basis of each sparse layer, reduced to the kept columns."""
         self._bases = bases
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Do nothing: the columns are fixed."""
+        """No-op, because the columns are fixed."""
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
         """Return the calibrated basis."""
@@ -102,7 +105,7 @@ class PromptColumns:
     """
 
     def __init__(self, bases: dict[int, Basis], kept: int) -> None:
-        """Creates the columns from the full basis of each sparse layer. `kept` columns are chosen."""
+        """Create the columns from the full basis of each sparse layer. `kept` columns are chosen."""
         self._bases = bases
         self._kept = kept
         self._sums: dict[int, torch.Tensor] = {}

@@ -23,12 +23,12 @@ from .scoring_keys import ListedKeys
 class KeyLists:
     """Scoring keys of `batch` sequences of up to `tokens` tokens each, in all sparse layers.
 
-    `hold` binds the lists to sequences before each step. The addresses of their memory are in tables with fixed
-    addresses: one table per layer, or a single one for pages, which contain all layers.
+    `hold` binds the lists to sequences before each step. Kernels find the keys through pointer tables that never move:
+    one table per layer, or one table for all layers if the keys are in pages.
     """
 
     def __init__(self, rule: Rule, layers: Iterable[int], batch: int, tokens: int, device: torch.device) -> None:
-        """Creates lists for the sparse `layers`."""
+        """Create lists for the sparse `layers`."""
         self._rule, self._at = rule, {layer: i for i, layer in enumerate(layers)}
         self._pointers = torch.zeros(len(self._at), batch, FIELDS, dtype=torch.int64, device=device)
         self._pages = torch.zeros(1, batch, -(-tokens // PAGE_TOKENS), dtype=torch.int64, device=device)
@@ -125,7 +125,7 @@ class KeyLists:
 
 
 def _differ(new: Sequence[Sequence[object]], old: Sequence[Sequence[object]]) -> bool:
-    """Compare the objects of nested lists by identity."""
+    """Return whether two nested lists differ, comparing elements by identity."""
     if len(new) != len(old):
         return True
     pairs = zip(new, old, strict=True)

@@ -11,7 +11,7 @@ from ...kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages
 
 
 class Page:
-    """A page, uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, and its holders. It is freed with the last holder."""
+    """A page, uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, and the `LayerPages` that share it (weak references)."""
 
     def __init__(self, rows: torch.Tensor, holder: LayerPages) -> None:
         self.rows = rows
@@ -25,7 +25,6 @@ class LayerPages:
     """
 
     def __init__(self, layers: Iterable[int], heads: int, block_bytes: int, device: torch.device) -> None:
-        """Creates an instance without tokens."""
         self._at = {layer: i for i, layer in enumerate(layers)}
         self._shape, self._device = (len(self._at), heads, PAGE_BLOCKS, block_bytes), device
         self.lengths = dict.fromkeys(self._at, 0)
@@ -48,7 +47,7 @@ class LayerPages:
         return self._shown[layer]
 
     def reserve(self, layer: int, tokens: range) -> Pages:
-        """Return the pages of the layer for writing `tokens`, which are counted as written.
+        """Return the pages of the layer for writing `tokens`, and extend the length of the layer to include them.
 
         Their pages are not shared. `tokens` must not start after the end of the layer.
         """

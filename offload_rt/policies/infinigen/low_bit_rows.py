@@ -2,9 +2,9 @@
 
 4-bit keys score tokens, and 4-bit or 2-bit values allow attention to tokens that were not selected to be estimated.
 
-Keys are stored in a basis that minimises the effect of quantisation on scores: the calibrated basis, centred, with each
-column scaled by the square root of its deviation, and mixed by a rotation. Values are mixed too. The rotation is undone
-once, in the output.
+Keys are stored in the calibrated basis, after three steps: they are centred, each column is scaled by the square root
+of its standard deviation, and a rotation is applied. This minimises the effect of quantisation on the scores. Values
+are rotated too. The output is rotated back once.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from .layer_pages import LayerPages
 from .scoring import LEARNED_AT_ONCE
 
 WAITING = 32
-"""On a CPU, the number of newest tokens that are quantised together, which takes about as long as one token.
+"""On a CPU, new tokens are quantised in groups of this size, because a group takes about as long as a single token.
 
-These tokens are in the recent window, where they are not candidates. They are quantised before any read.
+Waiting tokens are in the recent window, so they are not candidates. They are quantised before any read.
 """
 
 VALUE_BITS = {"int4": 4, "int2": 2}
-"""Bits per number of a value, by option name."""
+"""Bits per element of an approximate value vector, by the value of option `approximate_kv`."""
 
 
 def row_bytes(approximate_kv: str, geometry: ModelGeometry) -> float:
-    """Return the bytes of approximate KV of one token in one layer. Raises ConfigError as `row_layout`."""
+    """Return the bytes of approximate KV of one token in one layer. Raises ConfigError like `row_layout`."""
     return geometry.kv_heads * row_layout(approximate_kv, geometry).block_bytes / BLOCK
 
 
 def row_layout(approximate_kv: str, geometry: ModelGeometry) -> Layout:
-    """Return the block layout. Raises ConfigError if a token's packed numbers do not fill whole bytes."""
+    """Return the block layout. Raises ConfigError if the packed elements of a token do not fill whole bytes."""
     if not packs(geometry.head_dim, VALUE_BITS[approximate_kv]):
         other = "" if approximate_kv == "int4" or not packs(geometry.head_dim, 4) else "approximate_kv='int4', "
         raise ConfigError(
@@ -92,7 +92,7 @@ class RowBasis:
         return self.basis.nbytes + self.mean.nbytes + self.mixing.nbytes + self.unmixing.nbytes
 
     def queries(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return q `[H, d]` in the basis and scaled, `[Hkv, G, d]`, and the mean of the keys."""
+        """Return the scaled query `[Hkv, G, d]` in the basis of the keys, from q `[H, d]`, and the mean of the keys."""
         return self.basis.skew_query(q), self.mean
 
 
@@ -100,7 +100,7 @@ class LowBitRows:
     """Approximate KV of one sequence, in pages that forks share with copy-on-write."""
 
     def __init__(self, bases: dict[int, RowBasis], layout: Layout, device: torch.device) -> None:
-        """Creates empty approximate KV from the basis of each sparse layer."""
+        """Create empty approximate KV from the basis of each sparse layer."""
         self._bases, self._layout = bases, layout
         heads = next((own.mean.shape[0] for own in bases.values()), 0)
         self._rows = LayerPages(bases, heads, layout.block_bytes, device)
@@ -146,7 +146,7 @@ class LowBitRows:
                 self._write_values(layer, torch.cat(values, dim=1), start)
 
     def _rounded(self, layer: int, tokens: range) -> Pages:
-        """Return the pages of the layer for reading, in which `tokens` are quantised."""
+        """Return the pages of the layer for reading, after quantising any waiting token of `tokens`."""
         if tokens.stop > self._rows.lengths[layer]:
             self._round(layer)
         return self._rows.pages(layer)
@@ -165,7 +165,7 @@ class LowBitRows:
             dispatch.store_low_bit(pages, self._layout, rows.to(own.mixing.dtype) @ own.mixing, at, values=True)
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Do nothing: the basis is calibrated."""
+        """No-op, because the basis is calibrated."""
 
     def move(self, layer: int, source: int, target: int) -> None:
         """Copy the KV entry in slot `source` to slot `target`."""
@@ -179,7 +179,7 @@ class LowBitRows:
                 new[:, into, place] = old[:, block, row]
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery:
-        """Return the query q `[H, d]` of `tokens`, valid until they change."""
+        """Prepare q `[H, d]` for scoring `tokens`. The result is valid until the stored keys change."""
         queries, pages = self._bases[layer].queries(q), self._rounded(layer, tokens)
         return dispatch.ask_low_bit(*queries, pages, self._layout, tokens)
 
@@ -192,7 +192,7 @@ class LowBitRows:
         return self._bases[layer].unmixing
 
     def storage(self, layer: int, slots: range) -> Pages:
-        """Return the pages of the layer for writing `slots`, which are counted as written."""
+        """Return the pages of the layer for writing `slots`, and extend the length of the layer to include them."""
         self._round(layer)
         return self._rows.reserve(layer, slots)
 

@@ -38,9 +38,12 @@ class InfiniGenState(PolicyState):
     """The scoring keys and the approximate KV of one sequence."""
 
     def __init__(self, policy: InfiniGen, keys: ScoringKeys, approximate: LowBitRows | None = None) -> None:
-        """Creates a state of scoring keys `keys`. If there is approximate KV (`approximate`), it is also `keys`."""
+        """Create a state with scoring keys `keys`.
+
+        With approximate KV, its 4-bit keys are the scoring keys, so `keys` and `approximate` are the same object.
+        """
         self._policy, self._keys, self._approximate = policy, keys, approximate
-        self._asked: LowBitQuery | None = None
+        self._prepared: LowBitQuery | None = None
         """The true query as prepared by `select`, until `merge_approximate` uses it."""
 
     @property
@@ -84,7 +87,7 @@ class InfiniGenState(PolicyState):
         self._keys.move(layer, source, target)
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select the tokens whose score is within alpha of the largest of their head, by the query q `[H, d]`.
+        """Select the tokens whose score for q `[H, d]` is within alpha of the largest score of their head.
 
         With a `budget`, select this number of tokens with the largest scores instead.
         """
@@ -117,10 +120,10 @@ class InfiniGenState(PolicyState):
         """Prepare the query for scoring. If it is the true query, keep it for `merge_approximate`."""
         if self._approximate is None:
             return self._keys.ask(layer, q, tokens)
-        asked = self._approximate.ask(layer, q, tokens)
+        prepared = self._approximate.ask(layer, q, tokens)
         if self._policy.query_source == "query":
-            self._asked = asked
-        return asked
+            self._prepared = prepared
+        return prepared
 
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
         """Select further candidates until the missed attention mass is at most `max_missed_mass`.
@@ -156,16 +159,19 @@ class InfiniGenState(PolicyState):
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with that to the tokens not selected, if the policy has approximate KV."""
+        """Add approximate attention to the tokens that were not selected.
+
+        Returns `out` and `lse` unchanged if the policy has no approximate KV.
+        """
         if self._approximate is None or not visible.candidates:
             return out, lse
-        asked, self._asked = self._asked, None
-        if asked is None:
-            asked = self._approximate.ask(layer, q.to(self._policy.keys_device), visible.candidates)
-        heads, device = asked.q.shape[:2], self._policy.keys_device
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            prepared = self._approximate.ask(layer, q.to(self._policy.keys_device), visible.candidates)
+        heads, device = prepared.q.shape[:2], self._policy.keys_device
         exact = out.to(device).unflatten(0, heads), lse.to(device).unflatten(0, heads)
-        skip, softcap = _meant(selection).to(self._policy.keys_device), self._policy.geometry.softcap
-        merged, total = asked.merge(exact, skip, self._approximate.unmixing(layer), softcap)
+        skip, softcap = _padded_tokens(selection).to(self._policy.keys_device), self._policy.geometry.softcap
+        merged, total = prepared.merge(exact, skip, self._approximate.unmixing(layer), softcap)
         return merged.flatten(0, 1).to(q.device), total.flatten().to(q.device)
 
     def fork(self, keys: KeyReader) -> InfiniGenState:
@@ -214,7 +220,7 @@ class InfiniGen:
         *,
         keys_on_host: bool = False,
     ) -> None:
-        """Creates the policy.
+        """Create the policy.
 
         Args:
             options: Checked options.
@@ -239,7 +245,8 @@ class InfiniGen:
         alpha = self.alpha if options.budget is None else ANY_SCORE
         self.selection = Rule(alpha, options.max_fraction, options.budget, own_bases=self.wants_queries)
         self.rule = None if device.type != "cuda" or asks else self.selection
-        """`selection` if a batch selects with counts on the device. None with repairs, which need them on the host."""
+        """Rule of batched selection (`selection`), or None. It is None if repairs are enabled, because they need the
+        counts on the host."""
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)
         self.provenance_key = self._provenance_key(artifact)
@@ -252,7 +259,10 @@ class InfiniGen:
 
     @classmethod
     def build(cls, options: InfiniGenOptions, context: PolicyContext) -> Self:
-        """Build the policy for a model with the skew artifact of method `options.skew`. Raises as the constructor."""
+        """Build the policy for a model with the skew artifact of method `options.skew`.
+
+        Raises the errors of `__init__`.
+        """
         artifact, on_host = context.artifact(options.skew), context.keys_on_host
         return cls(options, context.geometry, artifact, context.device, context.dtype, keys_on_host=on_host)
 
@@ -357,7 +367,7 @@ class InfiniGen:
         return lambda: QuantisedKeys(quantisers, bits, device)
 
 
-def _meant(selection: Selection) -> torch.Tensor:
+def _padded_tokens(selection: Selection) -> torch.Tensor:
     """Return the selected tokens, int64 `[Hkv, n]`, with -1 for padding."""
     if selection.counts is None:
         return selection.tokens

@@ -1,8 +1,8 @@
 """Scoring keys: compressed keys of a sequence, kept on the device to score tokens.
 
-They are partial columns in the model's dtype or int8, or all columns as int4 or int2. Quantised keys are quantised when
-they are added. This selects the same tokens as full precision within the resident window would, because all candidates
-are older than the window. (A repair also estimates the attention mass of resident tokens from them.)
+They are partial columns in the model's dtype or int8, or all columns as int4 or int2. Keys are quantised as soon as
+they are added. Keeping the newest keys in full precision would not change the selection, because candidates are always
+older than the resident window. (A repair also estimates the attention mass of resident tokens from quantised keys.)
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LEARNED_AT_ONCE = 4096
 
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
-"""Bits per number of `QuantisedKeys`, by scorer name."""
+"""Bits per element of `QuantisedKeys`, by scorer name."""
 
 
 ROW_BYTES = 16
-"""Alignment of rows of `QuantisedKeys` in bytes, the width of a vector load."""
+"""Alignment in bytes of the rows of `QuantisedKeys`: one vector load."""
 
 
 TOKENS_PER_BYTE = 4
@@ -105,7 +105,7 @@ class PartialKeys:
         data[:, :, target] = data[:, :, source]
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
-        """Return the products of the skewed query and the columns, which read r numbers per token and KV head."""
+        """Return the scores of the skewed query. Reads r elements per token and KV head."""
         columns = self._keys.data(layer)[:, :, tokens.start : tokens.stop]
         return ScoreQuery(dot_scores(self._bases[layer].skew_query(q), columns))
 
@@ -114,7 +114,10 @@ class PartialKeys:
         return self._bases[layer]
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """Return the columns `[Hkv, r, capacity]` for writing `slots`, which are counted as written."""
+        """Return the columns `[Hkv, r, capacity]` for writing `slots`.
+
+        Extends the length of the layer to include them.
+        """
         return self._keys.reserve(layer, slots.stop)
 
     def enter(
@@ -165,14 +168,15 @@ class Quantiser:
 
 
 class QuantisedKeys:
-    """Scorers "int8" (r kept columns, called d in all shapes here), "int4" and "int2" (all d columns).
+    """Keys of scorers "int8" (r kept columns), "int4" and "int2" (all columns).
 
     Codes of f = 8 / bits adjacent tokens are packed into bytes `[Hkv, capacity / f, w]`, so that the columns of a token
-    are contiguous for an int8 product. The first d of the w = `row_width(d)` bytes of a row are used.
+    are contiguous for an int8 product. The first d of the w = `row_width(d)` bytes of a row are used, where d is the
+    number of stored columns.
     """
 
     def __init__(self, quantisers: dict[int, Quantiser], bits: int, device: torch.device) -> None:
-        """Creates empty keys. `quantisers` are shared by all sequences and not included in `bytes`."""
+        """Create empty keys. `quantisers` are shared by all sequences and not included in `bytes`."""
         self._quantisers = quantisers
         self._bits, self._fields = bits, 8 // bits
         self._packed = LayerTensors(1, torch.int8, device, per_slot=self._fields)
@@ -187,7 +191,7 @@ class QuantisedKeys:
         return self._packed.length(layer)
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Do nothing: the columns are fixed."""
+        """No-op, because the columns are fixed."""
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Skew, quantise and pack keys k `[Hkv, m, d]`. Other tokens in the same bytes keep their codes."""
@@ -199,7 +203,7 @@ class QuantisedKeys:
             start += rows.shape[1]
 
     def _write(self, layer: int, data: torch.Tensor, k: torch.Tensor, start: int, known: int) -> None:
-        """Write at most `LEARNED_AT_ONCE` keys into `data`, which has the codes of `known` tokens."""
+        """Write at most `LEARNED_AT_ONCE` keys into `data`, which holds the codes of the first `known` tokens."""
         quantiser = self._quantisers[layer]
         (kv_heads, added, _), d = k.shape, quantiser.mean.shape[1]
         first, last = start // self._fields, -(-(start + added) // self._fields)
@@ -225,7 +229,7 @@ class QuantisedKeys:
         data[:, into : into + 1] = pack(codes, self._bits)
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
-        """Return products of the quantised query and the codes. They read bits * d / 8 bytes per token and head."""
+        """Return the scores of the quantised query. Reads bits * d / 8 bytes per token and KV head."""
         first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
         begin = tokens.start - first * self._fields
         own = self._quantisers[layer]
@@ -238,7 +242,10 @@ class QuantisedKeys:
         return self._quantisers[layer].basis
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """Return the codes `[Hkv, capacity / f, w]` for writing `slots`, which are counted as written."""
+        """Return the codes `[Hkv, capacity / f, w]` for writing `slots`.
+
+        Extends the length of the layer to include them.
+        """
         return self._packed.reserve(layer, slots.stop)
 
     def enter(

@@ -33,9 +33,9 @@ class ListedKeys(Protocol):
         ...
 
     def storage(self, layer: int, slots: range) -> torch.Tensor | Pages:
-        """Return the memory of the keys for writing `slots`, which are counted as written.
+        """Return the memory of the keys for writing `slots`, and extend the length of the layer to include them.
 
-        The slots are not shared until the next `fork`. The result is the same object until it is moved or grows.
+        The memory is not shared until the next `fork`. Calls return the same object until the memory is reallocated.
         """
         ...
 

@@ -84,7 +84,7 @@ def _reason(what: str, non_blocking: bool, dense: bool) -> str:
 def copy_between(sim: Simulator, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run `copy_` or `_to_copy` between host and device. Return NotImplemented for copies within either.
 
-    A copy to "meta" copies nothing.
+    A copy to "meta" has no effect.
     """
     if name == "copy_":
         into, source = args[0], args[1]

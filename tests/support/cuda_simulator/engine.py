@@ -113,7 +113,7 @@ class Schedule(Protocol):
 
 
 class Lazy:
-    """Run nothing before the host waits for it."""
+    """Run work only when the host waits for it."""
 
     def advance(self, engine: Engine) -> None:
         pass

@@ -22,7 +22,7 @@ NAME = "offload_rt_cuda_simulator"
 def load() -> Any:
     """Return the module. Skip the test if it cannot be built or if there is a CUDA device."""
     if torch.cuda.is_available():
-        pytest.skip("there is a CUDA device: nothing has to be simulated")
+        pytest.skip("there is a CUDA device: no simulation is needed")
     kept = _kept()
     if not kept.exists():
         _build(kept)

@@ -139,7 +139,7 @@ class Memory:
                 f"{self.limit} are in use"
             )
         free = self._free[pool, queue, size]
-        fresh = pool == 0 or not free  # a graph keeps what it once had
+        fresh = pool == 0 or not free  # a graph keeps its memory
         address = free.pop() if free else self.device.cut(size)
         if pool and fresh:
             self._of_pools[pool] += size

@@ -19,7 +19,7 @@ class IllegalAccessError(RuntimeError):
 
 
 def patch_triton(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
-    """Queue launches until `patch` is undone. Do nothing if Triton is not installed."""
+    """Queue launches until `patch` is undone. Has no effect if Triton is not installed."""
     try:
         from triton.runtime import interpreter
     except ImportError:

@@ -108,5 +108,5 @@ pathlib.Path.read_text = lambda path: said.get(str(path), "max 100000")
 def test_there_are_as_many_threads_as_a_container_has_processors(
     given: dict[str, str], before: str, threads: str
 ) -> None:
-    """The limit applies only if the user set nothing and torch would use more threads."""
+    """The limit applies only if the user set no variable and torch would use more threads."""
     assert environment_after("OMP_NUM_THREADS", given, before) == threads

@@ -185,7 +185,7 @@ def test_other_settings_are_refused_before_the_model_is_loaded(
 
 def test_files_that_cannot_be_continued(begun: Path, tmp_path: Path, cli: Cli) -> None:
     new = str(tmp_path / "new.txt")
-    cli("write", "reference", new).fails_with("nothing to begin with")
+    cli("write", "reference", new).fails_with("the document has no start")
     cli("write", "reference", str(tmp_path / "no" / "new.txt"), "It").fails_with("there is no folder")
     shutil.copytree(begun, tmp_path / "copy")
     novel = tmp_path / "copy" / "novel.txt"

@@ -308,7 +308,7 @@ asyncio.new_event_loop().run_until_complete(anext(outputs))
 """
 
 
-@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="a process of its own: make stress PART=requests")
+@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="needs a separate process: make stress PART=requests")
 def test_a_process_that_forgets_to_close_ends_all_the_same() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORGETS], cwd=Path(__file__).parents[2], capture_output=True, timeout=120

@@ -71,7 +71,7 @@ def test_the_same_model_is_always_right_and_another_one_hardly_ever(folder: Path
     )
     assert same.acceptance_rate == 1 and same.verifications == 3 and same.accepted_tokens == 12
     assert other.acceptance_rate is not None and other.acceptance_rate < 0.2
-    assert same.exact_fraction == pytest.approx(3 / 15), "of passes, over the tokens behind the first"
+    assert same.exact_fraction == pytest.approx(3 / 15), "passes over the tokens after the first"
     assert plain.weight_bytes * 2 == same.weight_bytes and plain.kv_bytes_host < same.kv_bytes_host
     assert same.h2d_bytes > 0.9 * plain.h2d_bytes, "12 drafts and 3 passes read all rows too"
 

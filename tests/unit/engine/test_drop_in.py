@@ -76,7 +76,7 @@ def test_every_mode_gives_what_transformers_gives(model: PreTrainedModel, name: 
         assert torch.equal(generated(model, given, **mode), expected)
         gc.collect()
         llm.runner.check_integrity()
-        assert not llm.runner._open, "nobody has the cache any more"
+        assert not llm.runner._open, "the cache is freed"
     assert "forward" not in vars(model)
     assert torch.equal(generated(model, given, **mode), expected)
 
@@ -172,7 +172,7 @@ def test_what_cannot_be_is_refused(model: PreTrainedModel, ours: LLM) -> None:
     held = cache.get_seq_length()
     with pytest.raises(InputError, match="has 1 rows and the batch has 2"):
         generated(model, {name: torch.cat([x, x[:, -1:]], 1) for name, x in given.items()}, past_key_values=cache)
-    assert cache.get_seq_length() == held > 0, "a wrong call loses nothing"
+    assert cache.get_seq_length() == held > 0, "a wrong call does not change the cache"
     cache.free()
     with pytest.raises(InputError, match="cannot be removed"):
         OffloadedCache(ours).crop(-3)

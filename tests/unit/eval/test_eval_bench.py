@@ -1,5 +1,6 @@
-"""The speed benchmark's pieces: what is planted is what is selected, and every baseline decodes the same context.
-Nothing here is timed."""
+"""Test the parts of the speed benchmark: planted tokens are selected, and every baseline decodes the same context. No
+time is measured here.
+"""
 
 from __future__ import annotations
 
@@ -196,7 +197,7 @@ def test_the_floor_has_no_context(field: Field) -> None:
 def test_what_cannot_run_here_is_skipped_with_its_reason(field: Field) -> None:
     said: list[str] = []
     skipped: list[str] = []
-    for _ in range(2):  # each reason is told once
+    for _ in range(2):  # each reason is reported once
         made = bench._baselines(("static", "offloaded"), field, said.append, skipped)
     assert [c.name for c in made] == ["StaticCache"]
     assert skipped == ["offloaded: it offloads from a CUDA device, and this is a CPU"]

@@ -1,4 +1,4 @@
-"""`offload-rt eval`: what its words mean, what it writes, and one clear line for every mistake."""
+"""Test `offload-rt eval`: its arguments, its files, and one clear line for every mistake."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def only_our_tasks() -> Iterator[None]:
     """The harness reads its own thousands of task files for each manager, which takes five seconds, and with each
-    result asks pip, gcc and ten others what they are."""
+    result queries the versions of pip, gcc and ten others.
+    """
     whole = TaskManager.__init__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TaskManager, "__init__", functools.partialmethod(whole, include_defaults=False))
@@ -173,7 +174,7 @@ def test_sparse_policies_change_only_what_they_leave_out() -> None:
 
 
 def test_shares_are_told_for_each_task(ours: OffloadLM, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also of what is generated in batches smaller than the number of requests."""
+    """Also for text that is generated in batches smaller than the number of requests."""
     few = OffloadLM.around(ours.llm, batch_size=2)
     few.loglikelihood(requests("loglikelihood", ("The captain was", " old"), ("The captain was", " young")), True)
     settings = {"until": ["."], "max_gen_toks": 4}
@@ -269,12 +270,13 @@ def test_a_document_is_prefilled_once_for_all_variants() -> None:
 
 
 def test_rulers_documents_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer's folder reaches transformers as it is, a task that draws from a generator of its own begins
-    anew, and where fewer are wanted they are the first."""
+    """The tokenizer's folder is passed to transformers unchanged. A task with a separate generator starts it again. If
+    fewer documents are requested, they are the first ones.
+    """
     pytest.importorskip("wonderwords", reason="the extra lm_eval[ruler] is not installed")
     from wonderwords import random_word
 
-    # Of all words RULER makes every pair, millions, and sorts them.
+    # RULER builds and sorts every pair of all words: millions.
     few = {kind: words[:300] for kind, words in random_word._DEFAULT_CATEGORIES.items()}
     monkeypatch.setattr(random_word, "_DEFAULT_CATEGORIES", few)
     ruler = Path(str(importlib.resources.files("lm_eval"))) / "tasks" / "ruler"

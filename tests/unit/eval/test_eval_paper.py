@@ -1,4 +1,4 @@
-"""`make paper` in small: every picture is drawn, with its data beside it, and a second run measures nothing."""
+"""Test a small `make paper`: every figure is drawn with its data, and a second run measures no row again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_table_and_figure_is_made_once(
     assert all(json.loads((tmp_path / name).with_suffix(".json").read_text())["data"] for name in PICTURES)
     assert {path.name for path in tmp_path.glob("*.md")} == TABLES
     assert (tmp_path / "needles_with_a_bounded_pool" / "retrieval.md").is_file()
-    monkeypatch.setitem(STEPS, "attention", lambda paper: None)  # pictures are drawn anew each time, from the text
+    monkeypatch.setitem(STEPS, "attention", lambda paper: None)  # figures are drawn again each time, from the text
     monkeypatch.setattr(ModelUnderTest, "score", lambda *a, **k: pytest.fail("measured again"))
     monkeypatch.setattr(ModelUnderTest, "llm", lambda *a: pytest.fail("timed again"))
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *a, **k: None)

@@ -1,5 +1,6 @@
-"""`offload-rt eval real`: its tables come from what is there, a second run measures nothing, late parts begin nothing;
-and RULER's haystack that needs no download."""
+"""Test `offload-rt eval real`: tables are built from existing rows, a second run measures no row again, late parts do
+not start; and RULER's haystack that needs no download.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def test_a_part_goes_on_where_it_stopped(data: Path, tmp_path: Path, monkeypatch
     assert len(said) == 3 * 2 and all(row["context"] == 96 for row in first)
     monkeypatch.setattr(ModelUnderTest, "score", lambda *arguments: pytest.fail("measured again"))
     PARTS["perplexity"](replace(part, until=0.0))
-    assert rows(tmp_path / "perplexity.json") == first, "what is measured is shown, late or not"
+    assert rows(tmp_path / "perplexity.json") == first, "measured rows are shown, late or not"
 
 
 def test_what_is_compared() -> None:

@@ -1,4 +1,7 @@
-"""A trained model's speed beside transformers': everybody gets the same prompts; prompt and tokens are timed apart."""
+"""Test the speed of a trained model beside transformers.
+
+All competitors get the same prompts. Prompt and tokens are timed separately.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ STATIC, LLAMA = "transformers, StaticCache", "llama.cpp, 16-bit KV"
 
 
 class Scripted:
-    """A competitor that takes a second for a prompt and a quarter of one for a token, and says what it was asked."""
+    """A competitor that takes a second for a prompt and a quarter of a second for a token, and records its requests."""
 
     def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
         if name == LLAMA:
@@ -50,7 +53,7 @@ MADE: dict[str, Scripted] = {}
 
 
 def test_all_are_asked_the_same_prompts(tmp_path: Path) -> None:
-    """Float32 once for each length; who does not start is said, and left out."""
+    """Float32 runs once for each length. Competitors that do not start are reported and left out."""
     said: list[str] = []
     config = SpeedConfig((40, 64), 3, 2, "float32", 1, (STATIC, LLAMA, "full", FLOAT32))
     report = run_real_speed("reference", BOOK, config, tmp_path, said.append, Scripted)
@@ -74,7 +77,9 @@ def test_time_is_that_of_prompt_and_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     assert (answer.prefill, answer.steps) == (1.0, [1.0] * 3) and answer.peak_bytes > 2**20
 
 
-@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="a process of its own: make stress PART=composition")
+@pytest.mark.skipif(
+    "OFFLOAD_RT_STRESS" not in os.environ, reason="needs a separate process: make stress PART=composition"
+)
 def test_a_process_answers_for_its_competitor() -> None:
     """And says what went wrong there, where something does."""
     config = SpeedConfig((), 3, 1, "float32")
@@ -86,7 +91,7 @@ def test_a_process_answers_for_its_competitor() -> None:
 
 
 class _Llama:
-    """As llama-cpp-python's class, of a model that says twice what it was given last."""
+    """Like llama-cpp-python's class, with a model that returns twice its last token."""
 
     def __init__(self, path: str, **options: Any) -> None:
         assert path == "model.gguf" and options["n_ctx"] > 64 and options["type_k"] == options["type_v"] == "q8"

@@ -1,4 +1,7 @@
-"""Needles: they stand where they are said to stand, no name was ever trained on, and policies that drop lose them."""
+"""Test needles: they are at their stated positions, and no name occurs in the training text.
+
+Policies that drop needles do not find them.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def test_needles_stand_where_they_are_said_to(tested: ModelUnderTest, haystack: 
         told = tokenizer.decode(text.tokens[: text.scored_from])
         assert whole == told + asked
         for sentence in asked.split(". ")[:-1]:
-            assert f"{sentence.strip()}." in told  # asked in the words it was told in
+            assert f"{sentence.strip()}." in told  # the question uses the words of the statement
         for question in passage.questions:
             first = question.answers[0]
             answer = tokenizer.decode([text.tokens[i] for i in question.answers[:1]])
@@ -161,7 +164,7 @@ def test_policies_that_drop_lose_what_full_finds(tested: ModelUnderTest, tmp_pat
     full, ours, streaming = report.rows
     assert full["asked"] == 12 + 48
     if full["right"] < 0.4:
-        pytest.skip(f"the shipped checkpoint finds {full['right']:.0%} of these needles itself: nothing to compare")
+        pytest.skip(f"the shipped checkpoint finds {full['right']:.0%} of these needles: no difference to compare")
     assert ours["right"] > full["right"] - 0.1
     assert streaming["right"] < full["right"] - 0.25
     assert streaming["against_full_interval"][1] < 0

@@ -1,4 +1,4 @@
-"""Tuning: what is chosen keeps the limit, is the cheapest of what was tried, and is what the folder gives to LLM."""
+"""Test tuning: the chosen setting keeps the limit, is the cheapest of all trials, and is the one that LLM loads."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def estimated(
 @pytest.mark.parametrize(("scorer", "slack"), [("partial", 1e-5), ("int4", 0.01), ("int2", 0.04)])
 def test_repair_keeps_the_estimated_contract(scorer: str, slack: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """After repair the mass missed by the scoring keys' own estimate is within the limit at every layer and step. With
-    keys that lose nothing it is the true missed mass; with rounded ones the true one stands beside it."""
+    exact keys it is the true missed mass; with rounded keys, the true missed mass is compared with it.
+    """
     limit, after, before = 0.02, [], []
     repair = InfiniGenState.repair
 
@@ -150,4 +151,4 @@ def test_repair_keeps_the_estimated_contract(scorer: str, slack: float, monkeypa
     assert max(before) > 2 * limit  # there was something to repair
     true = max(mass for _, masses in score.stats.missed_by_step for mass in masses)
     print(f"{scorer}: estimated {max(after):.4f}, true {true:.4f}, limit {limit}")
-    assert true <= limit + slack  # what rounding of the scoring keys costs: measured 0.003 (int4) and 0.025 (int2)
+    assert true <= limit + slack  # cost of rounding the scoring keys: measured 0.003 (int4) and 0.025 (int2)

@@ -43,7 +43,7 @@ class PlainInfiniGen:
         self.last = adapter.logits(x[-1:])[0]
 
     def _choose_columns(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Of each KV head the columns with the largest sum of |Q~| + |K~| over the prompt: `[Hkv, r]`."""
+        """Return the columns of each KV head with the largest sum of |Q~| + |K~| over the prompt: `[Hkv, r]`."""
         kept = max(1, int(RATIO * self.geometry.head_dim))
         chosen = []
         for head in range(self.geometry.kv_heads):

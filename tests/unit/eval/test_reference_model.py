@@ -65,7 +65,7 @@ def test_scores_are_the_measured_ones(name):
     model, tokenizer = load_model(REFERENCE / name)
     pinned, found = measured(name)["pinned"], pinned_scores(model, tokenizer, TEXT)
     # float32 on every machine: builds differ by the order of sums alone, about 1e-6 of a value; one changed byte of
-    # the text or one layer's weights rounded anew moves the score by more than 1e-4.
+    # the text or one layer's weights rounded again moves the score by more than 1e-4.
     assert found.bits_per_byte == pytest.approx(pinned["bits_per_byte"], abs=2e-5)
     assert found.asked == pinned["asked"]
     assert abs(found.right - pinned["right"]) <= 1  # a question whose two best tokens tie within rounding
@@ -92,8 +92,9 @@ def test_card_states_the_measurements(name):
 
 
 def test_measured_context_helps(name):
-    """What the reference model is for: text is told better from 2,048 tokens than from 512, and facts are found there.
-    The OPT sibling is trained for less and reaches neither (see the last section of its card)."""
+    """Test the purpose of the reference model: it predicts text better from 2,048 tokens than from 512, and finds facts
+    there. The OPT sibling is trained for less and reaches neither (see the last section of its card).
+    """
     found = measured(name)
     _, low, high = found["bits_per_byte"]["difference_from_512"]["2048"]
     recall = [share for facts in found["recall"]["by_length_and_facts"].values() for share in facts.values()]

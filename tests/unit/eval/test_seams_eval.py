@@ -1,4 +1,7 @@
-"""A measure from outside: one file that registers it, run by the command line; listing measures loads nothing heavy."""
+"""Test a benchmark from outside the package: one file that registers it, run by the command line.
+
+Listing benchmarks imports no heavy module.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def toy(tmp_path: Path) -> str:
 
 def test_a_measure_in_one_file_runs(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = str(tmp_path / "book.txt")
-    for _ in range(2):  # it is registered anew each time
+    for _ in range(2):  # it is registered again each time
         assert main(["eval", toy, "--text", text, "--least", "3"]) == 0
         assert capsys.readouterr().out == "2\n"
     assert "words" not in MEASURES

@@ -1,4 +1,7 @@
-"""The reference training, quickly: what it reads, weighs and refuses. `make test-training` runs the others."""
+"""Test the reference training on small inputs: data, loss weights and refusals.
+
+`make test-training` runs the others.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def inputs(group: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor
 def paged_rows(k: torch.Tensor, v: torch.Tensor) -> PagedRows:
     """Return k, v `[2, n, d]` as entries of a pool with blocks in another order, and NaN between them.
 
-    The first tokens and the last two are resident, as far as there are so many. The others lie anywhere.
+    The first tokens and the last two are resident, as far as they exist. The others are at random positions.
     """
     (heads, n, d), generator = k.shape, torch.Generator().manual_seed(0)
     first = 150 if n > 200 else min(3, n - 1)

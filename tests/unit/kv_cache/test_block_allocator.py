@@ -49,7 +49,7 @@ def test_table_against_a_list_of_counts(steps: list[tuple[str, int]], slab_block
             assert all(refs[block] == 0 for block in taken)
             if action == "best_fit" and count:
                 fitting = [length for length in lengths if length >= count]
-                assert (runs(taken, slab_blocks) == 1) == bool(fitting), "one run where there is one"
+                assert (runs(taken, slab_blocks) == 1) == bool(fitting), "one run if a free run is long enough"
                 most = 0
                 while count > 0:
                     count -= lengths.pop()
@@ -87,7 +87,7 @@ def test_table_against_a_list_of_counts(steps: list[tuple[str, int]], slab_block
         assert table.largest_run == max(free_runs(refs, slab_blocks), default=0)
 
 
-def test_best_fit_takes_the_shortest_run_that_fits() -> None:
+def test_best_fit_uses_the_shortest_run_that_fits() -> None:
     table = BlockAllocator(100)
     table.add_slab()
     table.best_fit(100)
@@ -101,10 +101,10 @@ def test_best_fit_takes_the_shortest_run_that_fits() -> None:
 def test_growing_leaves_room_for_the_neighbour() -> None:
     table = BlockAllocator(64)
     table.add_slab()
-    assert table.roomy(1) == [0], "nobody grows into the start of a slab"
+    assert table.roomy(1) == [0], "no run can grow into the start of a slab"
     assert table.roomy(1) == [32]
     assert table.roomy(1) == [1 + 31 // 2]
-    assert table.roomy(40) == [*range(33, 64), *range(1, 10)], "what is free is found when there is no room to leave"
+    assert table.roomy(40) == [*range(33, 64), *range(1, 10)], "all free blocks are found if no space can be left free"
 
 
 def test_a_hundred_thousand_blocks_are_handled_in_microseconds() -> None:

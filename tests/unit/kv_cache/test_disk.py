@@ -166,7 +166,7 @@ def test_header_survives_the_round_trip_and_keeps_its_place() -> None:
 
 
 @pytest.mark.slow
-def test_every_flipped_bit_is_a_miss_or_changes_nothing(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_a_miss_or_has_no_effect(tmp_path: Path) -> None:
     """Flip 2,000 sampled bits, one at a time: each load is a miss or returns the right bytes, without an exception."""
     store = open_store(tmp_path)
     save(store, 1)
@@ -183,7 +183,7 @@ def test_every_flipped_bit_is_a_miss_or_changes_nothing(tmp_path: Path) -> None:
         answer = load(store, 1)
         assert answer in (None, right)
         in_padding = used <= bit // 8 < 4096
-        assert (answer is None) != in_padding, "only the zeros behind the header are nobody's"
+        assert (answer is None) != in_padding, "only the zeros after the header have no owner"
         misses += answer is None
     assert misses > 500
 
@@ -237,7 +237,7 @@ def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
     assert load(store, 5) is None and load(store, 1) == blocks_of(1)
 
 
-def test_a_clock_that_went_back_between_starts_does_not_change_who_leaves(tmp_path: Path) -> None:
+def test_eviction_order_survives_a_clock_that_went_back(tmp_path: Path) -> None:
     """Block 1 has a timestamp in the future of the second start. Blocks saved later still count as younger."""
     first = open_store(tmp_path, 3 * FILE_BYTES, clock=lambda: 10**18)
     save(first, 1)
@@ -292,7 +292,7 @@ def test_documents_come_before_blocks_that_are_in_use(tmp_path: Path) -> None:
     store.check_integrity()
 
 
-def test_what_waiting_turns_want_leaves_last_and_from_its_tail(tmp_path: Path) -> None:
+def test_blocks_of_waiting_turns_are_evicted_last_from_the_end(tmp_path: Path) -> None:
     for policy, kept in (("lookahead", [0, 1, 4, 9]), ("lru", [3, 4, 8, 9]), ("fifo", [3, 4, 8, 9])):
         store = open_store(tmp_path / policy, 4 * FILE_BYTES, policy=policy)
         for number in range(4):
@@ -304,7 +304,7 @@ def test_what_waiting_turns_want_leaves_last_and_from_its_tail(tmp_path: Path) -
         store.check_integrity()
 
 
-def test_a_path_leaves_from_its_end(tmp_path: Path) -> None:
+def test_a_path_is_evicted_from_its_end(tmp_path: Path) -> None:
     store = open_store(tmp_path, 4 * FILE_BYTES)
     keys, parent = [], store.root
     for number in range(4):
@@ -365,7 +365,7 @@ def test_one_writer_and_any_number_of_readers(tmp_path: Path) -> None:
     open_store(tmp_path).close()
 
 
-def test_what_else_lies_in_the_folder_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_not_changed(tmp_path: Path) -> None:
     names = ("thesis.doc", "a/b.kv", f"{'0' * 32}/note.txt", f"{'0' * 32}/ab/thesis.kv")
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -406,7 +406,7 @@ def test_unusable_folders_are_one_clear_error(tmp_path: Path) -> None:
         open_store(tmp_path / "file")
 
 
-def test_a_document_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sync the bytes, rename, then sync the folder: after a power loss the old or the new document is there."""
     store, done = open_store(tmp_path), []
     fsync, replace = os.fsync, os.replace

@@ -146,7 +146,7 @@ STEPS = st.one_of(
 @example([("extent", 2, 1), ("fill", 0, 0, 70, 3), ("view", 0, 0, 64, 64)])
 @example([("extent", 0, 1), ("fill", 0, 0, 0, 192), ("fill", 0, 0, 64, 64), ("extent", 1, 1)])
 @settings(max_examples=25, deadline=None)
-def test_rows_are_those_that_were_written_wherever_they_lie(
+def test_reads_return_the_written_kv_from_every_location(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Any]
 ) -> None:
     """Compare an arena with a tensor. Its cache has 16 slots, and one block is buffered at a time."""
@@ -155,7 +155,7 @@ def test_rows_are_those_that_were_written_wherever_they_lie(
 
 @given(st.lists(STEPS, max_size=12))
 @settings(max_examples=10, deadline=None)
-def test_rows_are_those_that_were_written_without_a_compiler(
+def test_reads_return_the_written_kv_without_a_compiler(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Any]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -176,12 +176,12 @@ def check(folder: Path, steps: list[Any]) -> None:
         elif kind != "copy" or where[0] != where[1]:
             getattr(model, kind)(*where)
     made.check_integrity()
-    assert made.shares.slots < 25 and made.shares.block_buffers == 1, "or nothing ever leaves memory"
+    assert made.shares.slots < 25 and made.shares.block_buffers == 1, "otherwise all KV stays in memory"
     assert not model.blocks.wrong
     for place in range(LAYOUT.layers):
         model.gather(place, 0, LAYOUT.blocks * 2 * BLOCK_SIZE)
     made.discard(range(LAYOUT.blocks))
-    assert not len(made._extents) and made.file.files.handles.max() == made.file.handle, "files of nobody are closed"
+    assert not len(made._extents) and made.file.files.handles.max() == made.file.handle, "unused files are closed"
 
 
 # ---------------------------------------------------------------------------------------------------------- sessions
@@ -247,13 +247,11 @@ LAYERS_BYTES = MODEL.config.num_hidden_layers * 2 * BLOCK_SIZE * MODEL.config.hi
 """K and V of a block in all layers. The model has half as many KV heads as query heads."""
 
 
-def test_tokens_are_those_in_memory_whatever_becomes_of_a_session(
-    right: dict[bool, list[list[int]]], tmp_path: Path
-) -> None:
+def test_session_tokens_equal_a_run_in_memory(right: dict[bool, list[list[int]]], tmp_path: Path) -> None:
     assert life(tmp_path / "rows", tmp_path / "store") == right[False]
 
 
-def test_rows_are_written_once_and_come_back_without_being_written(tmp_path: Path) -> None:
+def test_kv_is_written_once_and_restored_without_writes(tmp_path: Path) -> None:
     before: dict[Path, bytes] = {}
     with make(tmp_path / "rows") as llm:
         session, file = llm.session("s", tmp_path / "store"), llm.runner.pool.file
@@ -261,14 +259,14 @@ def test_rows_are_written_once_and_come_back_without_being_written(tmp_path: Pat
         assert file is not None and stored_blocks(llm) == len(TURNS[0]) // BLOCK_SIZE == 4
         steps_read = (GREEDY.max_tokens - 1) * 4 * LAYERS_BYTES
         assert file.use.bytes_written == 4 * LAYERS_BYTES
-        assert not file._written.any(), "nothing in the pool's own file"
+        assert not file._written.any(), "the pool's own file is empty"
         assert file.use.bytes_read == steps_read, "by decode steps alone"
         tampered(tmp_path / "store", before)
     with make(tmp_path / "rows") as llm:
         session, file = llm.session("s", tmp_path / "store"), llm.runner.pool.file
         say(session, TURNS[1][:10])
         assert file is not None and stored_blocks(llm) >= session.loaded_tokens // BLOCK_SIZE == 4
-        assert file.use.bytes_written <= 3 * LAYERS_BYTES, "the block behind what came back, and the next"
+        assert file.use.bytes_written <= 3 * LAYERS_BYTES, "the block after the restored KV, and the next"
         session.truncate(keep_last=100)
         say(session, TURNS[2])
         assert not tampered(tmp_path / "store", before) and len(before) > 4
@@ -304,7 +302,7 @@ def refusing(real: Any) -> Any:
 
 
 @pytest.mark.parametrize("at", [0, 5])
-def test_a_stored_extent_that_takes_no_rows(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stored_extent_that_cannot_be_written(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes fail from the `at`-th on: the turn fails, files in the store are whole, and the next turn is right."""
     with make(tmp_path / "rows") as llm, make(None) as memory:
         session, count = llm.session("s", tmp_path / "store"), 0
@@ -342,7 +340,7 @@ def test_damage_in_a_stored_extent_is_computed_again(tmp_path: Path) -> None:
     broken.write_bytes(data)
     with make(tmp_path / "rows") as llm:
         assert say(llm.session("s", tmp_path / "store"), TURNS[2]) == list(wanted.outputs[0].token_ids)
-        assert broken.read_bytes() != data, "the block was stored anew"
+        assert broken.read_bytes() != data, "the block was stored again"
 
 
 def test_a_block_that_is_loaded_gets_no_stored_extent(tmp_path: Path) -> None:
@@ -363,7 +361,7 @@ def test_a_block_that_is_loaded_gets_no_stored_extent(tmp_path: Path) -> None:
         other.close()
 
 
-def test_a_turn_that_is_given_up_leaves_its_blocks_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_turn_leaves_its_blocks_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next turn gets files again, and does not read the old KV to move out of them."""
     with make(tmp_path / "rows") as llm, make(None) as memory:
         session = llm.session("s", tmp_path / "store")

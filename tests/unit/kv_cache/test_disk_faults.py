@@ -124,9 +124,9 @@ def test_killed_while_a_context_on_disk_is_read_and_written(
             store = tmp_path / f"store{number}"
             said = killed(*fork_talker(rows, store), "pd"[kill % 2], rng.randrange(14), 0.01 * rng.random())
             last.add(said[-1:])
-            assert list(rows.iterdir()) == [], "nothing of its rows stays"
+            assert list(rows.iterdir()) == [], "all its KV is deleted"
             session = llm.session("s", store)
-            assert said.count("t") <= turns_of(session), "what was said to the end is durable"
+            assert said.count("t") <= turns_of(session), "complete turns are durable"
             assert session.tokens == right[: len(session.tokens)] and not list(store.rglob("*.tmp"))
             session.context.storage.check_integrity()  # type: ignore[attr-defined]
             number += turns_of(session) == len(TURNS)
@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_at_any_write(
 
 
 @pytest.mark.parametrize("at", range(20) if EVERY else (2, 8))
-def test_a_session_goes_on_after_a_full_disk(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_continues_after_a_full_disk(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk fills up during the second turn. The next turn computes the KV that was not stored."""
     memory = make(None, "full")
     with make(tmp_path / "rows", "full") as llm:
@@ -209,8 +209,10 @@ def test_a_session_goes_on_after_a_full_disk(at: int, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "verify", "reload"])
-def test_a_disk_error_ends_what_it_is_of(phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the prompt, the batch of the step, or the request with the wrong draft fails. Other requests go on."""
+def test_a_disk_error_ends_only_the_requests_that_need_the_kv(
+    phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the prompt, the batch of the step, or the request with the wrong draft fails. Other requests continue."""
     failed, ended = [], {}
     drafts: Any = {"exact": {"method": "sparse", "adaptive": False}} if phase in ("verify", "reload") else {}
     with make(tmp_path, **drafts) as llm:

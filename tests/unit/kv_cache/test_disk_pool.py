@@ -71,7 +71,7 @@ def make(folder: Path | None, **named: Any) -> LLM:
     most=st.sampled_from([2 * DISK_PAGE, 10 * DISK_PAGE, 1 << 30]),
 )
 @settings(max_examples=60, deadline=None)
-def test_merged_requests_cover_every_piece_and_skip_what_costs_more_than_a_request(
+def test_merged_requests_cover_every_piece_and_span_only_short_gaps(
     places: list[int], size: int, gap: int, most: int
 ) -> None:
     offsets = np.array(places, np.int64) * size
@@ -107,7 +107,7 @@ READERS: dict[str, Callable[[], Reader | None]] = {"ring": RingReader.open, "thr
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_many_reads_at_once_give_what_was_written(kind: str, tmp_path: Path) -> None:
+def test_concurrent_reads_return_the_written_bytes(kind: str, tmp_path: Path) -> None:
     if (reader := READERS[kind]()) is None:
         pytest.skip("no ring here")
     file = DirectFile(tmp_path, lambda: reader)
@@ -132,7 +132,7 @@ def test_many_reads_at_once_give_what_was_written(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_rows_are_copied_from_anywhere_to_anywhere(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_rows_between_arbitrary_positions(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With compiled code if there is a compiler, then with torch."""
     source = torch.arange(50 * 34 + 1).to(dtype)
     rows = source[:-1].view(50, 34)
@@ -145,7 +145,7 @@ def test_rows_are_copied_from_anywhere_to_anywhere(dtype: torch.dtype, monkeypat
         monkeypatch.setattr(row_copy, "_library", lambda: None)
 
 
-def test_nobody_sees_the_file_and_it_goes_with_its_owner(tmp_path: Path) -> None:
+def test_the_file_has_no_name_and_is_deleted_with_its_process(tmp_path: Path) -> None:
     file = DirectFile(tmp_path)
     file.allocate(0, 1 << 20)
     assert list(tmp_path.iterdir()) == []
@@ -188,7 +188,7 @@ def test_a_file_system_without_nameless_files_or_direct_access(tmp_path: Path, m
 
 @given(st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, 60), st.booleans()), max_size=30))
 @settings(max_examples=40, deadline=None)
-def test_rows_stay_by_the_same_rule_with_and_without_a_compiler(steps: list[tuple[int, int, bool]]) -> None:
+def test_cache_replacement_is_equal_with_and_without_a_compiler(steps: list[tuple[int, int, bool]]) -> None:
     """Both caches hold the same KV entries in the same slots with the same scores."""
     plain, compiled = RowCache(50, 5, torch.float32), RowCache(50, 5, torch.float32)
     assert plain.slots == 48
@@ -215,7 +215,7 @@ def test_rows_stay_by_the_same_rule_with_and_without_a_compiler(steps: list[tupl
             assert np.array_equal(getattr(plain, name), getattr(compiled, name)), name
 
 
-def test_what_leaves_scores_least_and_was_not_used_just_now() -> None:
+def test_the_lowest_score_is_evicted_unless_used_in_this_step() -> None:
     """The order does not depend on the age of the scores."""
     cache, rows, out = RowCache(4, 5, torch.float32), torch.randn(60, 5), torch.empty(60, 5)
     for steps, wanted in ((300, [0, 1]), (0.1, [0, 1]), (0.1, [0, 1]), (0.1, [2, 3]), (0.1, [2, 4, 5]), (300, [6])):
@@ -228,7 +228,7 @@ def test_what_leaves_scores_least_and_was_not_used_just_now() -> None:
         assert wanted[0] != 6 or held & {0, 1}, "two uses of three long ago are more than one or two"
 
 
-def test_rows_that_are_used_come_from_memory(tmp_path: Path) -> None:
+def test_entries_in_use_are_read_from_memory(tmp_path: Path) -> None:
     made = arena(tmp_path)
     made.fill(0, 0, 0, *torch.randn(2, LAYOUT.kv_heads, 192, LAYOUT.head_dim))
     rows = made.places.ids(0, np.arange(3), np.array([5, 6, 7]), np.array([0, 1, 0]))
@@ -237,7 +237,7 @@ def test_rows_that_are_used_come_from_memory(tmp_path: Path) -> None:
     assert (made.use.wanted, made.use.cached) == (9, 6)
 
 
-def test_a_run_is_read_ahead_and_leaves_again() -> None:
+def test_a_run_is_read_ahead_and_freed() -> None:
     read: list[range] = []
 
     def block(tokens: range) -> KVPart:
@@ -255,7 +255,7 @@ def test_a_run_is_read_ahead_and_leaves_again() -> None:
     assert float(run.parts[1].k[0, 0, 0]) == 10, "and again"
 
 
-def test_a_block_of_a_run_lies_in_one_piece(tmp_path: Path) -> None:
+def test_a_block_of_a_run_is_contiguous(tmp_path: Path) -> None:
     """Concatenating parts from several slabs would fill the allocator with hundreds of MB."""
     geometry = LLM(MODEL, dtype="float32").geometry
     pool = HostPool(geometry, torch.float32, 16 << 20, slab_tokens=2 * BLOCK_SIZE, disk=DiskTier(tmp_path, 2 << 20))
@@ -299,7 +299,7 @@ def test_a_context_of_four_times_host_memory_has_the_tokens_of_one_in_memory(pol
     assert said[0] == said[1]
 
 
-def test_statistics_say_what_a_disk_was_read(tmp_path: Path) -> None:
+def test_statistics_count_bytes_read_from_disk(tmp_path: Path) -> None:
     with make(tmp_path, **POLICIES["infinigen"]) as llm:
         for _ in range(2):
             list(llm.stream(PROMPTS[0], GREEDY))
@@ -307,7 +307,7 @@ def test_statistics_say_what_a_disk_was_read(tmp_path: Path) -> None:
             assert stats is not None and stats.kv_bytes_disk > 3 * stats.kv_bytes_host > 0
             assert stats.disk_bytes_read > 0 and stats.disk_hit_rate is not None and 0 < stats.disk_hit_rate < 1
         file = llm.runner.pool.file
-        assert file is not None and stats.disk_bytes_read < file.use.bytes_read, "of the second run alone"
+        assert file is not None and stats.disk_bytes_read < file.use.bytes_read, "only the second run is counted"
         shown = "".join(str(row) for row in stats_table(stats).columns[0]._cells)
         assert "KV on disk" in shown and "selected KV entries in host memory" in shown
 
@@ -323,7 +323,7 @@ def test_models_with_sliding_layers_and_forks(tmp_path: Path) -> None:
     assert said[0] == said[1]
 
 
-def test_eviction_overwrites_rows_on_disk(tmp_path: Path) -> None:
+def test_eviction_overwrites_kv_on_disk(tmp_path: Path) -> None:
     said = []
     # The pool holds the prompt and 20 more tokens.
     size = 5 * LLM(MODEL, dtype="float32").runner.pool.block_bytes
@@ -415,7 +415,7 @@ def test_a_read_that_fails_ends_the_request_and_not_the_runtime(
 
 
 @pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "No space left"), MemoryError("No space left")])
-def test_rows_that_could_not_be_written_are_never_read(
+def test_kv_that_could_not_be_written_is_never_read(
     fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = arena(tmp_path)
@@ -431,13 +431,15 @@ def test_rows_that_could_not_be_written_are_never_read(
         made.gather(0, names, torch.empty(2, WIDTH), np.arange(2))
     with pytest.raises(DiskError, match="No space left"):
         made.view(0, 0, 64, 64)
-    assert torch.equal(made.view(0, 0, 0, 64).k, rows[0, :, :64]), "what was written before is there"
+    assert torch.equal(made.view(0, 0, 0, 64).k, rows[0, :, :64]), "earlier KV is still there"
     assert made.lost == {1}
     made.fill(0, 0, 64, *rows[:, :, :64])
     assert torch.equal(made.view(0, 0, 64, 64).v, rows[1, :, :64]) and not made.lost
 
 
-def test_the_next_holder_of_a_block_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_does_not_affect_the_next_owner_of_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A failed write of the previous owner has no effect, also if it fails after the block was freed."""
     made, held = arena(tmp_path, 2_000_000), threading.Event()
     rows = torch.randn(2, LAYOUT.kv_heads, 128, LAYOUT.head_dim)
@@ -460,7 +462,7 @@ def test_the_next_holder_of_a_block_begins_anew(tmp_path: Path, monkeypatch: pyt
         made.discard([1])
 
 
-def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_without_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.posix_fallocate
     monkeypatch.setattr(build, "HostPool", partial(HostPool, slab_tokens=2 * BLOCK_SIZE))
 
@@ -502,7 +504,7 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
         make(tmp_path / "file")
 
 
-def test_what_a_prompt_leaves_with_the_allocator_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_freed_after_a_prompt_is_returned_to_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is returned once per prompt if host memory is limited."""
     given = list[None]()
     monkeypatch.setattr("offload_rt.engine.runner.give_back", lambda: given.append(None))

@@ -21,7 +21,7 @@ from offload_rt.utils.allocator import give_back
 
 SINKS, RECENT, KV_HEADS, D = 4, 64, 2, 64
 HOST = 0.25
-"""Of the KV of the context."""
+"""Host memory as a fraction of the KV of the context."""
 
 
 def peak(reset: bool) -> int:
@@ -52,7 +52,7 @@ def selections(layers: int, context: int, steps: int) -> list[list[torch.Tensor]
 
 @torch.inference_mode()
 def over_limit(folder: Path, context: int, layers: int, steps: int, selects: bool) -> int:
-    """Decode `steps` tokens and return the bytes by which the peak resident memory exceeds `host_memory`."""
+    """Decode `steps` tokens and return the excess of the peak resident memory over `host_memory` in bytes."""
     geometry = ModelGeometry(
         layers, 14 * D, 14, KV_HEADS, D, vocab=2, scales=(D**-0.5,) * layers, windows=(None,) * layers,
         max_positions=1 << 30, absolute_positions=False, default_alpha=4.0,
@@ -81,7 +81,7 @@ def over_limit(folder: Path, context: int, layers: int, steps: int, selects: boo
             transfer.storage.append(blocks, layer, position, row, row)
             if layer + 1 < layers:
                 pending.append(transfer.rows.fetch(blocks, layer + 1, visible, chosen[layer + 1]))
-            attend(q, pending.pop(0).wait(), geometry.scales[layer])  # no reference stays to what was attended to
+            attend(q, pending.pop(0).wait(), geometry.scales[layer])  # keep no reference to the attended KV
         pool.commit(blocks, position + 1)
     return peak(reset=False) - before - limit
 
@@ -96,13 +96,13 @@ def measured(folder: Path, context: int, layers: int) -> dict[str, int]:
 @pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="a GB to write: make stress PART=disk")
 @pytest.mark.parametrize(("context", "layers"), [(1 << 20, 2), (1 << 18, 8)])
 def test_resident_memory_stays_within_64_mib_of_the_limit(context: int, layers: int, tmp_path: Path) -> None:
-    """In a process of its own, where no other test has left memory with the allocator."""
+    """Run in a separate process, because other tests leave memory with the allocator."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         found = process.submit(measured, tmp_path, context, layers).result()
     print(context, {what: f"{over >> 20} MiB over the limit" for what, over in found.items()})
     assert all(over < 64 << 20 for over in found.values())
 
 
-def test_a_small_context_is_within_it_too(tmp_path: Path) -> None:
+def test_a_small_context_stays_within_the_limit(tmp_path: Path) -> None:
     """Shows in each run that the measurement works; the process has the memory of other tests."""
     assert over_limit(tmp_path, 16_384, 1, 3, True) < 64 << 20

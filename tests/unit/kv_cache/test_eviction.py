@@ -57,7 +57,7 @@ def make_llm(
     ("policy", "options", "eviction"),
     [(*chosen, "counter") for chosen in POLICIES] + [(*POLICIES[1], "fifo"), (*POLICIES[1], "lru")],
 )
-def test_generation_goes_on_far_past_the_limit_in_flat_memory(
+def test_generation_continues_far_past_the_limit_in_constant_memory(
     policy: str, options: dict[str, Any], eviction: str
 ) -> None:
     """Generate nearly twice as many tokens as the pool holds."""
@@ -73,7 +73,7 @@ def test_generation_goes_on_far_past_the_limit_in_flat_memory(
 
 
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
-def test_eviction_changes_nothing_while_there_is_room(policy: str, options: dict[str, Any]) -> None:
+def test_eviction_has_no_effect_while_there_is_room(policy: str, options: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=24, temperature=0)
     [bounded] = completed(make_llm(policy, options, 3, "counter").generate([tiny_prompt(150)], params))
     [free] = completed(make_llm(policy, options, 30, None).generate([tiny_prompt(150)], params))
@@ -125,7 +125,7 @@ def test_full_with_fifo_equals_attention_over_the_newest_tokens(
     given_at=st.integers(0, 150),
     seed=st.integers(0, 9),
 )
-def test_slots_hold_what_a_plain_list_says(
+def test_slots_equal_those_of_a_plain_list(
     policy: str, protect: str, sinks: int, recent: int, prompt: int, steps: int, given_at: int, seed: int
 ) -> None:
     """After random selections and a freed block, the pool holds the keys that the plain model keeps.
@@ -185,7 +185,7 @@ def test_slots_hold_what_a_plain_list_says(
     ("policy", "options", "more"),
     [(*chosen, {}) for chosen in POLICIES] + [(*POLICIES[1], {"kv_cache_dtype": "int8"})],
 )
-def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], more: dict[str, Any]) -> None:
+def test_the_longest_sequence_shrinks_first(policy: str, options: dict[str, Any], more: dict[str, Any]) -> None:
     """The short sequence takes blocks from the long one until both have the same size.
 
     Until the short one evicts its own tokens, its output equals that of a run alone.
@@ -223,7 +223,7 @@ def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], 
     assert short.tokens[: 2 * BLOCK_SIZE] == alone.tokens[: 2 * BLOCK_SIZE]
 
 
-def test_rows_that_a_fork_holds_are_spared() -> None:
+def test_blocks_of_a_fork_are_not_evicted() -> None:
     """The first sequence overwrites only its own blocks, not the one shared with its fork."""
     alone = make_llm("full", {}, 30, None).score([tiny_prompt(128)], [tiny_prompt(40, seed=5)])[0]
     llm = make_llm("full", {}, 5, "fifo")
@@ -247,7 +247,7 @@ def test_rows_that_a_fork_holds_are_spared() -> None:
     assert runner.pool.bytes_held == 0
 
 
-def test_what_cannot_be_evicted_is_refused() -> None:
+def test_invalid_eviction_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="moves tokens to other slots"):
         make_llm("h2o", {"budget": 0.2}, 3, "lru")
     with pytest.raises(ConfigError, match="did you mean 'lru'"):
@@ -261,7 +261,7 @@ def test_what_cannot_be_evicted_is_refused() -> None:
 
 
 @pytest.mark.parametrize("eviction", [None, "counter"])
-def test_scoring_goes_in_smaller_batches_where_the_pool_is_small(eviction: str | None) -> None:
+def test_scoring_uses_smaller_batches_in_a_small_pool(eviction: str | None) -> None:
     """Score continuations longer than the pool, and more of them than fit at once."""
     prompt, rest = tiny_prompt(100), tiny_prompt(130, seed=3)
     roomy = make_llm("full", {}, 40, None)

@@ -51,13 +51,13 @@ def test_errors_are_half_a_step(head_dim: int, bits: int, scale: float, offset: 
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_constant_rows_stay_constant(bits: int) -> None:
+def test_constant_vectors_stay_constant(bits: int) -> None:
     stored = Quantised(bits, torch.float32, 64)
     for value in (0.0, 1.5, -3.0):
         assert torch.equal(stored.decode(stored.encode(torch.full((2, 64), value))), torch.full((2, 64), value))
 
 
-def test_native_rows_are_the_rows() -> None:
+def test_the_native_format_does_not_change_vectors() -> None:
     rows = torch.randn(2, 3, 8, dtype=torch.bfloat16)
     stored = make_kv_format("auto", torch.bfloat16, 8)
     assert stored.encode(rows) is rows and stored.decode(rows) is rows and stored.exact
@@ -86,7 +86,7 @@ def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "int2"])
-def test_formats_go_with_selection_forks_batches_and_eviction(kv_cache_dtype: str) -> None:
+def test_formats_work_with_selection_forks_batches_and_eviction(kv_cache_dtype: str) -> None:
     """A budget of 1.0 with the window of full gives full's tokens, as resident KV is not quantised."""
     params = SamplingParams(max_tokens=8, temperature=0)
     prompts = [tiny_prompt(length, seed=length) for length in (1, 70, 124)]
@@ -108,7 +108,7 @@ def test_formats_go_with_selection_forks_batches_and_eviction(kv_cache_dtype: st
     assert len(long.token_ids) == 70 and bounded.runner.pool.bytes_used == 0
 
 
-def test_results_do_not_depend_on_what_ran_before() -> None:
+def test_results_do_not_depend_on_earlier_requests() -> None:
     """A quantised prefix is not reused, because an exact prefill attends to unquantised KV."""
     llm, params = make_llm("int4"), SamplingParams(max_tokens=20, temperature=0)
     first, second = (completed(llm.generate([tiny_prompt(150)], params))[0] for _ in range(2))

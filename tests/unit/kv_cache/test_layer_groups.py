@@ -79,7 +79,7 @@ def test_layers_fall_into_groups(
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 66, 127, 128, 129, 130])
-def test_a_window_reaches_into_so_many_places(window: int) -> None:
+def test_number_of_blocks_that_a_window_overlaps(window: int) -> None:
     groups = LayerGroups(1, (0, 1), (0, 0), 1, window)
     seen = [p // BLOCK_SIZE - groups.first_seen(p) // BLOCK_SIZE + 1 for p in range(1000)]
     assert max(seen) == groups.window_blocks
@@ -122,7 +122,7 @@ def test_sliding_layers_hold_their_window_and_no_more(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_prompts_that_part_share_what_is_before(kind: str) -> None:
+def test_prompts_share_kv_before_they_differ(kind: str) -> None:
     """Two prompts differ in their last 80 tokens.
 
     The window KV before these tokens stays cached, both while the first request runs and after it.
@@ -141,7 +141,7 @@ def test_prompts_that_part_share_what_is_before(kind: str) -> None:
     assert llm.runner.pool.bytes_held == 0
 
 
-def test_rows_kept_for_others_leave_when_room_is_needed() -> None:
+def test_cached_window_blocks_are_evicted_if_memory_is_needed() -> None:
     """A prompt that fills the pool evicts the window blocks cached for earlier prompts."""
     llm = make("half slide")
     pool, needed = llm.runner.pool, llm.runner.pool.groups.blocks(330)
@@ -174,7 +174,7 @@ def test_samples_and_beams_fork(kind: str, dtype: torch.dtype, bound: float) -> 
 
 @ACCURACY
 @pytest.mark.parametrize("kind", ["room to spare", "one slides"])
-def test_eviction_takes_from_the_layers_that_see_everything(kind: str, dtype: torch.dtype, bound: float) -> None:
+def test_eviction_affects_only_full_attention_layers(kind: str, dtype: torch.dtype, bound: float) -> None:
     """Full-attention layers evict first in, first out, as in a plain model. Sliding layers keep their windows."""
     pool = make(kind, dtype=dtype).runner.pool
     memory = pool.block_bytes * (2 + pool.groups.sliding * pool.groups.window_blocks)
@@ -199,7 +199,7 @@ def test_eviction_takes_from_the_layers_that_see_everything(kind: str, dtype: to
 @pytest.mark.parametrize(
     ("kind", "eviction"), [("all slide", "lru"), ("half slide", "lru"), ("room to spare", "counter")]
 )
-def test_generation_goes_on_far_past_the_limit(kind: str, eviction: str) -> None:
+def test_generation_continues_far_past_the_limit(kind: str, eviction: str) -> None:
     pool = make(kind).runner.pool
     memory = pool.block_bytes * (2 * pool.groups.full + pool.groups.sliding * pool.groups.window_blocks)
     options = {"policy": "infinigen", "policy_options": {"recent": 8, "alpha": 2.0}}
@@ -212,7 +212,7 @@ def test_generation_goes_on_far_past_the_limit(kind: str, eviction: str) -> None
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
-def test_scores_are_of_as_many_at_once_as_have_room(name: str) -> None:
+def test_scoring_runs_as_many_texts_at_once_as_fit(name: str) -> None:
     """Waiting sequences allocate window blocks as they slide, without a reservation."""
     more = {"use_sliding_window": True, "max_window_layers": 1} if name == "qwen2" else {}
     model = tiny_model(name, num_hidden_layers=2, **more)
@@ -236,7 +236,7 @@ def answer(session: Session, turn: list[int], count: int = 12) -> list[int]:
 
 
 @pytest.mark.parametrize(("kind", "kv_cache_dtype"), [*((kind, "auto") for kind in MODELS), ("room to spare", "int8")])
-def test_a_stored_session_goes_on_as_if_it_had_never_stopped(kind: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+def test_a_stored_session_continues_with_equal_tokens(kind: str, kv_cache_dtype: str, tmp_path: Path) -> None:
     straight = make(kind, kv_cache_dtype=kv_cache_dtype).session("s", tmp_path / "straight")
     expected = [answer(straight, turn) for turn in TURNS]
     straight.close()
@@ -257,7 +257,7 @@ def test_a_stored_session_goes_on_as_if_it_had_never_stopped(kind: str, kv_cache
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_session_whose_windows_are_lost_is_computed_anew(kind: str, tmp_path: Path) -> None:
+def test_a_session_without_its_windows_is_recomputed(kind: str, tmp_path: Path) -> None:
     session = make(kind).session("s", tmp_path / "a")
     expected = [answer(session, turn) for turn in TURNS[:2]]
     session.close()
@@ -292,7 +292,7 @@ def test_a_fork_of_a_session_goes_its_own_way(kind: str, tmp_path: Path) -> None
     plain.close()
 
 
-def test_the_tail_of_a_session_leaves_one_set_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_last_block_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow disk, a partly filled last block that is replaced while it is written is deleted."""
 
     def slow(*args: Any) -> memoryview:
@@ -312,7 +312,7 @@ def test_the_tail_of_a_session_leaves_one_set_of_files(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("kind", MIXED)
 @pytest.mark.parametrize("cut", [{"keep_last": 100, "sinks": 4}, {"keep_last": 30}, {"drop": range(60, 150)}])
 @ACCURACY
-def test_after_a_truncation_windows_show_what_follows_the_gap(
+def test_after_a_truncation_windows_start_after_the_gap(
     kind: str, cut: dict[str, Any], dtype: torch.dtype, bound: float, tmp_path: Path
 ) -> None:
     """Sliding layers attend only to the kept tokens after the gap."""
@@ -367,7 +367,7 @@ def test_preempted_sequences_come_back_from_disk(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["all slide", "half slide", "room to spare"])
-def test_a_sequence_comes_back_to_a_pool_with_room_for_one(kind: str, tmp_path: Path) -> None:
+def test_a_sequence_is_restored_to_a_pool_with_room_for_one(kind: str, tmp_path: Path) -> None:
     """Sliding layers hold their windows, not all blocks of the sequence."""
     pool = make(kind).runner.pool
     llm = make(kind, memory=pool.groups.blocks(150) * pool.block_bytes, enable_prefix_caching=False)

@@ -26,7 +26,7 @@ def addresses(pool: HostPool, blocks: BlockTable, layer: int) -> tuple[torch.Ten
     return k, v
 
 
-def test_rows_and_runs_show_what_was_written() -> None:
+def test_rows_and_runs_return_the_written_kv() -> None:
     pool = make_pool(12)
     blocks = pool.new_block_table(600)
     for layer in (0, 1):
@@ -55,8 +55,8 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not say what a process holds")
-def test_a_short_prompt_holds_pages_of_its_rows_not_a_slab() -> None:
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not report the memory of a process")
+def test_a_short_prompt_uses_only_its_pages_of_a_slab() -> None:
     """The slab has 32 planes of 2 MiB. Touching each with a huge page would take 64 MiB."""
     pool = HostPool(geometry(8, 2, 64), torch.bfloat16, 1 << 27)
     before, (k, v) = resident(), torch.ones(2, 2, BLOCK_SIZE, 64, dtype=torch.bfloat16)
@@ -91,7 +91,7 @@ def test_a_fresh_slab_is_preferred_to_two_pieces() -> None:
     pool.new_block_table(3 * BLOCK_SIZE)
     second = pool.new_block_table(3 * BLOCK_SIZE)
     assert len(pool.spans(second, 0, range(3 * BLOCK_SIZE))) == 1
-    assert pool.new_block_table(BLOCK_SIZE).ids == [3], "and what was left over is used by what fits it"
+    assert pool.new_block_table(BLOCK_SIZE).ids == [3], "the gap is used by a table that fits"
 
 
 def test_views_are_contiguous_matrices_without_copies() -> None:
@@ -163,7 +163,7 @@ def test_writing_to_a_shared_block_is_caught() -> None:
         pool.write(blocks, 0, 10, *kv(range(10, 11), 0))
 
 
-def test_a_full_pool_says_what_is_missing() -> None:
+def test_the_error_of_a_full_pool_names_the_missing_memory() -> None:
     pool = make_pool(6, slab_blocks=6)
     blocks = pool.new_block_table(5 * BLOCK_SIZE)
     with pytest.raises(PoolFullError) as caught:
@@ -192,7 +192,7 @@ def test_address_space_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) 
         HostPool(geometry(), torch.float32, 1 << 60)
 
 
-def test_without_a_limit_half_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_limit_is_half_of_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_rt.kv_cache.machine.available_memory", lambda: 100 * BLOCK_BYTES)
     assert HostPool(geometry(), torch.float32, None).block_count == 50
     monkeypatch.setattr("offload_rt.kv_cache.machine.available_memory", lambda: 1 << 60)
@@ -200,7 +200,7 @@ def test_without_a_limit_half_of_what_is_available(monkeypatch: pytest.MonkeyPat
     assert pool.block_count == (1 << 24) // BLOCK_SIZE
 
 
-def test_control_groups_limit_what_is_available(tmp_path: machine.Path) -> None:
+def test_control_groups_limit_the_available_memory(tmp_path: machine.Path) -> None:
     def group(folder: machine.Path, names: tuple[str, str], limit: str, used: int, cache: str) -> None:
         folder.mkdir(parents=True)
         (folder / names[0]).write_text(limit + "\n")
@@ -284,7 +284,7 @@ def test_slabs_are_pinned_when_they_are_needed() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.simulated
-def test_no_slab_is_made_ready_before_it_is_needed() -> None:
+def test_slabs_are_activated_on_demand() -> None:
     """Only two slabs are asserted, because an H100's driver reports a mapping as pinned once a part of it is."""
     shape = geometry(head_dim=512)
     pool = HostPool(

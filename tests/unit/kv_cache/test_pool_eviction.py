@@ -42,7 +42,7 @@ STEPS = st.lists(
     guarded=st.sets(st.integers(0, SLOTS - 1)),
     count=st.integers(1, SLOTS),
 )
-def test_victims_are_those_of_the_plain_model(
+def test_victims_equal_those_of_the_plain_model(
     steps: list[tuple[str | int, list[int]]], repeat: int, guarded: set[int], count: int
 ) -> None:
     state = SlotState.empty(LAYERS, SLOTS)
@@ -73,7 +73,7 @@ def test_victims_are_those_of_the_plain_model(
             assert got[layer].tolist() == want + [-1] * (count - len(want)), policy
 
 
-def test_a_token_is_not_a_victim_for_having_had_no_time() -> None:
+def test_a_new_token_is_not_a_victim_because_of_its_age() -> None:
     """Counts are relative to the steps since the token left the recent window."""
     state = SlotState.empty(1, 2)
     state.fill(range(1), 8, 8)

@@ -109,7 +109,7 @@ class PoolMachine(RuleBasedStateMachine):
         return torch.cat([torch.stack([part.k, part.v], 1) for part in parts], 2)
 
     def compute(self, model: Model, count: int, letter: int, behind: int) -> bool:
-        """Prefill or decode `count` tokens. Return False if the pool is full, and check that nothing changed."""
+        """Prefill or decode `count` tokens. Return False if the pool is full, and check that the pool is unchanged."""
         blocks, start = model.blocks, model.blocks.length
         stop = start + count
         windows, ids, lacking = dict(blocks.windows), list(blocks.ids), self.lacking(model, stop)
@@ -237,7 +237,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
         assert self.pool.bytes_used == self.pool.idle_blocks * self.pool.block_bytes
         if self.groups.full:
-            self.pool.new_block_table(self.pool.block_count * BLOCK_SIZE)  # nothing leaked: all blocks can be freed
+            self.pool.new_block_table(self.pool.block_count * BLOCK_SIZE)  # no leaks: all blocks can be freed
             assert self.pool.idle_blocks == 0 == self.pool.free_blocks
 
 
@@ -262,7 +262,7 @@ TestSliding = SlidingMachine.TestCase
 TestAllSlide = AllSlideMachine.TestCase
 
 
-def test_a_place_filled_in_part_is_not_kept_for_others() -> None:
+def test_a_partly_filled_window_block_is_not_cached() -> None:
     """The windows of the prefill leave a gap after a block with KV of only 57 tokens."""
     machine = AllSlideMachine()
     model = Model(BlockTable())
@@ -275,7 +275,7 @@ def test_a_place_filled_in_part_is_not_kept_for_others() -> None:
 
 @pytest.mark.parametrize("missing", range(6))
 @pytest.mark.parametrize("window", [1, 64, 65, 129])
-def test_a_prefix_is_usable_up_to_where_all_is_kept_that_its_window_shows(missing: int, window: int) -> None:
+def test_a_prefix_is_usable_while_its_windows_are_complete(missing: int, window: int) -> None:
     groups, table = LayerGroups(1, (0, 1), (0, 0), 1, window), BlockAllocator(100)
     table.add_slab()
     windows, blocks = WindowBlocks(table, groups), list(range(50, 56))
@@ -284,4 +284,4 @@ def test_a_prefix_is_usable_up_to_where_all_is_kept_that_its_window_shows(missin
             windows.keep(block, tuple(table.best_fit(1)))
     expected = [n for n in range(7) if missing not in range(groups.first_seen(n * BLOCK_SIZE) // BLOCK_SIZE, n)]
     assert windows.usable(blocks, 0) == max(expected)
-    assert windows.usable(blocks, (missing + 1) * BLOCK_SIZE) == 6, "what is before the floor is never shown"
+    assert windows.usable(blocks, (missing + 1) * BLOCK_SIZE) == 6, "tokens before the floor are never visible"

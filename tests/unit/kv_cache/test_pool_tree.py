@@ -192,7 +192,7 @@ def test_a_prompt_is_stored_once_and_survives_its_sequence() -> None:
     used = pool.bytes_used
     second = pool.match([*tokens, 5], "exact")
     assert second.length == 3 * BLOCK_SIZE and second.ids == first.ids[:3]
-    assert pool.bytes_used == used, "what is shared is stored once"
+    assert pool.bytes_used == used, "shared blocks are stored once"
     append(pool, second, 10, sequence=1)
     pool.release(first)
     pool.release(second)
@@ -232,7 +232,7 @@ def test_blocks_that_a_fork_keeps_are_not_exchanged() -> None:
     pool.check_integrity()
 
 
-def test_writing_behind_a_cut_in_a_published_block_leaves_it_to_the_tree() -> None:
+def test_writing_after_a_cut_in_a_published_block_copies_it() -> None:
     pool = make_pool(12)
     blocks = pool.new_block_table(0)
     append(pool, blocks, BLOCK_SIZE)
@@ -246,7 +246,7 @@ def test_writing_behind_a_cut_in_a_published_block_leaves_it_to_the_tree() -> No
     pool.check_integrity()
 
 
-def test_an_overwritten_block_leaves_the_tree_for_good() -> None:
+def test_an_overwritten_block_is_removed_from_the_tree() -> None:
     pool = make_pool(12)
     tokens = [*text(1, 2, 3), 0]
     blocks = pool.new_block_table(0)
@@ -257,7 +257,7 @@ def test_an_overwritten_block_leaves_the_tree_for_good() -> None:
     assert len(pool._tree) == 3, "and finds it again"
     pool.release(other)
     assert pool.claim(blocks, 1)
-    assert pool.match(tokens, "exact").length == BLOCK_SIZE, "what lies behind it went too"
+    assert pool.match(tokens, "exact").length == BLOCK_SIZE, "its descendants were removed too"
     pool.publish(blocks, tokens, "exact")
     assert pool.match(tokens, "exact").length == BLOCK_SIZE
     pool.check_integrity()

@@ -59,7 +59,7 @@ class Case:
     folder: Path
 
     def make(self, blocks: int = 128, **options: Any) -> LLM:
-        """Return a runtime with room for so many blocks of tokens in full-attention layers."""
+        """Return a runtime with room for this many blocks of tokens in full-attention layers."""
         chosen = {"policy": self.policy, "policy_options": EVERYTHING if self.policy == "infinigen" else {}}
         if "exact" in options:
             chosen = {"policy": "infinigen"}

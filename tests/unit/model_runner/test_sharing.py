@@ -154,7 +154,7 @@ def test_preemption_loses_nothing(policy: str, kv_cache_dtype: str) -> None:
     apart = [completed(roomy.generate([prompt], p))[0].token_ids for prompt, p in zip(prompts, params, strict=True)]
     assert [one.completions()[0].token_ids for one in requests] == apart
     stats = [one.completions()[0].stats for one in requests]
-    assert all((one.prompt_tokens, one.reused_tokens) == (100, 0) for one in stats), "nobody computed any of it before"
+    assert all((one.prompt_tokens, one.reused_tokens) == (100, 0) for one in stats), "no part was computed before"
 
 
 def test_32_requests_compute_store_and_fetch_a_shared_prompt_once() -> None:

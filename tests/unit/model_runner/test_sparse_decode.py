@@ -56,7 +56,7 @@ def both(model: PreTrainedModel, name: str, ids: list[int], start: int, **engine
 
 @pytest.mark.parametrize(("name", "architecture"), CELLS)
 def test_a_step_attends_to_its_selection(architecture: str, name: str) -> None:
-    """In float64 only rounding differs, and never a choice: 1e-9 is far below what one other token would change."""
+    """In float64 only rounding differs: one other selected token would change the result by far more than 1e-9."""
     plain, steps = both(tiny_model(architecture).double(), name, tokens(130), 105)
     assert steps.logprobs == pytest.approx(plain.logprobs, abs=1e-9)
     assert steps.is_greedy == plain.is_greedy
@@ -88,7 +88,7 @@ def test_without_a_prompt(start: int) -> None:
 @pytest.mark.parametrize("name", ["full", "default", "paper", "oracle", "h2o", "repair"])
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int2"])
 def test_rounded_rows(name: str, kv_cache_dtype: str) -> None:
-    """Rows are rounded where they are not resident."""
+    """KV that is not resident is rounded."""
     plain, steps = both(tiny_model("llama").double(), name, tokens(140), 110, kv_cache_dtype=kv_cache_dtype)
     assert steps.logprobs == pytest.approx(plain.logprobs, abs=1e-9)
     assert steps.stats.fetched_fraction == pytest.approx(np.mean(plain.fetched), abs=1e-12)

@@ -286,7 +286,7 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
     "no scale of logits": ("cohere", lambda a: setattr(a, "_logit_factor", 1.0), "the head"),
     "no cap of scores": ("gemma2", lambda a: geometry_with(a, softcap=None), "softcap=1.5 in layer 0"),
     "norms swapped": ("llama3", swap_norms, "layer 1"),
-    "no norm behind the attention": (
+    "no norm after the attention": (
         "olmo2",
         lambda a: setattr(a._layers[1], "_after_attention", nn.Identity()),
         "layer 1",

@@ -63,7 +63,7 @@ def edit_embedding(folder: Path) -> None:
     assert (before.st_size, before.st_ino, before.st_mtime_ns) == (after.st_size, after.st_ino, after.st_mtime_ns)
 
 
-def test_the_second_load_digests_nothing(folder: Path, digests: Digests, tmp_path: Path) -> None:
+def test_the_second_load_computes_no_digest(folder: Path, digests: Digests, tmp_path: Path) -> None:
     first, second = load(folder).fingerprint, load(folder).fingerprint
     assert first == second == fingerprint(tiny_model("llama", vocab_size=2048))
     assert digests.count == 1

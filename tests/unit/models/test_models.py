@@ -452,7 +452,7 @@ class TestFingerprint:
         edit_config(tmp_path / "elsewhere", transformers_version="4.0.0", use_cache=False, _name_or_path="x")
         assert load_model(tmp_path / "elsewhere", device="cpu").fingerprint == expected
 
-    def test_leaves_the_model_alone(self) -> None:
+    def test_the_model_is_not_changed(self) -> None:
         model = tiny_model("llama")
         before = {name: weight.clone() for name, weight in model.named_parameters()}
         assert fingerprint(model) == fingerprint(model)

@@ -53,7 +53,7 @@ def test_a_folder_gives_the_language_model(name: str, saved: Any) -> None:
         UserWarning, match=r"only the language model is loaded; images and audio are not supported"
     ) as told:
         llm = LLM(folder, policy="full", host_memory="4MiB", verify="always", dtype="float32", device="cpu")
-    assert len(told) == 1, "nothing else: other parts' weights are no surprise"
+    assert len(told) == 1, "no warning about weights of other parts"
     assert_greedy(whole, PROMPT, completed(llm.generate([PROMPT], GREEDY))[0].token_ids)
     loaded, shape = load_model(folder, dtype="float32", verify="off"), load_shape(folder, dtype="float32")
     others = sum(w.nbytes for part in unused_modules(whole) for w in whole.get_submodule(part).parameters())
@@ -65,7 +65,7 @@ def test_a_folder_gives_the_language_model(name: str, saved: Any) -> None:
     assert shape.geometry == loaded.adapter.geometry == load_model(whole).adapter.geometry
     assert loaded.fingerprint == fingerprint(whole)
     next(whole.get_submodule(unused_modules(whole)[0]).parameters()).view(-1)[0] += 1
-    assert loaded.fingerprint == fingerprint(whole), "pictures change nothing of what is stored of texts"
+    assert loaded.fingerprint == fingerprint(whole), "stored KV of texts does not depend on pictures"
 
 
 def test_half_precision_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_its_layers_stream(name: str, saved: Any) -> None:
     assert weights.stream.bytes > 0
 
 
-def test_a_session_goes_on_with_the_whole_model(saved: Any, tmp_path: Path) -> None:
+def test_a_session_continues_with_the_whole_model(saved: Any, tmp_path: Path) -> None:
     """KV stored by the checkpoint's language model can be reused with the loaded multimodal model."""
     folder, whole = saved("mistral3")
     first = LLM(folder, policy="full", host_memory="4MiB", dtype="float32").session("s", tmp_path)

@@ -254,7 +254,7 @@ def test_a_failed_conversion_names_from_pretrained(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
-def test_a_format_whose_library_is_missing_says_what_to_install(method: str, tmp_path: Path) -> None:
+def test_the_error_of_a_missing_library_names_what_to_install(method: str, tmp_path: Path) -> None:
     folder = Path(tiny_checkpoint(tmp_path, "llama"))
     edit_config(folder, quantization_config={"quant_method": method, "bits": 4, "group_size": 64})
     with pytest.raises(ModelError, match=r"(?i)install|requires"):

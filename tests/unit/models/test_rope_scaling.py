@@ -91,7 +91,7 @@ def test_long_texts(checkpoint: Path) -> None:
     assert ours(checkpoint, prompt, None) == theirs(checkpoint, prompt)
 
 
-def test_each_length_has_positions_and_a_fingerprint_of_its_own(checkpoint: Path) -> None:
+def test_each_length_has_separate_positions_and_fingerprint(checkpoint: Path) -> None:
     """KV stored with one set of frequencies must not be reused with the other."""
     short, whole = (load_model(checkpoint, max_model_len=length) for length in (TRAINED, None))
     same = checkpoint.name == "dynamic"
@@ -104,6 +104,6 @@ def test_each_length_has_positions_and_a_fingerprint_of_its_own(checkpoint: Path
     assert load_shape(checkpoint).geometry == whole.adapter.geometry
 
 
-def test_a_loaded_model_is_left_alone(checkpoint: Path) -> None:
+def test_a_loaded_model_is_not_changed(checkpoint: Path) -> None:
     with pytest.raises(ModelError, match="pass the model's folder or hub id"):
         load_model(AutoModelForCausalLM.from_pretrained(checkpoint))

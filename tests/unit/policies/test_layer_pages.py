@@ -77,7 +77,7 @@ def test_a_fork_copies_the_page_that_it_writes_to() -> None:
     twin.reserve(3, range(2 * PAGE_TOKENS + 70, 2 * PAGE_TOKENS + 71))
     mine, other = twin.pages(3).tensors, first.pages(3).tensors
     assert [a is b for a, b in zip(mine, other, strict=True)] == [True, True, False]
-    assert first.pages(3) is before, "the other side's stay where they are"
+    assert first.pages(3) is before, "the pages of the other side are not moved"
     assert first.nbytes == twin.nbytes == 2 * PAGE_BYTES
     assert rows_of(twin, 5) == rows_of(first, 5)
     twin.reserve(5, range(1))
@@ -86,7 +86,7 @@ def test_a_fork_copies_the_page_that_it_writes_to() -> None:
     assert first.nbytes == 3 * PAGE_BYTES and len(first._pages[1].holders) == 1
     last = other[2]
     first.reserve(3, range(2 * PAGE_TOKENS + 70))
-    assert first.pages(3).tensors[2] is last, "what nobody else has is not copied"
+    assert first.pages(3).tensors[2] is last, "a page that is not shared is not copied"
 
 
 def test_a_cut_fork_has_the_pages_that_hold_its_tokens() -> None:

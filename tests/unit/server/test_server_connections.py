@@ -241,7 +241,7 @@ def test_a_refused_client_may_have_reset_its_connection() -> None:
 
 @pytest.mark.parametrize("most", [4, 16, 64])
 def test_a_request_is_read_before_its_connection_is_replaced(most: int) -> None:
-    """The request arrives while the server is busy, followed by many connections that send nothing."""
+    """The request arrives while the server is busy, followed by many connections that send no data."""
     begun, go = threading.Event(), threading.Event()
 
     async def busy(scope: Scope, receive: Receive, send: Send) -> None:

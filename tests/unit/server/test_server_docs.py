@@ -1,4 +1,4 @@
-"""Test that documents, container files and the page at `/` name only what exists, and that the examples run."""
+"""Test that documents, container files and the page at `/` name only existing things, and that the examples run."""
 
 from __future__ import annotations
 

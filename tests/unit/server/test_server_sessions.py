@@ -59,7 +59,7 @@ def test_a_session_comes_back_from_disk_and_is_its_keys(model: Path, tmp_path: P
         said = first["choices"][0]["message"]["content"]
         [listed] = http.get("/v1/sessions").json()["data"]
         assert listed["id"] == "novel" and listed["title"].startswith("It was a dark") and listed["turns"] == 1
-    with serving(model, tmp_path) as (http, engine):  # a restarted server has nothing in memory
+    with serving(model, tmp_path) as (http, engine):  # a restarted server has no KV in memory
         kept = http.get("/v1/sessions/novel").json()["messages"]
         assert [message["role"] for message in kept] == ["user", "assistant"] and kept[1]["content"] == said
         more = ask(http, session="novel", messages=[*kept, {"role": "user", "content": "Go on."}])
@@ -68,7 +68,7 @@ def test_a_session_comes_back_from_disk_and_is_its_keys(model: Path, tmp_path: P
         assert engine.load().disk_hit_tokens > 100 and engine.load().store_bytes > 0
         assert 'tier="disk"' in http.get("/metrics").text
         alone = ask(http, messages=[*kept, {"role": "user", "content": "Go on."}])
-        assert alone["choices"] == more["choices"], "what came from disk is what would be computed"
+        assert alone["choices"] == more["choices"], "KV from disk gives the same answer as computed KV"
         # Another key finds no session, even under the same name.
         assert http.get("/v1/sessions", headers=TWO).json()["data"] == []
         for method in ("GET", "DELETE"):

@@ -144,7 +144,7 @@ def test_where_nothing_is_whole_the_session_is_refused_by_the_name_of_its_file(
             StoreError, match=r"'s' cannot be opened.*session-\w+\.doc.*\.before.*or delete the session"
         ):
             llm.session("s", tmp_path)
-    assert sorted(tmp_path.rglob("*")) == there, "nothing was changed or put aside"
+    assert sorted(tmp_path.rglob("*")) == there, "no file was changed or put aside"
     other = llm.session("t", tmp_path)
     with pytest.raises(InputError, match="there is a session 's' already"):
         other.fork("s")

@@ -1,4 +1,4 @@
-"""Test deletion: nothing of a deleted session stays on disk, and other sessions are unchanged. Any text is a name."""
+"""Test deletion: no data of a deleted session stays on disk, and other sessions are unchanged. Any text is a name."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_a_store_and_everything_it_writes(tmp_path: Path) -> None:
     with llm.session("s", tmp_path / "new" / "store") as session:
         list(session.send(tiny_prompt(150), SamplingParams(max_tokens=3, temperature=0)))
         session.truncate(keep_last=80)
-        session.context.saver.flush()  # listing fails if a file is renamed meanwhile
+        session.context.saver.flush()  # listing fails if a file is renamed during it
         assert modes(tmp_path / "new") == PRIVATE
         temporaries = []
         for stem in (b"k" * 32, b"l" * 32):

@@ -85,7 +85,7 @@ def test_a_full_disk_keeps_what_is_whole(small_disk: Callable[[str], Path]) -> N
     assert not list(folder.rglob("*.tmp"))
     store.put(named("history"), bytes(6000))
     assert store.get(named("history")) == Document(bytes(6000))
-    assert block_files(folder) < sum(saved), "a block gives way to what was said"
+    assert block_files(folder) < sum(saved), "a block is evicted for the history"
     store.check_integrity()
     with pytest.raises(StoreError, match="No space left"):
         store.put(named("history"), bytes(1 << 20))
@@ -104,11 +104,11 @@ def test_a_session_on_a_full_disk_says_so_and_goes_on(small_disk: Callable[[str]
         got = answer(session, turn)
         assert got == expected(tokens, turn)
         tokens += turn + got
-    with pytest.warns(UserWarning, match="not saved whole .*No space left"):
+    with pytest.warns(UserWarning, match="not saved completely .*No space left"):
         session.close()
     session = make_llm().session("s", folder)
     assert session.tokens == tokens and answer(session, TURNS[1]) == expected(tokens, TURNS[1])
-    with pytest.warns(UserWarning, match="not saved whole"):
+    with pytest.warns(UserWarning, match="not saved completely"):
         session.close()
 
 

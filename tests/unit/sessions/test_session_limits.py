@@ -252,7 +252,7 @@ def test_sessions_that_cannot_be_saved_stay_and_the_error_says_who_holds_what(tm
     history = [*tiny_prompt(250, seed=1), *first, *turn("ada", 0)]
     assert second == completed(make_llm().generate([history], SHORT))[0].token_ids
     llm.runner.check_integrity()
-    with pytest.warns(UserWarning, match="not saved whole"):
+    with pytest.warns(UserWarning, match="not saved completely"):
         session.close()
     llm.generate([LONG], SHORT)
 

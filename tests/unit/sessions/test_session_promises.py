@@ -95,7 +95,7 @@ def reuse(llm: LLM, prompt: list[int]) -> tuple[int, int | None]:
 def test_statistics_say_what_was_reused_and_where_a_prompt_parts_from_the_stored_ones() -> None:
     llm, book = make_llm(), tiny_prompt(200, seed=1)
     assert reuse(llm, book) == (0, 0)
-    assert reuse(llm, book) == (192, 192), "what does not fill a block is not there"
+    assert reuse(llm, book) == (192, 192), "partly filled blocks are not cached"
     assert reuse(llm, book[:150]) == (128, None), "all of it is there; a part of a block is computed again"
     assert reuse(llm, [*book[:100], *tiny_prompt(90, seed=2)]) == (64, 100)
     assert reuse(llm, tiny_prompt(90, seed=3)) == (0, 0)

@@ -91,7 +91,7 @@ def test_two_sessions_about_one_book_store_it_once(tmp_path: Path) -> None:
     two = llm.session("two", tmp_path)
     answer(two, [*book, 7])
     two.save()
-    assert block_files(tmp_path) - before <= 2, "only what comes after the book"
+    assert block_files(tmp_path) - before <= 2, "only blocks after the book"
     for session in (one, two):
         session.close()
     fresh = make_llm()
@@ -141,7 +141,7 @@ def test_damage_is_computed_again(damage: str, policy: str, tmp_path: Path, monk
     again = make_llm(**POLICIES[policy]).session("s", tmp_path)
     assert again.tokens == history + TURNS[2] + got
     answer(again, TURNS[3])
-    assert again.loaded_tokens == len(history + TURNS[2] + got) - 1, "what was damaged has been stored anew"
+    assert again.loaded_tokens == len(history + TURNS[2] + got) - 1, "the damaged block has been stored again"
     again.close()
 
 
@@ -236,7 +236,7 @@ def test_a_store_without_room_never_goes_over_its_limit(tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path, limit="300KiB")
     right = talk(session, TURNS[:2])
-    with pytest.warns(UserWarning, match="not saved whole"):
+    with pytest.warns(UserWarning, match="not saved completely"):
         session.close()
     assert (
         sum(path.stat().st_size for path in tmp_path.rglob("*") if path.name != "lock" and path.is_file()) <= 300 << 10

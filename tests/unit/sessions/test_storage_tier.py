@@ -64,7 +64,7 @@ class MemoryWriter:
 
 @dataclass
 class MemoryTier:
-    """Storage tier in dictionaries, which can be passed to another tier. It evicts nothing."""
+    """Storage tier in dictionaries, which can be passed to another tier. It never evicts."""
 
     namespace: str
     layers: int

@@ -194,7 +194,7 @@ def test_a_part_of_host_memory_stays_free(tmp_path: Path) -> None:
     assert host.free_bytes >= 0.5 * pool.block_count * pool.block_bytes and evicted >= 1
     assert len(host.parked) == 4 - evicted and ada not in host.parked
     host.look_ahead([ada])
-    assert ada in host.parked and host.stats.evicted == evicted, "what is fetched takes the room that was kept"
+    assert ada in host.parked and host.stats.evicted == evicted, "prefetched sessions use the reserved memory"
     queue.close()
 
 
@@ -297,7 +297,7 @@ def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can
         for _ in drain(queue):
             pass
     assert refused and {name: one.token_ids for name, one in queued.items()} == {n: right[n][1] for n in queued}
-    assert queue.stats.disk_tokens == 0, "the rows stayed in host memory meanwhile"
+    assert queue.stats.disk_tokens == 0, "the KV stayed in host memory"
     with monkeypatch.context() as patch:
         patch.setattr(llm.runner, "adopt", lambda *args, **options: (_ for _ in ()).throw(PoolFullError("never")))
         queue.store.session("ada").kv.leave_host()

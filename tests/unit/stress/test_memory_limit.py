@@ -67,7 +67,7 @@ def test_the_next_start_answers_right(tmp_path: Path, monkeypatch: pytest.Monkey
         codes.append(live(folder, MOST * i**2 // (LIVES - 1) ** 2))
         with make_llm() as llm, llm.session("ada", folder) as session:
             found = session.tokens
-            assert found[: len(before)] == before, "what was saved before is there"
+            assert found[: len(before)] == before, "earlier saved blocks are still there"
             assert len(found) == len(before) or codes[-1] != 1 or found[len(before) :][: len(TURNS[1])] == TURNS[1]
             said = [event.token_id for event in session.send(tiny_prompt(5, seed=3), SHORT)]
             assert_greedy(MODEL, found + tiny_prompt(5, seed=3), said)

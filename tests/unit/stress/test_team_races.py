@@ -1,4 +1,4 @@
-"""Races of the thread team (`team.c`), in a C program of its own: late workers, and ThreadSanitizer."""
+"""Races of the thread team (`team.c`), in a separate C program: late workers, and ThreadSanitizer."""
 
 from __future__ import annotations
 

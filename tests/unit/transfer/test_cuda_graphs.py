@@ -117,7 +117,7 @@ def test_a_replayed_step_is_the_eager_one(options: dict[str, Any], monkeypatch: 
     assert runs[0][1] == runs[1][1]
 
 
-def test_what_a_graph_cannot_hold_stays_eager() -> None:
+def test_steps_that_cannot_be_captured_run_eagerly() -> None:
     class Never:
         def capture(self, body: Any) -> Any:
             raise AssertionError("captured")
@@ -132,7 +132,7 @@ def test_what_a_graph_cannot_hold_stays_eager() -> None:
 
     class Deaf:
         def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-            """Do nothing: any recorder makes the step eager."""
+            """No-op. Any recorder makes the step eager."""
 
     decode(make(), 3, share=True)
     decode(make(), 3, recorder=Deaf())
@@ -150,7 +150,7 @@ def test_what_a_graph_cannot_hold_stays_eager() -> None:
         decode(make(), 2)
 
 
-def test_where_a_capture_breaks_off_steps_are_eager(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_are_eager_after_a_failed_capture(caplog: pytest.LogCaptureFixture) -> None:
     """The capture fails in the middle of a step, is logged once and is not tried again."""
     tried = []
 
@@ -193,7 +193,7 @@ def test_graphs_need_a_cuda_device() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"dense_layers": (0,)}, {"scorer": "partial", "dense_layers": ()}])
-def test_on_a_device_graphs_give_the_eager_tokens(options: dict[str, Any]) -> None:
+def test_graphs_on_a_device_generate_the_eager_tokens(options: dict[str, Any]) -> None:
     """Run a ragged batch through two buckets. The cells "graphs" of `test_cuda_path.py` cover a simulated device."""
     prompts = [tiny_prompt(length, seed=length) for length in (30, 61)]
     tokens = []

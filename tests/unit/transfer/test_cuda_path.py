@@ -108,7 +108,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("name", [name for name in ALLOWED if name not in SLOW] + ["default"])
-def test_a_decode_step_waits_for_nothing_else(name: str, tmp_path: Path, waits: set[tuple[str, str]]) -> None:
+def test_a_decode_step_waits_only_where_allowed(name: str, tmp_path: Path, waits: set[tuple[str, str]]) -> None:
     BY_NAME[name].run("cuda", tmp_path)
     assert waits == ALLOWED.get(name, set())
 
@@ -154,7 +154,7 @@ def test_another_device_than_the_current_one_computes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["infinigen", "graphs", "working set", "shared", "rounded"] if ALL else ["infinigen"])
-def test_where_kernels_do_not_find_host_memory_the_host_copies_rows(name: str, tmp_path: Path) -> None:
+def test_the_host_copies_kv_if_kernels_cannot_read_host_memory(name: str, tmp_path: Path) -> None:
     """WSL is such a system. One warning is given when a model is loaded, and nothing is captured."""
     cell = BY_NAME[name]
     scene = single if name == "graphs" else cell.scene
@@ -168,7 +168,7 @@ def test_where_kernels_do_not_find_host_memory_the_host_copies_rows(name: str, t
 
 
 @pytest.mark.parametrize(("device", "steps"), [("cpu", [0]), ("cuda", [])])
-def test_the_missed_mass_is_measured_where_the_keys_are(device: str, steps: list[int], tmp_path: Path) -> None:
+def test_the_missed_mass_is_measured_on_the_device_of_the_keys(device: str, steps: list[int], tmp_path: Path) -> None:
     """By default, missed mass is measured on the CPU only."""
 
     def once(make: Callable[..., LLM], folder: Path) -> list[list[int]]:
@@ -181,7 +181,7 @@ def test_the_missed_mass_is_measured_where_the_keys_are(device: str, steps: list
 
 
 @pytest.mark.parametrize(("policy", "options"), [("full", {}), ("quest", BY_NAME["quest"].options | {"budget": 0.9})])
-def test_what_is_staged_does_not_grow_with_how_far_the_host_is_ahead(policy: str, options: dict[str, Any]) -> None:
+def test_staging_memory_does_not_depend_on_how_far_the_host_is_ahead(policy: str, options: dict[str, Any]) -> None:
     """The schedule runs nothing before the host waits at a step's end, so the host is ahead by all layers. The
     memory staged for two layers and for five is the same, except for two kilobytes a layer (pending write-backs,
     positions of resident KV). One layer stages 120 KB."""
@@ -210,7 +210,7 @@ def test_a_prefill_s_peak_does_not_grow_with_how_far_the_host_is_ahead(settings:
 
 
 @pytest.mark.parametrize("fetches", [False, True])
-def test_a_sequence_that_has_ended_reads_and_writes_nothing_more(fetches: bool) -> None:
+def test_a_closed_sequence_has_no_pending_transfers(fetches: bool) -> None:
     """Another sequence may reuse its blocks. `free` therefore waits for the write-back of the last KV entry and for
     pending fetches."""
     with simulated(Late((1, 2))) as sim:
@@ -234,7 +234,7 @@ def test_a_sequence_that_has_ended_reads_and_writes_nothing_more(fetches: bool) 
     [(False, True), (False, False), (True, True)],
     ids=["between steps", "between steps, nothing read", "within a step"],
 )
-def test_rows_move_behind_what_reads_them(within: bool, read: bool) -> None:
+def test_kv_moves_after_pending_reads(within: bool, read: bool) -> None:
     """An eviction overwrites a slot with a KV entry that is still being written back. The write-back and a pending
     fetch of the slot must run first. Within a step the host does not wait. A fetch runs after the write-back, so
     waiting for the fetch is enough."""
@@ -296,7 +296,7 @@ def test_lists_of_a_batch_that_is_gone_are_still_read(late: int) -> None:
         runner.free(sequence)
 
 
-def test_what_a_graph_writes_back_counts_as_written() -> None:
+def test_write_backs_of_a_graph_count_as_written() -> None:
     """A replay marks the sequences' KV as it queues the write-back, so that later readers wait for it."""
     with simulated(Late((2,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
@@ -316,7 +316,7 @@ def test_what_a_graph_writes_back_counts_as_written() -> None:
         runner.free(sequence)
 
 
-def test_what_others_may_share_is_in_the_pool() -> None:
+def test_shared_kv_is_in_the_pool() -> None:
     """Prompt KV is in the pool after the prefill, and decoded KV before a fork copies it."""
     with simulated(Late((2,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
@@ -347,7 +347,7 @@ def test_the_missed_mass_is_that_of_a_cpu(tmp_path: Path) -> None:
     assert max(found) > 0.01 and found[: len(found) // 2] == pytest.approx(found[len(found) // 2 :], abs=1e-3)
 
 
-def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_a_compiler_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other RuntimeErrors are raised unchanged."""
     kernel = pytest.importorskip("offload_rt.kernels.triton_norm")
     said = ["Failed to find C compiler. Please specify via CC environment variable", "CUDA error: out of luck"]

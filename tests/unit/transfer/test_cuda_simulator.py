@@ -99,7 +99,7 @@ def test_a_host_that_reads_too_early_reads_poison(late_compute: Simulator) -> No
     assert into.tolist() == [0.0] * 4
 
 
-def test_a_host_that_writes_too_early_changes_what_is_copied(late_compute: Simulator) -> None:
+def test_a_host_that_writes_too_early_changes_the_copied_data(late_compute: Simulator) -> None:
     values = torch.ones(4).pin_memory()
     x = values.to(CUDA, non_blocking=True)
     values.fill_(7)
@@ -194,7 +194,7 @@ def forked(side: torch.cuda.Stream, x: torch.Tensor, join: bool = True) -> torch
     return y + z
 
 
-def test_a_graph_repeats_what_was_captured(sim: Simulator) -> None:
+def test_a_graph_repeats_the_captured_launches(sim: Simulator) -> None:
     side, x = torch.cuda.Stream(), torch.zeros(4, device=CUDA)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -141,7 +141,7 @@ def least(row: Row, folder: Path) -> int:
     return shape.sizes.fixed + layers * shape.sizes.layers[0] + costs.total([CONTEXT] * row.batch)
 
 
-def test_info_says_what_captured_graphs_keep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_shows_the_memory_of_captured_graphs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By default, graphs keep twice the staging and work buffers of one step. Under a limit they keep one step's,
     and only if CUDA graphs are requested."""
     arguments = ("info", str(folder), "--context", str(CONTEXT), "--dtype", "float32", "--device")

@@ -149,7 +149,7 @@ def test_streamed_weights_give_the_same_tokens(folder: Any, name: str, policy: s
     assert stats.weight_bytes_device < stats.weight_bytes
 
 
-def test_a_batch_shares_what_streams(folder: Any) -> None:
+def test_a_batch_shares_streamed_weights(folder: Any) -> None:
     rows = {"preset": "rows", "source": "residual"}
     costs = costs_of(folder("llama"), "infinigen", rows)
     prompts = [tiny_prompt(length, seed=length) for length in (40, 110, 55)]
@@ -205,7 +205,7 @@ def blocks_of(llm: LLM) -> list[int]:
     return [] if stream is None else [block.host.untyped_storage().data_ptr() for block in stream._blocks.values()]
 
 
-def test_what_lies_on_the_device_before_a_run_is_what_the_plan_says(folder: Any) -> None:
+def test_device_memory_before_a_run_equals_the_plan(folder: Any) -> None:
     """Weights on the device are exactly the embeddings, head, resident layers and two buffers."""
     costs = costs_of(folder("qwen2"), "full", {})
     limit = streaming_limit(costs, [CONTEXT])
@@ -264,7 +264,7 @@ def test_scoring_keys_on_the_host_select_the_same(folder: Any, options: dict[str
 
 
 @pytest.mark.parametrize("corrected", [True, False])
-def test_corrections_of_guesses_are_on_the_device_wherever_keys_are(folder: Any, corrected: bool) -> None:
+def test_corrections_of_guesses_are_always_on_the_device(folder: Any, corrected: bool) -> None:
     costs = costs_of(folder("llama"), "infinigen", {"corrected": corrected})
     geometry, size = costs.shape.geometry, costs.shape.dtype.itemsize
     held = 2 * geometry.hidden * LAYERS * size if corrected else 0  # slope and offset
@@ -298,7 +298,7 @@ def test_sizes_are_those_of_the_loaded_model(folder: Any, name: str) -> None:
     assert shape.weight_bytes - shape.sizes.fixed == sum(p.nbytes for p in model.parameters() if id(p) in own)
 
 
-def test_a_limit_that_cannot_hold_says_what_would(folder: Any) -> None:
+def test_the_error_of_a_small_limit_names_a_sufficient_one(folder: Any) -> None:
     costs = costs_of(folder("llama"), "full", {})
     least = streaming_limit(costs, [CONTEXT], resident=0)
     with pytest.raises(MemoryLimitError, match=r"1 B are missing. Up to 64 tokens would fit: pass max_model_len"):
@@ -308,7 +308,7 @@ def test_a_limit_that_cannot_hold_says_what_would(folder: Any) -> None:
         limited(folder("llama"), "full", {}, "64KiB")  # type: ignore[arg-type]
 
 
-def test_a_longer_prompt_than_planned_is_refused_and_what_fits_still_runs(folder: Any) -> None:
+def test_a_longer_prompt_than_planned_is_refused_and_shorter_ones_run(folder: Any) -> None:
     costs = costs_of(folder("llama"), "full", {})
     llm = limited(folder("llama"), "full", {}, streaming_limit(costs, [CONTEXT], resident=0))
     with pytest.raises(DeviceFullError, match=r"this plan is for 128 tokens"):
@@ -371,9 +371,7 @@ def stack(layers: int = 6) -> list[nn.Module]:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40), st.sets(st.integers(0, 5), min_size=3))
 @settings(max_examples=30, deadline=None)
-def test_whatever_the_order_a_layer_in_use_has_its_own_weights(
-    calls: list[tuple[bool, int]], streamed: set[int]
-) -> None:
+def test_a_layer_in_use_has_its_weights_in_any_order(calls: list[tuple[bool, int]], streamed: set[int]) -> None:
     layers = stack()
     before = [[weight.stride() for weight in layer.parameters()] for layer in layers]
     stream = WeightStream(layers, streamed, torch.device("cpu"), InlineStream())
@@ -399,7 +397,7 @@ def test_a_pass_brings_each_streamed_layer_once_and_a_layer_ahead() -> None:
     assert stream.bytes == (3 * 4 + 1) * size
 
 
-def test_compute_waits_for_a_copy_and_a_copy_for_what_reads_its_buffer() -> None:
+def test_compute_waits_for_a_copy_and_a_copy_for_readers_of_its_buffer() -> None:
     """Check the order of waits between the copy stream and the compute stream."""
     told: list[str] = []
 

@@ -108,14 +108,14 @@ def read(results: Path, part: str) -> Any:
     return json.loads((results / f"{part}.json").read_text())
 
 
-def test_every_result_says_on_what_it_was_measured(results: Path) -> None:
+def test_every_result_names_its_machine(results: Path) -> None:
     for part in gpu_parts.PARTS:
         about = read(results, part)["machine"]
         assert {"host_to_device", "device_to_host", "both_ways", "device"} == set(about["bandwidth"])
         assert about["commit"] and about["versions"]["torch"] and about["finished"] and about["device_memory"]
 
 
-def test_every_part_is_of_less_than_ten_minutes() -> None:
+def test_every_part_takes_less_than_ten_minutes() -> None:
     assert all(part.minutes < 10 for part in gpu_parts.PARTS.values())
 
 
@@ -127,7 +127,7 @@ def test_all_baselines_are_timed(results: Path) -> None:
     assert all("optimum-quanto" in line for line in skipped)
 
 
-def test_accuracy_is_of_every_policy(results: Path) -> None:
+def test_accuracy_is_measured_for_every_policy(results: Path) -> None:
     found = read(results, "accuracy")["results"]["llama"]
     for report in ("perplexity", "retrieval"):
         assert {row["policy"].split()[0] for row in found[report]["rows"]} >= {"full", "infinigen"}
@@ -186,7 +186,7 @@ def test_a_race_that_a_tool_finds_is_a_failure(results: Path) -> None:
         (KeyError("name"), "send us the file"),
     ],
 )
-def test_a_part_that_fails_says_what_to_do_and_keeps_what_it_found(
+def test_a_failed_part_names_the_remedy_and_keeps_its_results(
     error: Exception, told: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def part(job: GpuJob) -> Iterator[dict[str, Any]]:
@@ -202,7 +202,7 @@ def test_a_part_that_fails_says_what_to_do_and_keeps_what_it_found(
     assert "`kernels` did not get further" in gpu_readme.section(gpu_readme.load(tmp_path), "results")
 
 
-def test_parts_run_in_processes_of_their_own_and_those_that_failed_are_named(
+def test_parts_run_in_separate_processes_and_failed_ones_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
     codes = {"kernels": 1, "tests": programs.STOPPED}
@@ -218,7 +218,7 @@ def test_parts_run_in_processes_of_their_own_and_those_that_failed_are_named(
     assert all(f"{part}: said" in said for part in gpu_parts.PARTS) and said.count("failed") == 1
 
 
-def test_nvidia_smi_is_asked_and_where_it_fails_torch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidia_smi_is_used_with_torch_as_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'H100, 1, 5, 5, 16, 16, 80 MiB, 1980 MHz'\n")
     smi.chmod(0o755)
@@ -237,7 +237,7 @@ def test_on_a_cpu_a_part_runs_too(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- the documentation
 
 
-def test_the_section_is_made_from_the_files_alone(results: Path, tmp_path: Path) -> None:
+def test_the_section_is_generated_from_the_files(results: Path, tmp_path: Path) -> None:
     folder = tmp_path / "results"
     folder.mkdir()
     readme = tmp_path / "README.md"

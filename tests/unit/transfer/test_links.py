@@ -33,7 +33,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
-def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[str, Any]) -> None:
+def test_staged_kv_equals_kv_read_in_place(name: str, policy: str, options: dict[str, Any]) -> None:
     def run(prepare: bool) -> list[CompletionOutput]:
         llm = LLM(
             tiny_model(name, dtype=torch.float32),
@@ -55,7 +55,7 @@ def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[s
 @pytest.mark.parametrize(
     ("policy", "options"), [("full", {}), ("infinigen", {"recent": 8}), ("infinigen", {"preset": "paper"})]
 )
-def test_staged_rows_equal_rows_in_place_while_slots_are_overwritten(policy: str, options: dict[str, Any]) -> None:
+def test_staged_kv_equals_kv_read_in_place_while_slots_are_overwritten(policy: str, options: dict[str, Any]) -> None:
     """A dense layer is fetched before the newest token exists, so a KV entry that leaves the window must already be
     in its new slot."""
 
@@ -70,7 +70,7 @@ def test_staged_rows_equal_rows_in_place_while_slots_are_overwritten(policy: str
     assert run(True) == run(False)
 
 
-def test_a_fork_loads_its_resident_rows() -> None:
+def test_a_fork_loads_its_resident_kv() -> None:
     """Equal prompts are prefilled once. The fork loads its sinks and window from the pool."""
     model = tiny_model("llama", dtype=torch.float32)
     tokens = tiny_prompt(90)
@@ -171,7 +171,7 @@ def test_a_fetch_waits_for_the_write_back_and_compute_for_the_fetch() -> None:
 @pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("recent", [1, 4, 7])
 @pytest.mark.parametrize("step", [1, 5, 20])
-def test_residency_holds_exactly_the_resident_rows(sinks: int, recent: int, step: int) -> None:
+def test_residency_holds_exactly_the_resident_kv(sinks: int, recent: int, step: int) -> None:
     geometry = tiny_llama_geometry()
     residency = Residency(geometry, torch.float32, torch.device("cpu"), sinks, recent)
     for start in range(0, 40, step):
@@ -209,7 +209,7 @@ def test_dense_fetches_of_split_kv_do_not_disturb_each_other() -> None:
         transfer.rows.fetch_range(tables[1], 0, range(4 * BLOCK_SIZE)),
     ]
     parts = [part for fetch in fetches for part in fetch.wait()]
-    assert all(len(pool.runs(blocks, 0, range(4 * BLOCK_SIZE))) > 1 for blocks in tables), "the case is what it claims"
+    assert all(len(pool.runs(blocks, 0, range(4 * BLOCK_SIZE))) > 1 for blocks in tables), "the tables are fragmented"
     for read in (parts, [run for part in parts for run in part.runs]):
         sides = zip(*[(part.k, part.v) for part in read], strict=True)
         assert torch.stack([torch.cat(side, 1) for side in sides]).equal(torch.cat(written, 2))

@@ -49,7 +49,7 @@ def row(text: str, name: str) -> str:
     return line.split("│")[2].strip()
 
 
-def test_table_shows_what_the_statistics_say(infinigen: Stats) -> None:
+def test_table_shows_the_statistics(infinigen: Stats) -> None:
     text = shown(stats_table(infinigen))
     assert row(text, "prompt") == "500 tokens"
     assert row(text, "generated") == "40 tokens"
@@ -63,7 +63,7 @@ def test_table_shows_what_the_statistics_say(infinigen: Stats) -> None:
     assert row(shown(stats_table(nothing)), "dense layers") == "all 3"
 
 
-def test_table_says_what_is_usual_and_what_to_do(infinigen: Stats) -> None:
+def test_table_shows_usual_values_and_advice(infinigen: Stats) -> None:
     much = replace(infinigen, missed_mass=0.26, approximate_bytes_device=0)
     assert "raise the budget" in row(shown(stats_table(much)), "too high")
     assert row(shown(stats_table(replace(much, missed_mass=0.04))), "usual range") == "below 10%"
@@ -71,7 +71,7 @@ def test_table_says_what_is_usual_and_what_to_do(infinigen: Stats) -> None:
     assert "which is" not in shown(stats_table(replace(much, missed_mass=None)))
 
 
-def test_table_says_where_nothing_was_selected(infinigen: Stats) -> None:
+def test_table_names_layers_without_selection(infinigen: Stats) -> None:
     """With 100 tokens and a budget of 20, the sinks and the window hold 68 tokens."""
     options = {"budget": 0.2, "dense_layers": ()}
     llm = LLM(tiny_model("llama"), policy="streaming", policy_options=options)
@@ -90,7 +90,7 @@ def costs_of(name: str, dtype: torch.dtype, options: InfiniGenOptions | None) ->
 
 
 @pytest.mark.parametrize("scorer", ["partial", "int4", "int2"])
-def test_requirements_are_what_a_run_takes(scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requirements_equal_the_memory_of_a_run(scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
     llm = LLM(
         tiny_model("qwen3", num_hidden_layers=4),
@@ -110,7 +110,7 @@ def test_requirements_are_what_a_run_takes(scorer: str, tmp_path: Path, monkeypa
     )
 
 
-def test_contexts_that_are_attended_to_as_a_whole_are_fetched_so() -> None:
+def test_contexts_with_full_attention_are_fetched_entirely() -> None:
     """A longer context was once as short as these."""
     shape = load_shape(tiny_model("llama"))
     options = {"dense_until": 500, "max_fraction": 0.1, "dense_layers": (1,)}

@@ -101,13 +101,13 @@ def test_an_embedding_in_host_memory_gives_the_same_logits(folder: Any, name: st
     used = llm.runner.weights
     assert used is not None and used.embedding is not None
     tokens = sum(map(len, PROMPTS)) + 2 * len(PROMPTS)
-    assert used.use.bytes == tokens * llm.runner.adapter.geometry.hidden * 4, "rows of tokens, and nothing else"
+    assert used.use.bytes == tokens * llm.runner.adapter.geometry.hidden * 4, "only the embedding rows of tokens"
     [completion] = completed(llm.generate([PROMPTS[0]], GREEDY))
     [other] = completed(whole.generate([PROMPTS[0]], GREEDY))
     assert other.stats.weight_bytes_device - completion.stats.weight_bytes_device == used.embedding.host_bytes
 
 
-def test_statistics_say_what_crossed(folder: Any) -> None:
+def test_statistics_count_transferred_weights(folder: Any) -> None:
     llm = runtime(folder("mixtral"), experts_on_device=3)
     [completion] = completed(llm.generate([PROMPTS[0]], GREEDY))
     stats, weights = completion.stats, llm.runner.weights
@@ -117,7 +117,7 @@ def test_statistics_say_what_crossed(folder: Any) -> None:
     missed = round((1 - stats.expert_hit_rate) * steps * layers * CHOSEN)
     assert stats.h2d_weight_bytes_steps == missed * one > 0
     assert stats.h2d_weight_bytes - stats.h2d_weight_bytes_steps == (2 * EXPERTS + CHOSEN) * one, (
-        "of the last layer only the last token is computed"
+        "the last layer computes only the last token"
     )
     assert stats.weight_bytes_device == stats.weight_bytes - layers * one
 
@@ -157,7 +157,7 @@ def stacked() -> Any:
     slots=st.integers(1, 6),
 )
 @settings(max_examples=15, deadline=None)
-def test_whatever_is_chosen_the_experts_are_the_right_ones(
+def test_outputs_are_right_for_any_choice_of_experts(
     stacked: Any, calls: list[tuple[int, int, int]], slots: int
 ) -> None:
     """Each call is (tokens, experts per token, seed). Outputs equal those of the module with all experts, each
@@ -182,7 +182,7 @@ def test_whatever_is_chosen_the_experts_are_the_right_ones(
     assert cache.device_bytes == min(slots, 6) * one
 
 
-def test_the_expert_used_longest_ago_leaves(stacked: Any) -> None:
+def test_the_least_recently_used_expert_is_evicted(stacked: Any) -> None:
     cache = ExpertCache(copy.deepcopy(stacked), 3, torch.device("cpu"))
     for expert in (0, 1, 2, 0, 3, 1):  # 3 evicted 1
         cache(torch.ones(1, 32), torch.tensor([[expert]]), torch.ones(1, 1))
@@ -209,7 +209,7 @@ def test_a_plan_keeps_as_many_experts_as_fit(folder: Any) -> None:
         assert weights.device_bytes == slots * step
         [completion] = completed(llm.generate([PROMPTS[0]], GREEDY))
         assert completion.stats.weight_bytes_device <= plan.weights <= limit - rest
-        assert plan.weights - completion.stats.weight_bytes_device < 64 * 12 * 3, "but for what aligns weights"
+        assert plan.weights - completion.stats.weight_bytes_device < 64 * 12 * 3, "the difference is alignment"
     least = runtime(folder("mixtral"), device_memory=limit - 1, max_model_len=64)
     assert least.runner.plan is not None and len(least.runner.plan.streamed) > BUFFERS - 1
     assert least.runner.plan.placement.experts == 1
@@ -222,7 +222,7 @@ def test_a_limit_that_not_even_one_expert_fits_is_refused(folder: Any) -> None:
         runtime(folder("mixtral"), device_memory="64KiB", max_model_len=64)
 
 
-def test_info_says_where_experts_and_embedding_are(folder: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_shows_where_experts_and_embedding_are(folder: Any, capsys: pytest.CaptureFixture[str]) -> None:
     place = str(folder("mixtral"))
     arguments = ["info", place, "--context", "64", "--device", "cpu", "--dtype", "float32"]
     assert main([*arguments, "--experts-on-device", "2", "--embedding-on-host"]) == 0
@@ -237,7 +237,7 @@ def test_info_says_where_experts_and_embedding_are(folder: Any, capsys: pytest.C
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
-def test_what_cannot_be_placed_is_refused(folder: Any, tmp_path: Path) -> None:
+def test_impossible_placements_are_refused(folder: Any, tmp_path: Path) -> None:
     architecture("llama3", tie_word_embeddings=True).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="no mixture of experts"):
         runtime(folder("llama3"), experts_on_device=2)

@@ -15,7 +15,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
-from offload_rt.transfer.plan import first_askers
+from offload_rt.transfer.plan import first_occurrences
 from offload_rt.transfer.working_set import Table
 
 OPTIONS: dict[str, Any] = {"preset": "rows", "sinks": 2, "recent": 8}
@@ -107,7 +107,7 @@ def test_a_table_is_a_plain_dict(data: st.DataObject) -> None:
 @given(st.lists(st.integers(-1, 6), min_size=1, max_size=20))
 def test_the_first_asker_of_a_row(ids: list[int]) -> None:
     want = [-1 if row < 0 or ids.index(row) == at else ids.index(row) for at, row in enumerate(ids)]
-    assert first_askers(torch.tensor(ids)).tolist() == want
+    assert first_occurrences(torch.tensor(ids)).tolist() == want
 
 
 @pytest.mark.parametrize("rows", [1, 30])
@@ -123,7 +123,7 @@ def test_the_first_asker_of_a_row(ids: list[int]) -> None:
     ],
     ids=["default", "paper", "repair", "int4", "h2o", "sliding"],
 )
-def test_tokens_are_the_same_and_fewer_bytes_cross(rows: int, policy: str, settings: dict[str, Any]) -> None:
+def test_tokens_are_the_same_and_fewer_bytes_are_transferred(rows: int, policy: str, settings: dict[str, Any]) -> None:
     """Run a ragged batch and check integrity after every step."""
     prompts = [tiny_prompt(length, seed=length) for length in (1, 40, 150)]
     plain = completed(make(policy=policy, **settings).generate(prompts, greedy(12)))
@@ -190,7 +190,7 @@ def test_an_overwritten_slot_is_forgotten(eviction: str, policy_options: dict[st
     assert (made[1].stats.working_set_hit_rate or 0) > 0.05
 
 
-def test_forks_take_the_rows_along() -> None:
+def test_forks_copy_the_working_set() -> None:
     """Samples and beams give the same tokens, and a fork starts with the working set of its parent."""
     prompt = tiny_prompt(150, seed=1)
     sampled = SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=3)
