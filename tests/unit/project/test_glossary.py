@@ -30,7 +30,7 @@ NAMES = {
     "prefix_sharing": "enable_prefix_caching", "whole_pass": "verification pass", "exact_layer": "full-attention layer",
     "join_tail": "merge_approximate", "text_part": "language model", "own_device": "device guard",
     "proof": "load-time verification", "growth": "attention temperature scaling", "reach": "RoPE scaling",
-    "gate": "middleware", "figures": "metrics", "deltas": "chat stream", "answers": "responses",
+    "figures": "metrics", "deltas": "chat stream", "answers": "responses",
     "affinity": "prefix-aware router", "Room": "cache manager", "Ticket": "handle", "Arriving": "pending fetch",
     "Returning": "pending write-back", "Strategy": "a telling name", "Visible": "a telling name",
     "Span": "a telling name", "Holder": "a telling name", "Asked": "a telling name",
