@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 DEFAULT_LIMIT = 32 << 30
 """Largest limit of the default store in bytes."""
 
-DOCUMENTS = "server"
-"""Folder of conversations and responses in the store."""
-
 _log = logging.getLogger("offload_rt.server")
 
 KEY_VARIABLE = "OFFLOAD_RT_API_KEY"
@@ -82,7 +79,9 @@ class _Store:
     @property
     def documents(self) -> Path | None:
         """Folder of conversations and responses."""
-        return None if self.folder is None else self.folder / DOCUMENTS
+        from ..storage.folder import SERVER_FOLDER
+
+        return None if self.folder is None else self.folder / SERVER_FOLDER
 
 
 def _store(args: argparse.Namespace) -> _Store:

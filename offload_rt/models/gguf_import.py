@@ -102,10 +102,13 @@ def _convert(folder: Path, *, source: ModelSource, path: Path) -> None:
                 with one_error(f"cannot read tensor {tensor.name} of {source}"):
                     module = name.removesuffix(".weight")
                     found = _packed(tensor, skeleton.get_submodule(name.rpartition(".")[0]), processor)
-                    if found is None:
-                        tensors[name] = _dense(tensor, processor)
-                    else:
-                        tensors[module], formats[module] = found
+                    dense = _dense(tensor, processor) if found is None else None
+                if found is not None:
+                    tensors[module], formats[module] = found
+                elif dense is not None:
+                    tensors[name] = dense
+                else:
+                    raise CannotPackError(f"transformers converts the tensor {tensor.name}")
             advance()
     config.dtype, config.architectures = torch.bfloat16, [architecture_of(config)]
     if hasattr(config, "quantization_config"):
@@ -160,12 +163,17 @@ def _packed(tensor: ReaderTensor, module: nn.Module, processor: Any) -> tuple[to
     if form is None:
         return None
     # Rows of some architectures are in another order in GGUF files. The order of numbered rows shows which.
-    numbers = np.arange(outs, dtype=np.float64)[:, None] * np.ones(2)
-    result = processor.process(weights=numbers, name=tensor.name, tensor_key_mapping=None, parsed_parameters={})
+    numbers = np.arange(outs, dtype=np.float64)[:, None] + np.array([0, 0.5])
+    try:
+        result = processor.process(
+            weights=numbers, name=tensor.name, tensor_key_mapping=None, parsed_parameters={"tensors": {}}
+        )
+    except (KeyError, IndexError, ValueError):  # it changes more than the order of rows
+        return None
     if result.name != tensor.name or np.shape(result.weights) != numbers.shape:
         return None
-    order = np.asarray(result.weights)[:, 0]
-    if not np.array_equal(np.sort(order), numbers[:, 0]):
+    order, second = np.asarray(result.weights).T
+    if not (np.array_equal(np.sort(order), numbers[:, 0]) and np.array_equal(second, order + 0.5)):
         return None
     data = torch.from_numpy(np.array(tensor.data.reshape(outs, -1)))
     rows = packed_rows(data, tensor.tensor_type.name, form)
@@ -174,8 +182,8 @@ def _packed(tensor: ReaderTensor, module: nn.Module, processor: Any) -> tuple[to
     return (rows if np.array_equal(order, numbers[:, 0]) else rows[torch.from_numpy(order.astype(np.int64))]), form
 
 
-def _dense(tensor: ReaderTensor, processor: Any) -> torch.Tensor:
-    """Return the dequantised tensor in float32, as transformers computes it."""
+def _dense(tensor: ReaderTensor, processor: Any) -> torch.Tensor | None:
+    """Return the dequantised tensor in float32, as transformers computes it, or None if it is not one tensor there."""
     from gguf import dequantize
 
     weights = dequantize(tensor.data, tensor.tensor_type)
@@ -183,5 +191,5 @@ def _dense(tensor: ReaderTensor, processor: Any) -> torch.Tensor:
         weights=weights, name=tensor.name, tensor_key_mapping=None, parsed_parameters={"tensors": {}}
     )
     if result.name != tensor.name:
-        raise CannotPackError(f"transformers converts the tensor {tensor.name}")
+        return None
     return torch.from_numpy(np.array(result.weights, dtype=np.float32))

@@ -6,6 +6,7 @@ A folder has config.json, the tokenizer, and model.safetensors, which is mapped,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ from .linear.packed import PACKED, hold_packed
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+_NEW = "new-"  # prefix of folders that are not complete
 WEIGHTS, DIGEST = "model.safetensors", "model.digest"
 LIMIT_VARIABLE, DEFAULT_LIMIT = "OFFLOAD_RT_PACKED_LIMIT", "64GiB"
 """Environment variable with the maximum size of all cached folders. The folders used least recently are deleted."""
@@ -137,21 +139,28 @@ def cached_folder(folder: Path, write: Callable[[Path], None]) -> Path:
         os.utime(folder)  # marks it as used
         return folder
     make_private_folder(folder.parent)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix="new-"))
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_NEW))
     try:
         write(temporary)
-        if not folder.exists():  # another process may have been faster
+        if folder.exists() and not (folder / DIGEST).exists():  # what is left of an interrupted deletion
+            shutil.rmtree(folder)
+        try:
             os.replace(temporary, folder)
+        except OSError:
+            if not (folder / DIGEST).exists():  # else another process was faster
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    _limit(folder)
+    with contextlib.suppress(FileNotFoundError):  # another process deletes at the same time
+        _limit(folder)
     return folder
 
 
 def _limit(newest: Path) -> None:
     """Delete the folders used least recently while all of them are larger than the limit. Keep `newest`."""
     limit = parse_size(os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT, LIMIT_VARIABLE)
-    known = [each for each in newest.parent.iterdir() if (each / DIGEST).exists()]
+    folders = (each for each in newest.parent.iterdir() if not each.name.startswith(_NEW))
+    known = [each for each in folders if (each / DIGEST).exists()]
     sizes = {each: sum(file.stat().st_size for file in each.iterdir()) for each in known}
     total = sum(sizes.values())
     for each in sorted(known, key=lambda each: each.stat().st_mtime):

@@ -169,9 +169,11 @@ class WholePrompts:
         """
         if name in self._opened and self._opened[name].busy:
             raise SessionBusyError(f"session {name!r} is answering: wait for it, or abort it")
-        self._opened.pop(name, None)
-        self._drop_ending()  # so that none of their blocks is written after the deletion
+        opened = self._opened.pop(name, None)
         known = self.store.exists(name)
+        if opened is None and not known:
+            return False  # deleting removes every block that no session uses: nobody else's prompts for an unknown name
+        self._drop_ending()  # so that none of their blocks is written after the deletion
         self.store.delete(name)
         return known
 

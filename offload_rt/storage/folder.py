@@ -24,6 +24,7 @@ BLOCKS, DAMAGED = ".kv", ".damaged"
 SPACE = re.compile(r"[0-9a-f]{32}")
 """Folder name of a namespace: its digest."""
 
+SERVER_FOLDER = "server"  # of conversations and responses, inside the folder of a store
 _TEMPORARY, _LOCK = ".tmp", "lock"
 _FAN = re.compile(r"[0-9a-f]{2}")
 _OLD_CHUNK, _OLD_HISTORY = re.compile(r"[0-9a-f]{32}\.kv"), re.compile(rb'\{"format": 1,')
@@ -267,7 +268,8 @@ class StoreFolder:
     def _protect(self) -> None:
         """Restrict the store's folders and files to their owner, including files written by earlier versions."""
         with contextlib.suppress(PermissionError):  # the folder belongs to another user but is writable
-            if all(path.name == _LOCK or SPACE.fullmatch(path.name) for path in self.path.iterdir()):
+            known = (_LOCK, SERVER_FOLDER)
+            if all(path.name in known or SPACE.fullmatch(path.name) for path in self.path.iterdir()):
                 make_private(self.path)
         for space in spaces(self.path):
             make_private(space)

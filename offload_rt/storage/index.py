@@ -158,7 +158,9 @@ class DiskIndex:
         """
         horizon = self._clock() - int(self._ttl * 1e9) if self._ttl is not None else -1
         used, limit = self.bytes_used + size, self.limit_bytes
-        rank = None if cost is None or not self._weighs else self._clock() + cost * NS_PER_TOKEN
+        # Like the stamps of uses, the time of the new file never runs backwards.
+        now = max(self._clock(), self._stamp + 1)
+        rank = None if cost is None or not self._weighs else now + cost * NS_PER_TOKEN
         gone, spared = dict[Path, None](), []
         for path in self._expired(horizon):
             gone[path] = None

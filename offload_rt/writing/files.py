@@ -9,7 +9,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, StoreError
+from ..kv_cache.disk.direct_file import write_all
 from ..sampling_params import SamplingParams
 from ..utils.private_files import make_private_folder, open_private
 from ..utils.small_files import read_json, read_small
@@ -81,9 +82,15 @@ class TextFile:
             known = 0
         self._ahead = self._ahead[known:]
         assert self._handle is not None
-        os.lseek(self._handle, known, os.SEEK_CUR)
-        if known < len(data):
-            os.write(self._handle, data[known:])
+        at = os.lseek(self._handle, known, os.SEEK_CUR)
+        try:
+            write_all(self._handle, at, memoryview(data[known:]))
+        except OSError as error:
+            os.ftruncate(self._handle, at)  # so that the file ends with complete pieces of text
+            raise StoreError(
+                f"cannot write {str(self.path)!r}: {error.strerror}. Free some space; the same command then continues"
+            ) from error
+        os.lseek(self._handle, at + len(data) - known, os.SEEK_SET)
 
     def _replace_rest(self) -> None:
         """Cut the file at the first difference, after copying it."""

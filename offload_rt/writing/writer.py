@@ -13,7 +13,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -200,11 +200,10 @@ class _Writer:
 
     def close(self) -> None:
         """Save the progress and the session."""
-        try:
+        with ExitStack() as ends:
+            ends.callback(self._session.close)
+            ends.callback(self._file.close)
             self._save()
-            self._file.close()
-        finally:
-            self._session.close()
 
     def _save(self) -> None:
         self._written.new_tokens = self._new_tokens

@@ -110,7 +110,7 @@ def test_errors_of_the_engine_are_the_clients(url: str, engine: AsyncLLM) -> Non
 
 def test_an_answer_without_a_limit_ends_where_memory_does(engine: AsyncLLM) -> None:
     """Host memory has room for 128 of the model's 4,096 positions. A longer prompt is refused."""
-    small = LLM(engine.llm.name, policy="full", verify="off", host_memory="64KiB")
+    small = LLM(engine.llm.name, policy="full", verify="off", host_memory="128KiB")
     small.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     with served(AsyncLLM(small)) as url:
         assert httpx2.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 128
