@@ -42,6 +42,7 @@ class PackedProducts:
         self, x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return x `[..., in]` times weights `[out, in]`, packed, plus bias `[out]`: `[..., out]`."""
+        assert x.shape[-1] == form.ins and (bias is None or bias.dtype == x.dtype)
         x, outs = x.contiguous(), len(packed)
         rows = x.numel() // form.ins
         out = x.new_empty(*x.shape[:-1], outs)

@@ -148,8 +148,8 @@ class AsyncLLM:
             StoreError: A file cannot be deleted.
         """
         sessions, loop = self._sessions, asyncio.get_running_loop()
-        if sessions is None:
-            raise InputError("there is no session store: create AsyncLLM(llm, store=folder)")
+        if sessions is None or not self._names_sessions:
+            raise InputError("there is no session store for writing: create AsyncLLM(llm, store=folder)")
         done: asyncio.Future[bool] = loop.create_future()
 
         def resolve(error: Exception | None, known: bool) -> None:

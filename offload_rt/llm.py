@@ -403,6 +403,9 @@ class LLM:
         if known is None or known.closed:
             chosen = configured(StoreOptions, options, fields)
             known = self._stores[folder] = SessionStore.on_disk(self.runner, folder, chosen, read_only=read_only)
+        elif known.read_only is not read_only:
+            kind = "for reading only" if known.read_only else "for writing"
+            raise InputError(f"the store {str(folder)!r} is already open {kind}: close its sessions and engines first")
         return known
 
     def reset_prefix_cache(self) -> bool:

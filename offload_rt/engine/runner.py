@@ -13,6 +13,7 @@ import torch
 
 from ..config import EngineConfig
 from ..core import BLOCK_SIZE, BlockTable
+from ..errors import EngineError
 from ..kernels.team import engine_threads
 from ..kv_cache.disk.file_arena import DiskUse
 from ..kv_cache.pool import HostPool
@@ -373,6 +374,8 @@ class Runner:
         began, used = time.perf_counter(), self.weight_use
         rebalance(batch, self.pool, self.transfer.storage, self.policy)
         for sequence in batch:
+            if self.states is not None and sequence.interrupted:
+                raise EngineError("an interrupted step left recurrent state incomplete: send the request again")
             self.cache_manager.slide(sequence, self.transfer.storage, sequence.position + 1)
             sequence.slots.begin_step(sequence.blocks, sequence.position)
             sequence.interrupted = True

@@ -51,12 +51,12 @@ class StateSlots:
         if not self._free:
             self._grow(self._size + max(1, self._size // 4))
         slot = min(self._free)
-        self._free.remove(slot)
         for tensors in (self.conv, self.recurrent):
             for states in tensors.values():
                 states[slot] = 0 if origin is None else states[origin]
         for seen in self.seen.values():
             seen[slot] = 0 if origin is None else seen[origin]
+        self._free.remove(slot)
         return slot
 
     def release(self, slot: int) -> None:
@@ -75,20 +75,26 @@ class StateSlots:
         assert not wrong, f"recurrent layers saw {wrong} tokens instead of {tokens}"
 
     def _grow(self, size: int) -> None:
-        """Allocate `size` slots and copy the present ones, layer by layer."""
-        for shape in self._shapes:
-            self._resize(self.conv, shape.layer, (size, *shape.conv), self._dtype)
-            if shape.recurrent:
-                self._resize(self.recurrent, shape.layer, (size, *shape.recurrent), torch.float32)
-            self.seen[shape.layer] += [0] * (size - self._size)
+        """Allocate `size` slots and copy the present ones. If memory runs out, nothing changes."""
+        conv = {one.layer: self._resized(self.conv, one.layer, (size, *one.conv), self._dtype) for one in self._shapes}
+        recurrent = {
+            one.layer: self._resized(self.recurrent, one.layer, (size, *one.recurrent), torch.float32)
+            for one in self._shapes
+            if one.recurrent
+        }
+        self.conv, self.recurrent = conv, recurrent
+        for seen in self.seen.values():
+            seen += [0] * (size - self._size)
         self._free.update(range(self._size, size))
         self._size = size
 
-    def _resize(self, tensors: dict[int, torch.Tensor], layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def _resized(
+        self, tensors: dict[int, torch.Tensor], layer: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         states = torch.empty(shape, dtype=dtype, device=self._device)
         if layer in tensors:
             states[: self._size] = tensors[layer]
-        tensors[layer] = states
+        return states
 
 
 class RecurrentState:

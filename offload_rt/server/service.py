@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ from ..errors import ConfigError, OffloadError, PoolFullError, SessionBusyError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from ..utils.private_files import make_private_folder, open_private
+from ..utils.small_files import read_small
 from .chat_stream import Usage
 from .documents import Conversations, DocumentCache, ResponseStore, response_of, session_of
 from .engines import Engines
@@ -280,14 +281,28 @@ def _salt_key(folder: Path | None) -> bytes:
     path = folder / "salt.key"
     try:
         make_private_folder(folder)
-        with open(open_private(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
-            if len(key := file.read(32)) < 32:
-                key = secrets.token_bytes(32)
-                file.seek(0)
-                file.write(key)
-            return key
+        if not path.exists():
+            _write_once(path, secrets.token_bytes(32))
+        key = read_small(path)
     except OSError as error:
         raise ConfigError(f"cannot use {str(path)!r}: {error.strerror or error}") from error
+    if len(key) != 32:
+        raise ConfigError(f"{str(path)!r} is damaged: delete it; prompts stored with salts are then computed again")
+    return key
+
+
+def _write_once(path: Path, data: bytes) -> None:
+    """Write a file that other processes may write at the same time: one of them wins. Raise OSError."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _called(name: str) -> str:

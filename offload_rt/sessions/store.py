@@ -109,6 +109,7 @@ class SessionStore:
         self.closed = False
         self._namespace = space
         self._folder: Path | None = None
+        self.read_only = False
         self._open: dict[str, Session] = {}
         self._holders: set[StoreUser] = set()
         runner.reclaimables.append(self)
@@ -129,7 +130,7 @@ class SessionStore:
             lambda namespace, layers: DiskStore(folder, namespace, layers, options, read_only=read_only),
             options,
         )
-        store._folder = folder
+        store._folder, store.read_only = folder, read_only
         return store
 
     def open(self, name: str, *, prompts_are_whole: bool = False) -> Session:

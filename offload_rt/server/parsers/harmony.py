@@ -10,6 +10,7 @@ from .scanner import Scan, Scanner
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+_HEADER = re.compile(r".*(?:<\|(?:channel|start)\|>|to=)\s*\S*\s*", re.DOTALL)
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 
 
@@ -33,7 +34,8 @@ class Harmony(Scanner):
         text, complete = yield from self.until(MESSAGE)
         header = tag + text
         if not complete:
-            self._show("" if CHANNEL in header or START in header else header)
+            show = self._reason if _ANALYSIS.search(header) else self._show
+            show(_HEADER.sub("", header) if CHANNEL in header or START in header else header)
             return ""
         recipient = _RECIPIENT.search(header)
         if recipient and recipient[1] in self.tools and (yield from self.peek()) == "{":

@@ -16,7 +16,7 @@ Scan = Generator[None, None, T]
 WHITESPACE = " \t\n\r\f\v"
 
 _WORD = re.compile(r"[\w.-]*")
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_IN_STRING = re.compile(r'(?:[^"\\]+|\\.)*', re.DOTALL)
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 
@@ -145,22 +145,30 @@ class Scanner:
     def word(self) -> Scan[str]:
         """Skip whitespace, and return the letters, digits and `_.-` that follow."""
         yield from self.peek()
+        start, end = self._at, self._at
         while True:
-            found = _WORD.match(self._text, self._at)
+            found = _WORD.match(self._text, end)
             assert found is not None
-            if found.end() < len(self._text) or not (yield from self.more()):
-                self._at = found.end()
-                return found[0]
+            end = found.end()
+            if end < len(self._text) or not (yield from self.more()):
+                self._at = end
+                return self._text[start:end]
 
     def string(self) -> Scan[str | None]:
         """Skip whitespace, and return the JSON string that follows, or None if there is none."""
         if (yield from self.peek()) != '"':
             return None
-        while (found := _STRING.match(self._text, self._at)) is None:
+        start, end = self._at, self._at + 1
+        while True:  # each character is read once, however long the string is
+            found = _IN_STRING.match(self._text, end)
+            assert found is not None
+            end = found.end()
+            if self._text[end : end + 1] == '"':
+                break
             if not (yield from self.more()):
                 return None
-        self._at = found.end()
-        value = _json(found[0])
+        self._at = end + 1
+        value = _json(self._text[start : self._at])
         return value if isinstance(value, str) else None
 
     def until(self, *tags: str) -> Scan[tuple[str, str]]:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from support.tiny_models import assert_greedy
 
 from offload_rt import LLM, ConfigError, InputError, OffloadedCache, SamplingParams, offload
 from offload_rt.config import EngineConfig
+from offload_rt.core import StateShape
 from offload_rt.models.recurrent import RecurrentState, StateSlots
 from offload_rt.models.registry import adapter_for
 from offload_rt.models.shape import load_shape
@@ -207,6 +210,29 @@ class TestFaults:
         prompt = prompt_of(3, seed=1)
         with pytest.raises(AssertionError):
             assert_greedy(model, prompt, texts(llm, [prompt])[0])
+
+
+def test_slots_survive_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run out of memory at each allocation of a growth. The slots stay as they were, and grow the next time."""
+    shapes = (StateShape(0, -1, (4, 3), (2, 2)), StateShape(1, 0, (4, 3), ()))
+    geometry = replace(adapter_for(architecture("lfm3")).geometry, states=shapes)
+    for fails_at in range(3):
+        slots = StateSlots(geometry, torch.float32, torch.device("cpu"))
+        first, calls, real = slots.take(), itertools.count(), torch.empty
+
+        def empty(*shape: Any, calls: Any = calls, real: Any = real, at: int = fails_at, **more: Any) -> torch.Tensor:
+            if next(calls) == at:
+                raise MemoryError
+            return real(*shape, **more)  # type: ignore[no-any-return]
+
+        slots.conv[0][first] = 7
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", empty)
+            with pytest.raises(MemoryError):
+                slots.take()
+        assert slots.used == 1
+        assert slots.take(first) != first and slots.used == 2
+        assert slots.conv[0].eq(7).all() and all(len(seen) == len(slots.conv[0]) for seen in slots.seen.values())
 
 
 def test_all_hybrids_are_named() -> None:

@@ -263,6 +263,9 @@ def test_any_cut_gives_the_same(name: str, data: st.DataObject) -> None:
             [ToolCall("stop", '{"a": true, "b": "x y"}')],
         ),
         ("harmony", "<|channel|>final<|message|>Yes.<|return|>", [Content("Yes.")]),
+        ("harmony", "<|channel|>final The answer is 42.", [Content("The answer is 42.")]),
+        ("harmony", "<|channel|>analysis Well", [Reasoning("Well")]),
+        ("harmony", "<|channel|>commentary to=functions.stop", []),
         ("harmony", "to be", [Content("to be")]),
         ("harmony", "to=be", [Content("to=be")]),
         (

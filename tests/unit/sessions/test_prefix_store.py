@@ -149,6 +149,10 @@ def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
             found = [(await last(reader, ids)).num_cached_tokens for ids in (prompt(200), prompt(300, 5))]
             with pytest.raises(InputError, match="writable"):
                 await last(reader, prompt(9), session="a")
+            with pytest.raises(InputError, match="for writing"):
+                await reader.delete_session("a")
+            with pytest.raises(InputError, match="already open for reading only"):
+                reader.llm.session("a", tmp_path)
         assert files(tmp_path) == before
         return found[0], found[1]
 
@@ -162,6 +166,8 @@ def test_deletions_remove_the_kv_of_prompts(tmp_path: Path) -> None:
         await last(engine, prompt(200))
         await last(engine, prompt(130, 3), session="a")
         await last(engine, prompt(130, 5), session="b")
+        stored = files(tmp_path)
+        assert not await engine.delete_session("unknown") and files(tmp_path) == stored
         await engine.delete_session("a")
 
     served(make(tmp_path), delete, parked=True)
