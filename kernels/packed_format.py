@@ -17,9 +17,9 @@ BLOCK = 256
 class PackedFormat:
     """The layout of one packed weight, `[out, row_bytes]` in bytes. Both C code and torch read it in place.
 
-    A weight is `(code * scale + minimum) * 2^exponent`. Each row is [lower bits of codes][higher bits][scales][minima or
-    zeros][factors of scales][factors of minima]. Scales and minima are float16, or int8 with a float16 factor for each
-    `BLOCK` inputs if the format has factors. `packed_products.c` describes the order of the codes.
+    A weight is `(code * scale + minimum) * 2^exponent`. Each row is [lower bits of codes][higher bits][scales][minima
+    or zeros][factors of scales][factors of minima]. Scales and minima are float16, or int8 with a float16 factor for
+    each `BLOCK` inputs if the format has factors. `packed_products.c` describes the order of the codes.
 
     Attributes:
         ins: Input features, a multiple of 64 (of 128 with 6 bits, of `BLOCK` with factors).

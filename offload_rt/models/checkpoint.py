@@ -18,7 +18,7 @@ import torch
 from ..config import DType
 from ..errors import ConfigError, MemoryLimitError, ModelError, OffloadError
 from ..utils.config_fields import check_choice
-from .gguf_header import check_complete
+from .gguf_header import read_header
 from .linear import backend_of, packing
 from .linear.dense import computes_bfloat16
 from .linear.packed import PACKED
@@ -72,7 +72,7 @@ def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
 
     require_gguf(source)
     if source.folder is not None:
-        check_complete(source.folder / str(source.gguf))
+        read_header(source.folder / str(source.gguf))
     with one_error(f"cannot read the configuration of {source}"), _quiet():
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.place, gguf_file=source.gguf, **source.hub.options)
     if config.model_type not in CLASSES:

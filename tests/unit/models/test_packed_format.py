@@ -72,7 +72,7 @@ def test_products_are_those_of_float64(form: PackedFormat, bias: bool, dtype: to
     """A row's result does not depend on the number of rows, up to the rows that torch multiplies."""
     rows, weights = random_rows(form, 21)
     layer = nn.Linear(form.ins, 21, bias=bias).to(dtype)
-    hold_packed(layer, nn.Parameter(rows, requires_grad=False), form, dtype)
+    hold_packed(layer, form, dtype, rows)
     x = torch.randn(packed_products.MAX_ROWS + 1, form.ins * 2, dtype=dtype)[..., ::2]
     expected = x.double() @ weights.T + (layer.bias.double() if bias else 0)
     size = (x.double().norm(dim=1)[:, None] * weights.norm(dim=1)).double()
@@ -89,7 +89,7 @@ def test_products_are_those_of_float64(form: PackedFormat, bias: bool, dtype: to
 def test_gradients_of_inputs_pass_through() -> None:
     rows, weights = random_rows(FORMATS[0], 3)
     layer, x = nn.Linear(192, 3), torch.randn(2, 192, requires_grad=True)
-    hold_packed(layer, nn.Parameter(rows, requires_grad=False), FORMATS[0], torch.float32)
+    hold_packed(layer, FORMATS[0], torch.float32, rows)
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, weights.sum(0).float().expand(2, 192))
 
