@@ -33,9 +33,10 @@ def _compiled(tensor: torch.Tensor) -> bool:
 
 
 def _by_device(definition: Callable[P, T], triton: str, on: int = 0) -> Callable[P, T]:
-    """Return `definition`, with the function of that name in module `triton` if argument `on` is on CUDA.
+    """Return a function that calls `definition`, or the Triton version if argument number `on` is on CUDA.
 
-    Arguments up to `on` are positional. Rows of the pool may be in device memory or in page-locked host memory.
+    The Triton version is the function of the same name in module `triton`. Arguments up to `on` must be positional. An
+    argument with rows of the pool cannot decide, because the pool may be in page-locked host memory.
     """
 
     @wraps(definition)

@@ -1,7 +1,7 @@
 """Pages of low-bit KV: tensors for a fixed number of tokens of a sequence.
 
-Sequences can share single pages. Kernels find pages by their addresses. A page holds the KV of all layers with low-bit
-KV: uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with blocks in the format of `low_bit.Layout`.
+Sequences can share individual pages. Kernels find pages by their addresses. A page holds the KV of all layers with
+low-bit KV: uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with blocks in the format of `low_bit.Layout`.
 """
 
 from __future__ import annotations
@@ -107,8 +107,10 @@ class PageTable:
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the addresses of tensors as int64 in host memory. They must be aligned for wide loads, like all blocks in
-    them."""
+    """Return the addresses of tensors as int64 in host memory.
+
+    The tensors, and all blocks in them, must be aligned for wide loads.
+    """
     addresses = [tensor.data_ptr() for tensor in tensors]
     assert all(address % ALIGNED == 0 for address in addresses)
     return torch.tensor(addresses, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """One tensor per sequence of a batch, found by its address.
 
-Sequences join and leave, and their tensors grow, are copied on write after a fork, and are freed. None of this copies
-tensors together or changes the arguments of a launch. Only a small table on the device changes.
+Sequences join and leave, and their tensors grow, are copied on write after a fork, and are freed. For all of this, only
+a small table on the device changes. Tensors are not concatenated, and launch arguments stay the same.
 """
 
 from __future__ import annotations
