@@ -39,7 +39,7 @@ typedef struct {
     void *out;          /* like q, but float32 if lse is given */
     Packed *packed;     /* [kv_heads][blocks][BLOCK]. NULL if a head has one tile, which packs its blocks itself */
     const float *sinks; /* [kv_heads * group], or NULL */
-    float *lse;         /* [kv_heads * group][m]: natural log of the softmax denominator, -inf without tokens; or NULL */
+    float *lse;         /* [kv_heads * group][m]: log of the softmax denominator, -inf without tokens; or NULL */
     int64_t q_head, q_token, k_head, k_token, v_head, v_token, out_head, out_token;
     int64_t kv_heads, group, m, n, first, window, last_visible, begun;
     float scale, softcap; /* 0: scores are not capped */

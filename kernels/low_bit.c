@@ -5,12 +5,10 @@ blocks per head and page. A block holds 64 tokens: transposed keys (byte i of al
 KEY_BYTES), values token by token, steps of keys, steps of values.
 
 Lower bounds per block and KV head with G queries:
-* Memory: `score` reads 64 * (HEAD_DIM / 2 + 1) bytes and writes 256 * G. `mix` reads 64 * (VALUE_BYTES + 1) and 256 *
-  G.
+* Memory: `score` reads 64 * (HEAD_DIM / 2 + 1) bytes and writes 256 * G. `mix` reads 64 * (VALUE_BYTES + 1) + 256 * G.
 * Arithmetic: `score` and `mix` compute 64 * HEAD_DIM * G products each. One vector instruction of `score` computes 64
   (VNNI), 32 (AVX-512, plus one addition), 16 (AVX2) or 8 (NEON) of them. One instruction of `mix` computes 32
-  (bfloat16) or LANES. Each of the 64 * G scores needs two exponentials, about 14 instructions per LANES exponentials.
-  */
+  (bfloat16) or LANES. Each of the 64 * G scores needs two exponentials, about 14 instructions per LANES of them. */
 
 #if HEAD_DIM * VALUE_BITS / 8 % 16
 #define NARROW_VECTORS

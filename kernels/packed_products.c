@@ -50,7 +50,7 @@ INLINE f32 widen_halves(u16 halves) {
 #endif
 }
 
-INLINE int unit_of(int bits) { return bits == 6 ? 16 : 32; } /* inputs with a common scale of weights and a common scale of x */
+INLINE int unit_of(int bits) { return bits == 6 ? 16 : 32; } /* inputs that share scales of weights and of x */
 
 INLINE words widen_bytes(const uint8_t *at) {
 #if defined(WIDE_VECTORS)

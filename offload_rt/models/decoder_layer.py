@@ -25,8 +25,8 @@ _MLP = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
 class Norms:
     """Names of a layer's norms before and after attention and MLP, each None if there is none.
 
-    If `parallel` is set, the MLP reads the layer's input instead of the residual stream after attention. Without a norm
-    of its own, it uses the norm of the attention's input.
+    If `parallel` is set, the MLP reads the layer's input instead of the residual stream after attention. If it has
+    no separate norm, it uses the norm of the attention's input.
     """
 
     before_attention: str | None
@@ -176,7 +176,7 @@ class Projections:
     change scores, and `output` removes them from attention outputs.
 
     An output gate multiplies attention outputs before the output projection. It is computed by `q_proj` (Qwen 3.5, for
-    each head behind its query) or by `g_proj` (LFM3, one number per head).
+    each head after its query) or by `g_proj` (LFM3, one number per head).
     """
 
     def __init__(self, attention: Any, heads: int, kv_heads: int) -> None:

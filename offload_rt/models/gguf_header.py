@@ -50,7 +50,7 @@ def check_complete(path: Path) -> set[str]:
 
 
 def _read_header(file: BinaryIO) -> tuple[list[tuple[str, tuple[int, ...], int, int]], int]:
-    """Return name, shape, type and offset of each tensor, and where the tensors start."""
+    """Return name, shape, type and offset of each tensor, and the file position that offsets refer to."""
     if file.read(4) != b"GGUF":
         raise ModelError(f"'{file.name}' is not a GGUF file: it does not begin with GGUF")
     version, count, entries = _read(file, "<IQQ")
