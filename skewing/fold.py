@@ -7,7 +7,7 @@ Products are computed in float64 and rounded once to the dtype of the model. In 
 about 1e-5 of the largest one. In bfloat16 and float16, it is as large as the rounding of the original weights and
 changes 1-3 % of the greedy tokens. Therefore the runtime uses separate matrices (`SkewArtifact`).
 
-Models with RoPE cannot be folded: the rotation lies between the projection and the score, and it does not commute with
+Models with RoPE cannot be folded: the rotation comes between the projection and the score, and does not commute with
 a basis that mixes rotary planes.
 """
 
