@@ -107,7 +107,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         if llm.tokenizer is None:
-            raise InputError(f"{llm.name} has no tokenizer, and the harness asks in text")
+            raise InputError(f"{llm.name} has no tokenizer, and the harness passes text")
         self.llm = llm
         self.tokenizer: PreTrainedTokenizerBase = llm.tokenizer
         self.max_length = max_length or llm.geometry.max_positions

@@ -29,7 +29,7 @@ SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 
 
 def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) -> list[Row]:
-    """Measure a turn behind `history` tokens from every source, `repeats` times, alternating between sources.
+    """Measure a turn after `history` tokens from every source, `repeats` times, alternating between sources.
 
     Args:
         make: Creates a runtime with an empty pool.
