@@ -96,7 +96,7 @@ def _takes_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def _lower_right(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, enable_gqa: bool = False
 ) -> torch.Tensor:
-    """Attend with torch's causal bias object. The flash kernels of a GPU take it without building a mask."""
+    """Attend with torch's causal bias object. The flash kernels of a GPU use it without building a mask."""
     mask: torch.Tensor = causal_lower_right(q.shape[2], k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
 

@@ -1,11 +1,11 @@
 """Decode attention over runs of KV in Triton: segments shared by several sequences, and each sequence's own KV.
 
-Kernels find the KV by address and read it in place, so nothing is copied together first. The KV of every run is read
+Kernels find the KV by address and read it in place, so the KV is not concatenated first. The KV of every run is read
 once per 64 of its queries. The table takes 88 bytes per run.
 
 There is one launch for shared runs (up to 64 queries per program, tensor-core products), one for runs of a single
 sequence, and one merge in float32. Long runs are cut into pieces, so that few sequences fill the device. Reference:
-`segments.attend_runs`. Rounding is that of `triton_attention`.
+`segments.attend_runs`. Rounding is as in `triton_attention`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _attend(
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `segments.attend_runs` in two launches and a merge.
 
-    q and all KV lie on one device and have one dtype: float32, float16 or bfloat16.
+    q and all KV are on one device and have one dtype: float32, float16 or bfloat16.
     """
     heads, batch, d = q.shape
     q = q.contiguous()

@@ -2,7 +2,7 @@
 
 Eight launches over `[P, N]`:
 
-* One reduces the maxima and sums of the blocks to those of each head.
+* One reduces the maxima and sums of the blocks to one maximum and sum per head.
 * One marks passing tokens and computes the *order* of each token: its score as an integer that sorts in the same way
   (int32 `[P, N]`, which stays in the L2 cache).
 * Four histograms of 256 bins determine the n-th largest value digit by digit.

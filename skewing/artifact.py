@@ -40,7 +40,7 @@ def artifact_bytes(geometry: ModelGeometry) -> int:
 class SkewArtifact:
     """Skewing bases of queries and keys per layer and KV head, and corrections of guessed attention inputs.
 
-    Queries and keys are those of the attention product: after bias, QK-norm and RoPE, without the scale.
+    The bases apply to the queries and keys that attention multiplies: after bias, QK-norm and RoPE, without the scale.
 
     Attributes:
         method: "svd" (paper §4.2, equations 2-3: one orthogonal `A`, `query == key`) or "balanced" (two bases).

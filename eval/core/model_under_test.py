@@ -126,7 +126,7 @@ class ModelUnderTest:
         }
 
     def llm(self, variant: Variant) -> LLM:
-        """Return a runtime for the variant. It shares weights and prefilled blocks with those of equal settings."""
+        """Return a runtime for the variant. Runtimes of equal settings share weights and prefilled blocks."""
         return self._with(variant.engine).under(variant.policy, self.options(variant))
 
     def _with(self, engine: Mapping[str, Any]) -> LLM:

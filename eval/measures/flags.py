@@ -48,7 +48,6 @@ def config_of(args: argparse.Namespace, config: type[T], **more: Any) -> T:
 
 
 def _reader(kind: Any) -> Any:
-    """Return the converter of a flag value."""
     if get_origin(kind) is tuple:
         return {int: counts, float: numbers, str: words}[get_args(kind)[0]]
     return next((part for part in get_args(kind) if part is not NoneType), kind)

@@ -242,7 +242,6 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
 
 
 def _mean_shares(shares: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the means of (attended, fetched) fractions."""
     attended, fetched = zip(*shares, strict=True)
     return sum(attended) / len(shares), sum(fetched) / len(shares)
 

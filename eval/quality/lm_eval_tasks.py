@@ -213,7 +213,6 @@ def _task_manager(*folders: str, length: int | None, tokenizer: str, limit: int 
 
 @functools.cache
 def _loaded(manager: Any, task: str, seed: int) -> Any:
-    """Load the task with its documents."""
     # Cached because RULER generates the documents on every load.
     begin_documents(seed)
     with without_downloads(), first_documents((manager.metadata or {}).get("samples")):

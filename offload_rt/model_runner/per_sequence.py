@@ -52,7 +52,7 @@ def append_each(batch: DecodeBatch, layer: int, k: torch.Tensor, v: torch.Tensor
 
 
 class PerSequenceMode:
-    """Select with each sequence's policy state in turn."""
+    """Select for one sequence after the other, each with its policy state."""
 
     def __init__(self, batch: DecodeBatch) -> None:
         self._batch = batch

@@ -76,7 +76,6 @@ class Prefill:
         self._begin_segment(sequence.blocks.length)
 
     def _begin_segment(self, start: int) -> None:
-        """Embed the next segment, starting at token `start`."""
         adapter, stop = self._adapter, min(self.stop, start + self._segment_tokens)
         self._start, self._segment_stop, self._layer = start, stop, 0
         self._slices = slices_of(stop - start, self._slice_tokens)

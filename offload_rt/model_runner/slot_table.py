@@ -42,7 +42,7 @@ class SlotTable(Protocol):
 
     @property
     def grows(self) -> bool:
-        """Whether the sequence takes a new block when the last one is full. If not, it overwrites its own tokens."""
+        """Whether `rebalance` reserves the next block of the sequence when the last one is full."""
         ...
 
     def displaced(self, layer: int) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""The runtime's interface to a model: its layers in parts, without attention itself.
+"""The runtime's interface to a model: the parts of its layers, except attention itself.
 
 Every call takes T tokens of any sequences, in any order, with their positions. An adapter owns no cache and no loop. It
 calls the modules of a loaded transformers model (norms, projections, rotary embedding, MLP).

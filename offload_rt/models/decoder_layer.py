@@ -64,7 +64,7 @@ class DecoderLayer:
     """The computation of one layer before and after its attention."""
 
     def __init__(self, module: Any) -> None:
-        """Raise ModelError if the layer's norms match no placement, or a module with weights is unused."""
+        """Raise ModelError if the layer's norms match no known placement, or a module with weights is unused."""
         self.attention = attention_of(module)
         lone = self.attention is getattr(module, "mixer", None)
         self._mlp: Any = None if lone else first_of(module, _MLP)

@@ -157,7 +157,6 @@ def _stored(source: ModelSource) -> Iterator[tuple[str, tuple[int, ...], str, in
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_HEADER_LIMIT, path.stat().st_size):

@@ -88,9 +88,9 @@ class InfiniGenOptions(PolicyOptions):
             the threshold (to compare policies). `alpha` and `max_fraction` then only limit a repair.
     """
 
-    # Why source="auto" differs by device. On a GPU, "attention_input" lets the transfers of layer i follow those of
-    # layer i-1 without a pause; "residual" predicts as well but is known a whole attention later. On a CPU nothing is
-    # prefetched: "query" saves one product, and its scores also weigh the approximate KV.
+    # Why source="auto" differs by device. On a GPU, "attention_input" lets the transfers of layer i start right
+    # after the transfers of layer i-1; "residual" is as accurate, but available only after the attention. On a CPU,
+    # KV is not prefetched: "query" saves one product, and its scores also weigh the approximate KV.
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},

@@ -181,7 +181,7 @@ class ScorerPolicy(Generic[Chosen]):
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
         """Update entries `[Hkv, m, w]` of a prompt by queries q `[H, m, d]`. Called if `wants_queries`.
 
-        The arguments are those of `PolicyState.on_queries`.
+        For the arguments, see `PolicyState.on_queries`.
         """
 
     def on_attended(self, layer: int, keys: TokenLists, weights: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

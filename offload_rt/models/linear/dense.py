@@ -65,5 +65,5 @@ def product_by_tiles(
 
 
 def computes_bfloat16() -> bool:
-    """Return whether bfloat16 models are fast on this CPU: there is compiled code, or torch has instructions for it."""
+    """Return whether bfloat16 models are fast on this CPU: there is compiled code, or torch uses AMX."""
     return row_products.takes(torch.empty(32, 32, dtype=torch.bfloat16)) is not None or has_tiles()
