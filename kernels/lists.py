@@ -24,9 +24,10 @@ from .selection import quantised_scores as packed_scores
 class Scores:
     """Scores of all lists, with statistics of S blocks of tokens.
 
-    scores: `[P, G, N]`, -inf outside the valid tokens of each list.
-    maxima: `[P, G, S]`, the largest score of each head in each block, -inf for an empty block.
-    sums: `[P, G, S]`, the sum of exp(score - maximum), 0 for an empty block.
+    Attributes:
+        scores: `[P, G, N]`, -inf outside the valid tokens of each list.
+        maxima: `[P, G, S]`, the largest score of each head in each block, -inf for an empty block.
+        sums: `[P, G, S]`, the sum of exp(score - maximum), 0 for an empty block.
     """
 
     scores: torch.Tensor

@@ -22,10 +22,11 @@ ALIGNED = 16
 class PointerTable:
     """One tensor `[X, a, c]` of one layer per sequence, with contiguous last dimension: X * B lists, sequence-major.
 
-    tensors: Tensors of one dtype and one X on one device.
-    table: int64 `[B, FIELDS]` on that device.
+    The caller must keep both attributes consistent: Triton kernels read the table, torch functions read the tensors.
 
-    The caller must keep both consistent: Triton kernels read the table, torch functions the tensors.
+    Attributes:
+        tensors: Tensors with equal dtype, device and X.
+        table: int64 `[B, FIELDS]` on this device.
     """
 
     tensors: tuple[torch.Tensor, ...]

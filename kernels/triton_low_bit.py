@@ -159,7 +159,7 @@ def _mixed(
     acc: tl.tensor, kept: tl.tensor, weights: tl.tensor, raw: tl.tensor,
     FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return acc `[GROUP, V]` times kept `[GROUP]`, plus the values of one field with weights `[GROUP, 64]`."""
+    """Scale acc `[GROUP, V]` by kept `[GROUP]`, and add the values of one field with weights `[GROUP, 64]`."""
     return acc * kept[:, None] + tl.dot(weights, _levels(raw, FIELD, BITS, WIDEN), input_precision="ieee")
 
 

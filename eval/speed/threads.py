@@ -163,7 +163,7 @@ def measure_case(case: _Case) -> list[Row]:
 
 
 def _turn(steps: Iterator[object]) -> float:
-    """Return the milliseconds of a token."""
+    """Return the time per token in milliseconds."""
     began = time.perf_counter()
     for _ in range(TURN):
         next(steps)

@@ -27,7 +27,7 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class TransferUse:
-    """Size of the transfer of a selection: `pair_bytes` per selected token and KV head (`heads`).
+    """Transfer size of a selection: `pair_bytes` per selected token and KV head (`heads`).
 
     Attributes:
         tally: int64 `[2]` on the device: number of entries that were transferred, and number of working-set hits. None

@@ -136,7 +136,7 @@ def _one_reader() -> Iterator[Any]:
 
 
 def _tensor_names(skeleton: PreTrainedModel, reader: Any) -> tuple[dict[str, str], Any]:
-    """Return the name of each tensor in transformers, and transformers' processor of tensors."""
+    """Return the transformers name of each tensor in the file, and transformers' tensor processor."""
     from transformers import modeling_gguf_pytorch_utils
 
     loader: Any = modeling_gguf_pytorch_utils

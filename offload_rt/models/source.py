@@ -61,7 +61,7 @@ DEFAULT_HUB = Hub()
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where the files of a checkpoint are.
+    """Location of the files of a checkpoint.
 
     Attributes:
         place: Folder or hub id, in the form that transformers accepts.
