@@ -60,7 +60,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x `[heads, T, d]` times cos plus x with swapped halves times the signed sin, each `[1, T, d]`."""
+    """Return x `[heads, T, d]` times cos plus x with swapped halves times signed sin. cos and sin are `[1, T, d]`."""
     module: Any = rotary
     if _compiled(x) and x.stride(2) == 1 and 0 < x.shape[1] <= FEW:
         from . import triton_rotary as module

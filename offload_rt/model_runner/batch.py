@@ -89,7 +89,7 @@ class LayerFetch(Protocol):
 
 
 class StepMode(Protocol):
-    """How the layers of a step store new KV and select tokens."""
+    """Interface of a mode, which stores new KV and selects tokens in each layer of a step."""
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and positions of the step on the device, int64 `[B]` each."""

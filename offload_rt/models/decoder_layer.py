@@ -157,7 +157,7 @@ def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _is_llama_norm(module: nn.Module) -> bool:
-    """Return whether the module's `forward` has the same bytecode as that of `LlamaRMSNorm`."""
+    """Return whether the module's `forward` has the same bytecode as `LlamaRMSNorm.forward`."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     ours, theirs = (getattr(kind.forward, "__code__", None) for kind in (type(module), LlamaRMSNorm))
@@ -170,7 +170,7 @@ Norm = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Projections:
-    """Projections of one layer, to `[heads, T, d]`, before rotation.
+    """Projections of one layer. Queries, keys and values are `[heads, T, d]`, before rotation.
 
     If keys and values have different widths, d is the larger one and the other is padded with zeros. Zeros do not
     change scores, and `output` removes them from attention outputs.

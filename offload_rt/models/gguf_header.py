@@ -19,7 +19,7 @@ class _EarlyEndError(Exception):
 
 
 def check_complete(path: Path) -> set[str]:
-    """Return the types of the tensors, such as "Q4_K".
+    """Check that a GGUF file is complete, and return the types of its tensors, such as "Q4_K".
 
     Raises:
         ModelError: The file is not a GGUF file, or ends before its last tensor does.

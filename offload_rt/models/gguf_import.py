@@ -62,7 +62,7 @@ def packed_source(source: ModelSource) -> ModelSource:
 
 
 class CannotPackError(Exception):
-    """Transformers changes the weights of this architecture in a way that is not a permutation of rows."""
+    """The weights cannot stay packed: no type is supported, or transformers does more than permute rows."""
 
 
 def _local_path(source: ModelSource) -> Path:

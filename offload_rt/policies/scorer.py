@@ -48,7 +48,7 @@ class TokenLists:
         entries: Stored entries `[P, m, w]`. Entry j belongs to the `page` tokens from `first + j * page` on.
         first: First token of the first entry.
         page: Number of tokens per entry.
-        spans: The candidates. Their slots count from token 0.
+        spans: The candidates, as slots counted from token 0.
     """
 
     entries: torch.Tensor

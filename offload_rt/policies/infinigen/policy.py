@@ -89,7 +89,7 @@ class InfiniGenState(PolicyState):
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Select the tokens whose score for q `[H, d]` is within alpha of the largest score of their head.
 
-        With a `budget`, select this number of tokens with the largest scores instead.
+        With a `budget`, select the tokens with the largest scores instead, up to this fraction of the context.
         """
         candidates = visible.candidates
         if not candidates:
