@@ -11,6 +11,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...policies.registry import policy_names
 from ...utils.config_fields import check_choice
+from . import rival_options as rival_options  # registers its policies
 
 ENGINE = ("host_memory", "eviction", "kv_cache_dtype")
 """Settings passed to `LLM` instead of the policy."""

@@ -36,6 +36,9 @@ ALONE = 1e-4
 KV_INT4 = Variant("full", {}, {"kv_cache_dtype": "int4"})
 """Full attention over a KV cache of 4 bits."""
 
+RIVALS = ("quest", "landmarks", "snapkv", "h2o", "streaming")
+"""Policies of other publications."""
+
 BUDGETS = (0.05, 0.02)
 CONTEXTS = {"smollm2": (4096, 8192), "qwen": (8192, 16384)}
 """Tokens per window by model. Lengths above the maximum context length are skipped."""
@@ -82,7 +85,7 @@ def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
         sized = WINDOW | {"budget": budget}
         found += [Variant("infinigen", sized | {"approximate_kv": tail}) for tail in ("int4", "int2", "off")]
         found += [Variant("oracle", sized)]
-    found += [Variant(policy, WINDOW | {"budget": budgets[0]}) for policy in ("quest", "h2o", "streaming")]
+    found += [Variant(policy, WINDOW | {"budget": budgets[0]}) for policy in RIVALS]
     found += [Variant("infinigen", WINDOW | {"budget": ALONE, "approximate_kv": tail}) for tail in ("int4", "int2")]
     return found + [Variant("infinigen", {"preset": name}) for name in ("rows", "paper")]
 
@@ -96,19 +99,19 @@ def diverging() -> list[Variant]:
     found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
     for budget in (0.02, 0.05, 0.1):
         found += [Variant("infinigen", WINDOW | {"budget": budget, "approximate_kv": kv}) for kv in ("int4", "off")]
-    found += [Variant(policy, WINDOW | {"budget": 0.05}) for policy in ("oracle", "quest", "h2o", "streaming")]
+    found += [Variant(policy, WINDOW | {"budget": 0.05}) for policy in ("oracle", *RIVALS)]
     return [*found, Variant("full", {}, {"kv_cache_dtype": "int8"}), KV_INT4]
 
 
 def looked_up(budget: float = BUDGETS[0]) -> list[Variant]:
     """Return the variants of the retrieval and task tables.
 
-    These are full and the default infinigen, and at `budget` infinigen with and without approximate KV, quest and
-    streaming.
+    These are full and the default infinigen, and at `budget` infinigen with and without approximate KV, quest,
+    landmarks and streaming.
     """
     sized = WINDOW | {"budget": budget}
     ours = [Variant("infinigen", sized | {"approximate_kv": tail}) for tail in ("int4", "off")]
-    rivals = [Variant(policy, sized) for policy in ("quest", "streaming")]
+    rivals = [Variant(policy, sized) for policy in ("quest", "landmarks", "streaming")]
     return [Variant("full"), Variant("infinigen", {"preset": "default"}), *ours, *rivals]
 
 
