@@ -168,7 +168,7 @@ class Turn(StoredRequest):
     def drop(self, runner: Runner) -> None:
         """Release the turn's memory and restore the session.
 
-        The session's KV is released too, unless the prefill has not changed it and no block is damaged.
+        The session's KV stays in memory only if the prefill has not changed it and no block is damaged.
         """
         if self.sequence is None:
             return
@@ -255,8 +255,8 @@ class Turn(StoredRequest):
 class WholeTurn(Turn):
     """A turn that counts only if it is complete: if it is cancelled, the session stays as before the turn.
 
-    Its KV is on disk before the history that refers to it. If the process is killed at any point, the stored session
-    is that after this turn or before it, with all KV. Then nothing is computed in another way than without the kill.
+    The KV is written to disk before the history that refers to it. If the process is killed, the disk holds the session
+    with all its KV as before or as after this turn. Later turns therefore compute the same values as without the kill.
     """
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:

@@ -41,7 +41,7 @@ class DiskBlockWriter(FileBlockWriter):
     """Write one KV block as one file."""
 
     def extent(self) -> StoredExtent | None:
-        """Open the file, so that an on-disk KV pool can write layers to it in place of `write`, each once.
+        """Open the file, so that an on-disk KV pool can write each layer to it once, instead of calling `write`.
 
         The file stays readable after the block is evicted. Return None if its disk space cannot be allocated.
         """

@@ -86,7 +86,7 @@ class NamespaceDocuments:
             folder.finish(temporary, newest, len(record))
 
     def _keep(self, newest: Path, before: Path, record: bytes) -> None:
-        """Make the content of `newest` the previous generation, without removing it from its own name."""
+        """Make the content of `newest` the previous generation too. The file `newest` stays."""
         temporary = self._folder.temporary(before)
         try:
             os.link(newest, temporary)

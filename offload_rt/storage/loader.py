@@ -23,8 +23,8 @@ from .disk_store import DiskBlock
 READERS = min(4, os.cpu_count() or 1)
 """Threads that read, verify and copy the blocks of a layer.
 
-On an H100 host, one thread reads cached files at 0.86 GB/s, which is slower than recomputing 8,192 tokens. Two threads
-take 0.6 of the time of one, on two busy cores.
+On an H100 host, one thread reads cached files at 0.86 GB/s, which is slower than recomputing 8,192 tokens. On two busy
+cores, two threads take 0.6 times as long as one.
 """
 
 
