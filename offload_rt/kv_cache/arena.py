@@ -21,8 +21,8 @@ class Arena:
 
     The kernel allocates pages on first write, so an unused pool needs no memory. Slabs are activated one by one. With
     `pin`, `activate` page-locks the slab and registers it with CUDA, which allocates all its pages and takes a large
-    part of a second per gigabyte. Call it when a sequence is admitted, not during decoding. Without `pin`, `activate`
-    only counts.
+    part of a second per gigabyte. Call `activate` when a sequence is admitted, not during decoding. Without `pin`, it
+    only counts slabs.
 
     The range uses huge pages, for fewer page faults and fewer TLB misses in gathers. A slab in use may therefore take
     its whole size, which the limit includes. The memory is unregistered and unmapped when the arena and all views of

@@ -138,7 +138,7 @@ class SessionKV:
         self.sequence = None
 
     def relearn(self) -> None:
-        """Rebuild resident KV and policy state (`Runner.relearn`). If KV cannot be read from disk, drop the sequence."""
+        """Rebuild resident KV and policy state (`Runner.relearn`). Drop the sequence if KV cannot be read back."""
         assert self.sequence is not None
         try:
             self.runner.relearn(self.sequence)

@@ -210,7 +210,6 @@ class FileBlockWriter:
         self._checksums[layer] = checksum(block)
 
     def commit(self) -> bool:
-        """Make the block durable, then visible. Return False if a write failed or a layer is missing."""
         if len(self._checksums) < self.layers:
             self.abort()
         if self._open:
@@ -222,7 +221,6 @@ class FileBlockWriter:
         return done
 
     def abort(self) -> None:
-        """Discard the block. Has no effect after `commit`."""
         if self._open:
             self._end(None)
 

@@ -107,7 +107,6 @@ class DiskStore(NamespaceDocuments):
     # ---------------------------------------------------------------------------------------------------------- blocks
 
     def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> DiskBlock | None:
-        """Return the block with these tokens (little-endian int64) that follows `parent`, or None for a miss."""
         key = block_key(parent, provenance_key, tokens)
         path = self._path(key)
         if not self._folder.read_only and path not in self._index:

@@ -224,7 +224,7 @@ class FileArena:
             stored = [range(block, block + 1) for block in blocks if block in self._extents]
             own = list(ranges_of(block for block in blocks if block not in self._extents))
             pieces = []
-            for run in (*stored, *own):  # adjacent blocks in the pool's file are adjacent there too
+            for run in (*stored, *own):  # consecutive ids are adjacent in the pool's file
                 part = data[run.start - blocks.start : run.stop - blocks.start]
                 pieces.append(ExtentWrite(*self._extents.target(run.start, place), part.flatten()))
             for run in own:

@@ -27,7 +27,7 @@ from ..layout import SLAB_TOKENS, ArenaLayout
 from .requests import DISK_PAGE, Offsets
 from .row_cache import SLOT_BYTES
 
-LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20  # bytes of a staging buffer: a few requests to more than a full queue
+LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20  # bytes of a staging buffer: a few requests, more than a full queue
 
 Ids = TypeVar("Ids", int, Offsets)
 

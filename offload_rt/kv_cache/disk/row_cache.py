@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ...utils import native_libraries
 from .row_copy import address, copy_rows
 
-DECAY = 0.9  # of the scores per step; measured for `transfer.working_set`
+DECAY = 0.9  # factor of all scores per step; measured for `transfer.working_set`
 
 # Slots per set. 8 ways have 10 % more misses; 32 ways have 3 % fewer and search twice as many slots (Qwen 2.5 0.5B,
 # 16,000 tokens, 5 % attended, 20 % of the KV in memory).

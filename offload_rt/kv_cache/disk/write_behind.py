@@ -30,8 +30,8 @@ class ExtentWrite(NamedTuple):
 class WriteBehind:
     """Writer thread of an on-disk pool. Writes run in the order of `add`. Error messages name `folder`.
 
-    Each write belongs to keys `(block, index of the layer within the block)`. Before reading one, call `wait`, which
-    raises the error of a failed write. `add` waits while more than `limit` bytes would be pending.
+    Each write has keys `(block, index of the layer within the block)`. Before reading the KV of a key, call `wait`,
+    which raises the error of a failed write. `add` waits while more than `limit` bytes would be pending.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
