@@ -101,7 +101,7 @@ class PendingFetch(Protocol):
 
 
 class KVStorage(Protocol):
-    """Stores new KV of open sequences. Some stays resident on the device, and all of it is written to the pool."""
+    """Stores new KV of open sequences. All KV is written to the pool, and part of it stays resident on the device."""
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         """Open a sequence. Its first `sinks` and last `recent` tokens stay on the device.
@@ -151,7 +151,7 @@ class KVStorage(Protocol):
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
         """Like `prefill_layer`, for a few new tokens.
 
-        Earlier KV that is read in place and is not contiguous with them is returned in `past`.
+        If earlier KV is read in place and is not contiguous with the new KV, it is returned in `past`.
         """
         return self.prefill_layer(blocks, layer, start, [new])
 
@@ -189,7 +189,7 @@ class RowFetch(Protocol):
         return [self.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        """Start fetching the tokens of a repair, in addition to those of an earlier fetch."""
+        """Start fetching `extra`, the additional tokens of a repair. An earlier fetch contains the other tokens."""
         ...
 
 

@@ -108,7 +108,7 @@ class CudaStorage(KVStorage):
         state = self._state
         state.pending_writes.release()
         first = state.pool.groups.first_seen(start, blocks.floor) if state.pool.groups.group[layer] else 0
-        # Load before the slices, so that it only waits for earlier write-backs.
+        # Start loading before the slices are appended, so that the load waits only for earlier write-backs.
         loaded = self._rows.fetch_range(blocks, layer, range(first, start)) if first < start else None
         fresh, stop, written = [], start, 0
         for part in slices:
