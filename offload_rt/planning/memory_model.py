@@ -175,7 +175,7 @@ class DeviceCosts:
         longest, scored = max(contexts, default=0), 0
         at_once = len(contexts) if self.shape.device.type != "cpu" else 1
         if len(self.demand.dense) < geometry.layers and not self.keys_on_host:
-            # Scores, selection masks, the maximum per group, and a sort of it: values and indices.
+            # Scores, selection masks, the maximum per group, and its sorted values and indices.
             scored = longest * (geometry.heads * (3 * compute + 2) + geometry.kv_heads * (3 * compute + 32))
             scored += longest * geometry.kv_heads * geometry.head_dim  # keys under a mask, or unpacked
             scored += int(longest * self.demand.copied_bytes)

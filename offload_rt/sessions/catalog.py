@@ -175,7 +175,7 @@ def _find(folder: Path, name: str, model: str | None) -> StoredSession | Damaged
         return found[0]
     known = ", ".join(f"{one.history.name!r} of {one.history.model}" for one in catalog.sessions) or "none"
     if found:
-        raise InputError(f"more than one session {name!r} in {str(folder)!r}: say which with --model (there: {known})")
+        raise InputError(f"more than one session {name!r} in {str(folder)!r}: choose one with --model (there: {known})")
     raise InputError(f"no session {name!r} in {str(folder)!r} (there: {known})")
 
 

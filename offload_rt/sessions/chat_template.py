@@ -41,9 +41,9 @@ def turn_tokens(
 ) -> TurnTokens:
     """Return the tokens that a user message adds to a session.
 
-    With a chat template, the added tokens are the text that the template renders between the last answer and the next
-    one. If the template does not render the last answer unchanged, the whole conversation is rendered
-    and compared with the session's tokens. Tokens from the first difference on are recomputed, with a warning.
+    With a chat template, these are the tokens of the text that the template renders between the last answer and the
+    next one. If the template does not render the last answer unchanged, the whole conversation is rendered and compared
+    with the session's tokens. Tokens from the first difference on are recomputed, with a warning.
 
     Args:
         tokenizer: Tokenizer of the model.

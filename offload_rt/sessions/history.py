@@ -108,7 +108,7 @@ class History:
 
     @property
     def provenance(self) -> str:
-        """Part of every block key that depends on the cache salt and the truncations (KV provenance)."""
+        """The part of every block key that encodes the cache salt and the truncations (KV provenance)."""
         return self.salt + self.truncation_id
 
     @property

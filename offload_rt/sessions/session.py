@@ -179,7 +179,7 @@ class Session:
         return tokens
 
     def _check_fits(self, tokens: TurnTokens, params: SamplingParams) -> None:
-        """Raise the errors of `encode` for a turn of these tokens."""
+        """Validate a turn of these tokens. Raises the errors of `encode`."""
         check_turn(params, self.kv.runner.model)
         new = len(tokens.added) + params.max_tokens
         self._check_overflow(new - tokens.dropped)

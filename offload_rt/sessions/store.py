@@ -193,7 +193,7 @@ class SessionStore:
             )
         if document.damage:
             warnings.warn(
-                f"session {name!r} was opened as it was saved the time before last, with {len(history.turns) // 2:,} "
+                f"session {name!r} was opened in its previous version, with {len(history.turns) // 2:,} "
                 f"turns, because {document.damage}; the last turn may be lost",
                 stacklevel=4,
             )

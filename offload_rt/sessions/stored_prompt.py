@@ -40,13 +40,13 @@ class PromptKV(SessionKV):
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
 
     def keep(self, computed: int) -> None:
-        """Enqueue the full blocks of the first `computed` tokens, which have exact KV, for writing."""
+        """Enqueue for writing the full blocks of the first `computed` tokens. Their KV must be exact."""
         assert self.sequence is not None
         self.history.tokens, self.history.computed = list(self.sequence.tokens), computed // BLOCK_SIZE * BLOCK_SIZE
         self.write_rest()
 
     def keep_windows(self) -> None:
-        """Enqueue the sliding-window blocks that the next token sees for writing.
+        """Enqueue for writing the sliding-window blocks that the next token sees.
 
         They stay in memory until `drop`, even after they leave the windows. Call at the end of a full block.
         """

@@ -37,7 +37,7 @@ def check_turn(params: SamplingParams, model: LoadedModel) -> None:
     if params.n > 1 or params.num_beams > 1:
         raise InputError("a session has one answer to a turn: n and num_beams must be 1")
     if params.prompt_logprobs is not None:
-        raise InputError("a session's earlier turns are not computed again: leave prompt_logprobs or the session out")
+        raise InputError("prompt_logprobs would need a session's earlier turns again: use it without a session")
     check_answerable(params, model)
 
 
@@ -138,8 +138,8 @@ class Turn(StoredRequest):
         self.prompt = Prompt(self.prompt.id, (*self._kept, *self._tokens.added))
         most = self.kv.runner.adapter.geometry.max_positions
         warnings.warn(
-            f"session {history.name!r} would outgrow the {most:,} positions of {history.model}: its oldest {gone:,} "
-            "tokens but the first were forgotten (overflow='error' refuses instead)",
+            f"session {history.name!r} would outgrow the {most:,} positions of {history.model}: its {gone:,} oldest "
+            "tokens after the first ones were removed (overflow='error' raises an error instead)",
             stacklevel=2,
         )
 

@@ -1,6 +1,6 @@
 """Requests of clients that send the whole conversation each time, with and without a session name.
 
-The KV of the part that was computed before is reused from host memory or disk.
+KV that was computed before is reused from host memory or disk.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class WholePrompts:
         return StoredPrompt(context, self.store.host, number, prompt, params, recorder, cache_salt)
 
     def prompt_ended(self, request: StoredPrompt) -> None:
-        """Free the memory of an ended request when its blocks are written."""
+        """Free the memory of an ended request after its blocks are written."""
         self._ending.add(request)
         self.store.context.saver.notify(lambda: self._call_soon(lambda: self._release(request)))
 

@@ -24,7 +24,7 @@ from .index import BEFORE, DOCUMENTS
 class NamespaceDocuments:
     """Documents of the namespace in the folder `own` (`block_store.StorageTier`).
 
-    They count towards the limit of the store's `folder`.
+    Documents count towards the limit of the store's `folder`.
     """
 
     def __init__(self, folder: StoreFolder, own: Path, options: StoreOptions) -> None:
@@ -46,7 +46,7 @@ class NamespaceDocuments:
         newest, before = self._paths(name)
         record = seal(data)
         if len(record) > LARGEST_DOCUMENT:
-            raise StoreError(f"{str(newest)!r} would have {format_size(len(record))}: begin another session")
+            raise StoreError(f"{str(newest)!r} would be too large ({format_size(len(record))}): start another session")
         with self._writing, folder.usable():
             folder.make_subfolder(self._own)
             temporary = self._take_room(newest, len(record))

@@ -141,7 +141,8 @@ class StoreFolder:
     def hold(self, path: Path, size: int) -> Path:
         """Reserve `size` bytes for the file `path`, which may replace an existing one.
 
-        The caller has made the space. Returns the temporary file to write; pass it to `finish` or `give_up`.
+        The caller must have made the space (`make_room`). Returns the temporary file to write, for `finish` or
+        `give_up`.
         """
         with self.mutex:
             self.index.reserved += size

@@ -63,7 +63,7 @@ class BlockLoader:
     (`kv_cache.disk.extents`), and loading a layer only verifies its checksum.
 
     The block table must hold the blocks, must not be shared, and must not be released before `close`. Each block of a
-    layer is written by one reader thread. The KV of a layer may be read only after `wait` returns for it, when all
+    layer is written by one reader thread. The KV of a layer may be read only after `wait(layer)` has returned, when all
     blocks of the layer are loaded.
 
     Args:

@@ -1,6 +1,6 @@
 """Interface of KV transfers between the host pool and the compute device.
 
-It has three parts, and callers are typed on the part that they need. `KVStorage` stores new KV, `RowFetch` fetches KV
+It has three parts, and callers depend only on the part that they need. `KVStorage` stores new KV, `RowFetch` fetches KV
 of single sequences, and `BatchedRows` fetches KV of whole batches, for which counts stay on the device.
 
 All byte counts assume separate device memory. On a CPU, where KV is read in place, they are the same as on CUDA.
@@ -164,9 +164,7 @@ class RowFetch(Protocol):
     ) -> PendingFetch:
         """Start fetching the selected candidates, or all candidates if `selection` is None.
 
-        Resident tokens are not transferred.
-
-        The KV of a selection with counts is a separate part with the same counts.
+        Resident tokens are not transferred. The KV of a selection with counts is a separate part with the same counts.
         """
         ...
 

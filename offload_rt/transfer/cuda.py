@@ -1,8 +1,8 @@
 """Transfers over PCIe: pinned host KV, a prefetch stream, a write-back stream, and resident KV on the device.
 
 Per sparse layer, step and sequence, 2 * Hkv * n * d elements are copied to the device and 2 * Hkv * d to the host,
-where n is the number of selected tokens that are neither resident nor in the working set. On CUDA, a kernel gathers
-them directly from pinned memory, so the host never needs the indices. Without Triton, or on a CPU, the host gathers.
+where n is the number of selected tokens that are neither resident nor in the working set. On CUDA, a kernel gathers the
+KV directly from pinned memory, so the host never needs the indices. Without Triton, or on a CPU, the host gathers it.
 """
 
 from __future__ import annotations

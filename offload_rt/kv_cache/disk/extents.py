@@ -1,4 +1,4 @@
-"""Extents: where the KV of each block lies on disk.
+"""Extents: the location of the KV of each block on disk.
 
 Every block has an extent in the pool's own file. A file of a session store can replace it, so that KV of a session is
 written once and read in place. In both, one layer of a block is `[Hkv, 64, 2 (K, V), width]`, padded to whole disk

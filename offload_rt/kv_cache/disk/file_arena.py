@@ -26,7 +26,7 @@ from .write_behind import ExtentWrite, WriteBehind
 
 AT_ONCE = 2  # layers that are read concurrently: keeps the disk busy while one layer looks up its KV entries
 GAP = 4 * DISK_PAGE  # bytes that take as long to read as a new request (10 µs at 2 GB/s): shorter gaps are read through
-LARGEST_READ = 1 << 20  # bytes per request: copying out of one overlaps with reading the next
+LARGEST_READ = 1 << 20  # bytes per request: copying from one overlaps with reading the next
 
 
 @dataclass

@@ -89,7 +89,7 @@ class FileLayout:
         return first + heads * BLOCK_SIZE
 
     def layers(self, ids: Offsets) -> Iterator[tuple[int, Offsets]]:
-        """Group ids by layer. Yield the place of each layer and the indices into `ids`."""
+        """Group ids by layer. Yield the index of each layer within a block, and the indices into `ids`."""
         places = ids // self.layer_pairs % self.arena.layers
         for place in np.unique(places).tolist():
             yield place, np.flatnonzero(places == place)

@@ -30,8 +30,8 @@ WAYS = 16
 
 SLOT_BYTES = 16  # metadata per slot: owner, score, last use
 
-# Weight of a use at which all scores are scaled down. Sums stay far below the maximum of float32; scores that become
-# zero belong to entries last used 400 steps ago.
+# If the weight of a use exceeds this, all scores are scaled down. Sums stay far below the maximum of float32. Scores
+# that become zero belong to entries last used 400 steps ago.
 MOST_WEIGHT = 1e18
 
 MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads consecutive ids evenly over the sets (Knuth, 6.4)

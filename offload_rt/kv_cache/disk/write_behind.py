@@ -45,7 +45,7 @@ class WriteBehind:
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def add(self, places: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite]) -> None:
-        """Queue `pieces`, the complete content of `places`, after all earlier writes."""
+        """Queue `pieces` after all earlier writes. They are the complete KV of the keys `places`."""
         size = sum(len(piece.data) for piece in pieces)
         with self._changed:
             self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._limit)
@@ -55,7 +55,7 @@ class WriteBehind:
         self._thread.submit(self._write, places, pieces, size)
 
     def wait(self, places: Sequence[tuple[int, int]]) -> None:
-        """Wait until `places` are written. Raise DiskError if a write failed."""
+        """Wait until the keys `places` are written. Raise DiskError if a write failed."""
         with self._changed:
             if self._waiting:
                 self._changed.wait_for(lambda: not any(place in self._waiting for place in places))
