@@ -138,8 +138,8 @@ class Turn(StoredRequest):
         self.prompt = Prompt(self.prompt.id, (*self._kept, *self._tokens.added))
         most = self.kv.runner.adapter.geometry.max_positions
         warnings.warn(
-            f"session {history.name!r} would outgrow the {most:,} positions of {history.model}: its {gone:,} oldest "
-            "tokens after the first ones were removed (overflow='error' raises an error instead)",
+            f"session {history.name!r} would outgrow the {most:,} positions of {history.model}: its oldest {gone:,} "
+            "tokens, except the first ones, were removed (overflow='error' raises an error instead)",
             stacklevel=2,
         )
 
