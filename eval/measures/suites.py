@@ -60,7 +60,7 @@ def _real_flags(parser: argparse.ArgumentParser) -> None:
 
     data = Path(os.environ.get("OFFLOAD_RT_DATA", Path("..") / "shared" / "data"))
     parser.add_argument("--models", nargs="+", default=["smollm2", "qwen"], help="folders, or below $OFFLOAD_RT_MODELS")
-    parser.add_argument("--parts", type=words, metavar="A,B", help="perplexity,needles,tasks,ruler")
+    parser.add_argument("--parts", type=words, metavar="A,B", help="perplexity,divergence,needles,tasks,ruler")
     parser.add_argument("--minutes", type=float, default=50, metavar="N", help="a part begins no row after that (50)")
     parser.add_argument("--out", type=Path, default=Path("eval") / "results", metavar="DIR", help="(eval/results)")
     parser.add_argument("--data", type=Path, default=data, metavar="DIR", help="books/, wikitext-2/, tasks/")
