@@ -219,7 +219,7 @@ class Transfer(Protocol):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of resident KV, working sets and staging buffers of all open sequences on the device."""
+        """Bytes of resident KV and working sets of all open sequences on the device. A CPU adds scratch buffers."""
         ...
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
