@@ -26,7 +26,7 @@ from .runner import Runner
 _NEVER = -1.0e9  # score of beams that do not exist; transformers' value, because ties depend on it
 
 Ended = Callable[[list[int]], tuple[FinishReason | None, StopReason]]
-"""Maps new tokens to the reasons why the last one ends the continuation; (None, None) if it does not."""
+"""Return the finish reason and the stop reason of new tokens; (None, None) if the continuation goes on."""
 
 
 class Beams:
@@ -131,7 +131,6 @@ class BeamSearchRequest(Request):
 
     @property
     def width(self) -> int:
-        """The number of beams."""
         return self.params.num_beams
 
     def start(self, runner: Runner) -> Prefill:
@@ -162,8 +161,8 @@ class BeamSearchRequest(Request):
     def _move(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
         """Replace the sequences by the sequences of the chosen (parent, token) pairs.
 
-        Sequences without a chosen continuation are freed first. The first continuation of a sequence keeps it, the
-        others fork it.
+        Sequences without a chosen continuation are freed first. The first continuation of a sequence takes it over;
+        further continuations fork it.
         """
         before, parents = list(self.sequences), {parent for parent, _ in chosen}
         for i, sequence in enumerate(before):

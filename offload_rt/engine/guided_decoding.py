@@ -28,7 +28,7 @@ MAX_BYTES = 1 << 18  # larger grammars take seconds to compile
 # happens at chains of 1,000 `$ref`s (5,000 levels of JSON) and of 3,000 rules.
 DEEPEST_SCHEMA, MAX_RULES = 2000, 400
 
-# No whitespace but one space after a separator: a model may otherwise write whitespace until its tokens run out.
+# Allow only one space after a separator: otherwise a model may write whitespace until its tokens run out.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
@@ -124,9 +124,9 @@ def _check_size(spec: StructuredOutputs) -> None:
 
 
 def _nesting(schema: Any) -> tuple[int, int]:
-    """Return the depth of a schema, and an upper bound of the places that its references can refer to.
+    """Return the depth of a schema, and an upper bound on the number of targets of its references.
 
-    References are relative to every `$id`.
+    The target of a reference depends on the `$id` around it.
     """
     depth, references, bases, level = 0, set[str](), 0, [schema]
     while level:

@@ -1,4 +1,4 @@
-"""Constraints on logits before temperature and filters, as transformers' logits processors in its order."""
+"""Constraints on logits, applied before temperature and filters: transformers' logits processors, in its order."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ class NewTokenPenalties(LogitsProcessor):
 
 
 class AllowedTokens(LogitsProcessor):
-    """Forbid all tokens but `tokens`. Unlike transformers' PrefixConstrainedLogitsProcessor, which forces the allowed
-    tokens if other constraints forbid all of them, this leaves none: the caller gets an error."""
+    """Forbid all tokens except `tokens`.
+
+    If other constraints forbid all of `tokens`, no token is left and the caller raises an error. transformers'
+    PrefixConstrainedLogitsProcessor would force the allowed tokens instead.
+    """
 
     def __init__(self, tokens: Collection[int], device: torch.device) -> None:
         self._tokens = torch.tensor(sorted(set(tokens)), device=device)
@@ -55,7 +58,7 @@ def logits_processors(
     tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device,
 ) -> LogitsProcessorList:
-    """Return all constraints but structured outputs. `prompt`: length of the prompt; `ends`: end-of-text tokens."""
+    """Return all constraints except structured outputs. `prompt`: length of the prompt; `ends`: end-of-text tokens."""
     found = LogitsProcessorList()
     if params.logit_bias:
         found.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias.items()]))

@@ -57,7 +57,7 @@ class PoolOrder:
             return list(self._members)
 
     def freed(self, *, ended: bool) -> None:
-        """Wake up engines that wait for memory: a request was preempted, or has ended."""
+        """Wake up engines that wait for memory, after a request was preempted or has `ended`."""
         with self.changed:
             self.frees += 1
             self.ends += ended
@@ -65,8 +65,10 @@ class PoolOrder:
 
 
 class PoolMember(ABC):
-    """One engine of a pool: the base class of its scheduler. All methods but `stepping` and `wait` need the pool's
-    lock."""
+    """One engine of a pool: the base class of its scheduler.
+
+    All methods except `stepping` and `wait` need the pool's lock.
+    """
 
     def __init__(self, order: PoolOrder) -> None:
         self.order = order
@@ -77,7 +79,7 @@ class PoolMember(ABC):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Count the engine as driven by this thread, from here until `PATIENCE` seconds after the block."""
+        """Mark the engine as driven by this thread, until `PATIENCE` seconds after the block."""
         self._thread, self._in_step, self._seen = threading.get_ident(), True, None
         try:
             yield
@@ -96,7 +98,7 @@ class PoolMember(ABC):
 
     @property
     def claims(self) -> bool:
-        """Whether the pool's oldest request found no room and has not ended since. No other engine admits requests."""
+        """Whether this engine's oldest request claims the pool. Until it ends, no other engine admits requests."""
         return self._claim is not None and self.oldest is not None and self.oldest <= self._claim
 
     def wait_for_others(self) -> bool:
@@ -111,7 +113,7 @@ class PoolMember(ABC):
         return True
 
     def give_way(self) -> None:
-        """Do not admit requests until a request has ended: one that starts again at once only gives way again."""
+        """Admit no requests until a request of the pool has ended. Earlier, they would only be preempted again."""
         self._gave_way_at, self._seen = self.order.ends, self.order.frees
 
     def may_admit(self) -> bool:

@@ -23,7 +23,7 @@ PromptLike = str | Sequence[int] | Listed | Mapping[str, Any]
 """A text, or token ids `[T]` as a list, tensor, array or tokenizer output."""
 
 TRUNCATE = ("head", "tail", "middle")
-"""Part of a long text that is removed."""
+"""Parts of a text that can be removed if it is too long."""
 
 WANTED = "pass a text, or token ids (a list, tensor or array of integers, or a tokenizer's output)"
 
@@ -89,7 +89,7 @@ def shortened(ids: Sequence[int], room: int, truncate: str | None, what: str) ->
 
 
 def _encoding(prompts: Any) -> bool:
-    """Return whether this is a tokenizer's output. Raise InputError for chat messages."""
+    """Return whether `prompts` is a tokenizer's output. Raise InputError for chat messages."""
     if not isinstance(prompts, Mapping) and not hasattr(prompts, "input_ids"):
         return False
     if "input_ids" not in prompts:
@@ -142,5 +142,5 @@ def _ids(values: Any) -> list[int]:
 
 
 def _whole(value: Any) -> bool:
-    """Return whether this is a token id: an integer, but not a bool."""
+    """Return whether `value` is an integer, but not a bool."""
     return hasattr(type(value), "__index__") and not isinstance(value, bool)

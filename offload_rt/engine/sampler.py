@@ -189,7 +189,7 @@ class PromptLogprobs:
         self.found: list[Logprobs | None] = [None]
 
     def see(self, first: int, logits: torch.Tensor) -> None:
-        """Add logits `[n, V]` of the positions from `first` on, which follow those seen before."""
+        """Add logits `[n, V]` of positions [first, first + n). Positions must be added in order."""
         assert first == len(self.found) - 1
         check_logits(logits)
         behind = self._tokens[first + 1 : first + 1 + len(logits)]

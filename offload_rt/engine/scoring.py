@@ -39,7 +39,7 @@ class Score:
 
 @dataclass(eq=False)
 class _Task:
-    # Prompt and continuation. Tokens [scored_from, end) are scored; the last one need not be computed.
+    # `tokens`: prompt and continuation. Tokens from `scored_from` on are scored. The last token is only predicted.
 
     tokens: list[int]
     scored_from: int

@@ -13,13 +13,13 @@ from ...models.loading import LoadedModel
 from ..runner import Runner
 from .verification import accept, rewind, verify
 
-CATCH_UP = 64  # tokens that the draft model may be behind in a step; more are prefilled before
+CATCH_UP = 64  # missing tokens that a draft step computes at most; more are prefilled first
 
 
 def check_same_tokens(model: LoadedModel, draft: LoadedModel) -> None:
     """Raise ConfigError if the vocabularies differ. Added tokens are ignored.
 
-    Without both tokenizers only the sizes can be compared.
+    If one model has no tokenizer, only the sizes are compared.
     """
     mine, theirs = model.tokenizer, draft.tokenizer
     sizes = model.adapter.geometry.vocab, draft.adapter.geometry.vocab
