@@ -37,7 +37,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Format records for a terminal: the time, and the `text` of `extra`, or the message with its `fields`."""
+    """Format records for a terminal: the time, then the `text` of `extra` or else the message with its `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = dict(getattr(record, "fields", {}))
@@ -47,7 +47,7 @@ class TextLines(logging.Formatter):
         said = getattr(record, "text", f"{record.getMessage()} {shown}")
         line = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {level}{said}"
         trace = f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""
-        # Clients choose some of the values: no control characters may reach the terminal.
+        # Some values come from clients, so no control characters may reach the terminal.
         return "".join(c if c.isprintable() else " " for c in line).rstrip() + trace
 
 
