@@ -106,7 +106,7 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
     """Return a runner of the draft model, if `config` names one, and its share of KV memory.
 
     The share lets both KV caches hold the same number of tokens. Raises ConfigError if the tokenizers differ, and
-    errors of loading a model.
+    the errors of `load_model`.
     """
     assert config.exact is not None
     if config.exact.model is None:

@@ -38,7 +38,7 @@ def salt_provenance(cache_salt: str) -> str:
 SHARED_BEHIND = 512
 """A prompt also keeps KV of sliding layers for this many tokens before the windows, if there is room.
 
-Another prompt can reuse the prefix if it differs at most this many tokens before the end.
+Another prompt can then reuse the prefix if it differs only in the last tokens, at most this many.
 """
 
 
@@ -108,7 +108,7 @@ class CacheManager:
         return self.reserved(blocks, capacity, blocks.length, stop)
 
     def reserved(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
-        """Reserve `capacity` tokens in `blocks`, and in sliding layers the tokens [start, stop). Return `blocks`.
+        """Reserve slots for `capacity` tokens, and in sliding layers for the tokens [start, stop). Return `blocks`.
 
         The block table is released if PoolFullError is raised.
         """
@@ -160,15 +160,15 @@ class Reclaimable(Protocol):
         ...
 
     def holdings(self) -> list[Holding]:
-        """Return the memory that is held."""
+        """Return the memory that cannot be freed now."""
         ...
 
 
 def retry_after_reclaim(action: Callable[[], T], reclaimables: Iterable[Reclaimable]) -> T:
     """Call `action` and return its result. While it raises PoolFullError, reclaim memory and try again.
 
-    `action` must not change any state if it raises. If no more memory can be reclaimed, raise PoolFullError with the
-    holders of memory.
+    `action` must not change any state if it raises. If no more memory can be reclaimed, raise PoolFullError, whose
+    message names the holders of memory.
     """
     while True:
         try:

@@ -97,7 +97,7 @@ def shown(value: object) -> str:
 
 
 def whole(name: str, value: object, least: int) -> int:
-    """Return an integer of any integer type as int. Raise InputError for other types, and below `least`."""
+    """Return `value` as an int. Raise InputError if it is not an integer, or less than `least`."""
     try:
         if isinstance(value, bool) or not isinstance(value, SupportsIndex):
             raise TypeError
@@ -149,7 +149,7 @@ def folder_path(name: str, value: object) -> Path:
     try:
         os.fsencode(text)
         return Path(text).expanduser()
-    except (RuntimeError, UnicodeEncodeError) as error:  # an unknown user; a lone surrogate
+    except (RuntimeError, UnicodeEncodeError) as error:  # "~" with an unknown user, or a lone surrogate
         raise InputError(f"{name}={value!r}: {error}") from None
 
 

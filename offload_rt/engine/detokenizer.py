@@ -31,7 +31,7 @@ def decode(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, 
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | None:
-    """Return the text of one token inside a text, special or not; None without a tokenizer."""
+    """Return the text that a token has inside a longer text, also for special tokens; None without a tokenizer."""
     if tokenizer is None:
         return None
     # SentencePiece strips the leading space of the first token, so decode the token twice and use the second copy.
@@ -40,7 +40,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | N
 
 
 def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int]) -> list[int]:
-    """Return the last tokens of `prompt` that decide how the next token is decoded, without special tokens.
+    """Return the last tokens of `prompt` that affect how the next token is decoded, without special tokens.
 
     SentencePiece strips a leading space, so the context must start with a token that has text. It must also start at a
     character boundary, because byte fallback decodes every byte of an incomplete UTF-8 sequence to U+FFFD.

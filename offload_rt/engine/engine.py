@@ -113,7 +113,7 @@ class Engine:
 
         Raises:
             OffloadError: A request has failed, and there is no `on_failure`. It has left the queue, and the next call
-                continues with the others. An unexpected exception is the cause of an EngineError.
+                continues with the others. Unexpected exceptions are wrapped in an EngineError.
         """
         scheduler = self.scheduler
         with scheduler.stepping():
@@ -188,7 +188,7 @@ class Engine:
         return [(request, [one]) for request, one in zip(group, rows, strict=True)]
 
     def _decode_failed(self, group: list[Request], error: Exception) -> None:
-        """Fail the request of a group of one.
+        """Handle an exception of a decode step. If the group has one request, fail it.
 
         In a larger group the cause is unknown. All its requests start again, and are decoded one by one until they have
         passed this position.
@@ -270,7 +270,7 @@ class Suspects:
         self._positions: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def add(self, request: Request) -> None:
-        """Suspect a request that still has the sequences of the failed step."""
+        """Add a request that still has the sequences of the failed step."""
         self._positions[request] = request.sequences[0].position
 
     def groups(self, running: Seq[Request]) -> list[list[Request]]:

@@ -1,7 +1,7 @@
 """Guided decoding (JSON schema, regular expression, choice, grammar) with llguidance.
 
-llguidance compiles a grammar in milliseconds, where xgrammar needs up to 0.6 s for a regular expression. Its masks are
-slower (25 to 250 µs per token), but faster than a decode step.
+llguidance compiles a grammar in milliseconds, while xgrammar needs up to 0.6 s for a regular expression. Its masks take
+longer (25 to 250 µs per token), but less than a decode step.
 """
 
 from __future__ import annotations
@@ -54,14 +54,13 @@ class GuidedDecoder:
         self._matcher: LLMatcher = _understood(tokenizer, vocab, tuple(sorted(ends)), grammar).deep_copy()
 
     def copy(self) -> GuidedDecoder:
-        """Return an independent copy."""
         twin = object.__new__(GuidedDecoder)
         twin._vocab, twin._matcher = self._vocab, self._matcher.deep_copy()
         return twin
 
     @property
     def complete(self) -> bool:
-        """Whether the answer is complete, so that only its end may follow."""
+        """Whether the answer is complete, so that only an end token may follow."""
         return self._matcher.is_stopped()
 
     def allowed(self) -> torch.Tensor:

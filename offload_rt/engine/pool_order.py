@@ -25,7 +25,7 @@ The memory of an abandoned engine, such as a stream that is not read, will not b
 """
 
 RECHECK_SECONDS = 0.1
-"""Longest wait before an engine looks at a full pool again. Sessions free memory too, and engines may be abandoned."""
+"""An engine checks a full pool again after this time, because sessions free memory too and engines may be abandoned."""
 
 
 class PoolOrder:
@@ -38,12 +38,11 @@ class PoolOrder:
         self.changed = threading.Condition()
         self.frees = self.ends = 0
         self.broken: EngineError | None = None
-        """Reason why no engine of the pool can continue."""
+        """Reason why no engine of the pool can continue, or None."""
         self.reclaimables: list[Reclaimable] = []
         """Holders of memory between requests: the session stores of all engines."""
 
     def join(self, member: PoolMember) -> None:
-        """Add an engine."""
         with self._mutex:
             self._members.add(member)
 
@@ -117,7 +116,7 @@ class PoolMember(ABC):
         self._gave_way_at, self._seen = self.order.ends, self.order.frees
 
     def may_admit(self) -> bool:
-        """Return False if an older request of another engine waits for memory or needs the memory released here."""
+        """Return whether to admit requests. False after `give_way`, and while an older request claims the pool."""
         older = self._older(self._driven_others())
         waits = older and self._gave_way_at == self.order.ends
         if waits or any(other.claims for other in older):

@@ -63,7 +63,7 @@ def each_prompt(prompts: object) -> list[str | list[int]]:
 
 
 def token_ids(ids: object) -> list[int]:
-    """Return token ids as `one_prompt` does. Raise InputError for a text."""
+    """Like `one_prompt`, but raise InputError for a text."""
     found = one_prompt(ids)
     if isinstance(found, str):
         raise InputError(f"a text instead of token ids: {found!r:.80}")

@@ -250,8 +250,8 @@ class SampledRequest(Request):
     def start(self, runner: Runner) -> Prefill:
         """Allocate the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError.
 
-        After a drop, tokens that were generated before are prefilled if that gives the same KV as decoding them did.
-        Otherwise they are decoded again.
+        After a drop, earlier new tokens are prefilled if that gives the same KV as decoding. Otherwise they are decoded
+        again.
         """
         assert self.sequence is None
         prompt = len(self.prompt.token_ids)

@@ -27,7 +27,7 @@ class Scheduler(PoolMember):
     ends. A request that does not fit an empty pool fails immediately. `PoolOrder` coordinates engines of other threads
     that use the same pool.
 
-    An exception in one request fails this request alone. Failed requests are in `failed`, with their error, until the
+    An exception in one request fails only this request. Failed requests are in `failed`, with their error, until the
     engine reports them. If memory of a failed request cannot be freed, all engines of the pool stop.
 
     A request is in at most one of `waiting`, `prefilling` and `running` (in order of admission).
@@ -211,7 +211,6 @@ class Scheduler(PoolMember):
         self.failed.append((request, failure(request, error)))
 
     def fail_all(self, error: EngineError) -> None:
-        """End all requests with an error."""
         for request in self.requests:
             self.fail(request, error)
 
@@ -284,7 +283,7 @@ class Scheduler(PoolMember):
         return True
 
     def remove(self, request: Request) -> None:
-        """Take a request out of its queue."""
+        """Remove a request from its queue."""
         self._full = False
         if self.prefilling is not None and self.prefilling[0] is request:
             self.prefilling = None

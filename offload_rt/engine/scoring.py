@@ -72,7 +72,7 @@ def score(
         continuations: Token ids to score.
         decode_from: Maximum number of prompt tokens to prefill with exact attention. The rest is decoded. None
             prefills all but the last token of each prompt.
-        batch: Maximum number of sequences decoded together. If the pool is full, fewer are.
+        batch: Maximum number of sequences decoded together; fewer if the pool is full.
         on_done: Called after each continuation.
 
     Raises:

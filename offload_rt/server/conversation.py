@@ -195,7 +195,7 @@ MAX_CALLS = 8
 
 
 def forced_call(conversation: Conversation) -> dict[str, Any]:
-    """Return the `structured_outputs` field of `SamplingParams` that forces tool calls, or no field.
+    """Return the field `structured_outputs` of `SamplingParams` that forces tool calls, or {} if none is required.
 
     The response is one call, or a list of calls if several may be made.
     """

@@ -1,4 +1,4 @@
-"""Structured log on stderr: one JSON object per line. It contains prompts and responses only with `--log-prompts`."""
+"""Log on stderr, as text or JSON lines. It contains prompts and responses only with `--log-prompts`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TextLines(logging.Formatter):
 class Repetitions(logging.Filter):
     """Pass only the first `limit` warnings, errors and refused requests of each kind per interval.
 
-    The field `suppressed` of the first record after an interval contains the numbers of dropped records.
+    The field `suppressed` of the first record after an interval contains the numbers of dropped records by kind.
     """
 
     def __init__(self, limit: int = 20, seconds: float = 10.0) -> None:

@@ -145,7 +145,7 @@ class Prompts:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, size: int, work: Callable[[Event], T]) -> T:
-        """Run `work` in a thread for texts of this `size`. Its argument is set if the caller is cancelled."""
+        """Run `work` in a thread for texts of `size` characters. The event passed to it is set on cancellation."""
         cancelled, loop = Event(), asyncio.get_running_loop()
 
         def long() -> T:
@@ -179,7 +179,7 @@ class Prompts:
             system = "System role not supported" not in self.template
             messages, tools = describe_tools(messages, tools, system=system), ()
         continues = conversation.continues
-        if continues and not conversation.prefill.strip():  # an empty message cannot be continued: begin it
+        if continues and not conversation.prefill.strip():  # an empty message cannot be continued: begin a new one
             messages, continues = messages[:-1], False
         try:
             return render_chat(

@@ -91,7 +91,7 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def awaits_client(self) -> bool:
-        """Whether the server waits for data of the client, and not the client for a response."""
+        """Whether the server waits for the client to send data, and not the client for a response."""
         if self.transport.get_write_buffer_size():  # the response is complete, but not sent
             return False
         return self.cycle is None or self.cycle.response_complete or self.conn.their_state is h11.SEND_BODY

@@ -209,7 +209,7 @@ class SpeculativeDecoder:
             draft.logits = torch.cat([next(of_requests) for _ in draft.request.sequences])
 
     def _alone(self, draft: Draft, seconds: float) -> float:
-        """Return the request's shortest share of a pass without drafts; `seconds` is its share of this one."""
+        """Return the shortest time share of the request in a pass without drafts. `seconds`: its share of this pass."""
         if (known := self._known.get(draft.request)) is None:
             return math.inf
         if not draft.tokens:

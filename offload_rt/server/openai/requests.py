@@ -302,7 +302,7 @@ def _bias(bias: dict[str, float]) -> dict[int, float]:
 def structured_outputs(
     requested: ResponseFormat | TextFormat | None, vllm: StructuredBody | None = None
 ) -> dict[str, Any]:
-    """Return the `structured_outputs` field of `SamplingParams` for OpenAI's or vLLM's format, or no field.
+    """Return the field `structured_outputs` of `SamplingParams` for OpenAI's or vLLM's format, or {}.
 
     Raises RefusedError or ConfigError if the format is invalid.
     """

@@ -174,7 +174,7 @@ async def input_items(
 
 
 def _input_items(name: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert messages to items. Their ids do not change."""
+    """Convert messages to items. An item has the same id in every call."""
     found: list[dict[str, Any]] = []
 
     def add(prefix: str, **item: Any) -> None:
