@@ -71,7 +71,7 @@ class AsyncLLM:
         self._lock = threading.Lock()
         self._arriving = 0
         self._closed = False
-        self._clients: dict[str, Client] = {}  # from here on: state of the engine thread
+        self._clients: dict[str, Client] = {}  # from here on: changed only by the engine thread
         self._by_number: dict[int, Client] = {}
         self._tree_tokens = 0  # cached tokens of requests that the store does not count
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._h2d_bytes = self._device_bytes = 0

@@ -31,11 +31,11 @@ Duration = Annotated[float, "seconds"]
 
 @dataclass(frozen=True)
 class EvictionOptions:
-    """Which tokens are evicted when a sequence outgrows the KV cache (InfiniGen §4.4).
+    """Token eviction for sequences that outgrow the KV cache (InfiniGen §4.4).
 
     Attributes:
-        policy: "fifo", "lru", or "counter" (saturating selection counts, divided by the steps in which the token could
-            be selected).
+        policy: "fifo", "lru", or "counter". "counter" evicts the tokens with the lowest selection rate: a saturating
+            count of selections, divided by the steps in which the token could be selected.
         protect: "window" never evicts sinks and recent tokens. "none" protects only recent tokens, like the
             paper's FIFO.
     """
@@ -50,7 +50,7 @@ class EvictionOptions:
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How draft tokens are proposed in lossless mode (`exact`).
+    """Proposal of draft tokens in lossless mode (`exact`).
 
     Attributes:
         method: Source of the drafts. "sparse": decode with the policy. "lookup": copy the continuation of the last
@@ -123,7 +123,7 @@ class EngineConfig:
             If approximate KV still does not fit, scoring runs on the host. The tokens do not change. None uses all
             device memory and keeps everything there.
         experts_on_device: Number of experts per mixture-of-experts layer on the device (the most recently used ones).
-            All experts are in host memory, and the router's choice is copied on demand. None keeps all experts on the
+            All experts are in host memory, and chosen experts are copied on demand. None keeps all experts on the
             device, or with `device_memory` as many as fit.
         embedding_on_host: Keep the embedding in host memory and copy only the rows of the tokens. Not available if the
             output head shares the embedding's weights.
@@ -143,7 +143,7 @@ class EngineConfig:
         enable_prefix_caching: Compute and store a common prefix of prompts once, also across calls. Shared KV is exact,
             so results do not depend on earlier requests.
         swap: Folder on a fast disk for KV of preempted requests, used if that is estimated to be faster than
-            recomputation. It is deleted when the process ends.
+            recomputation. This KV is deleted when the process ends.
         missed_mass_every: Decode steps between measurements of the missed attention mass; 0 disables them. None means
             16 on a CPU, and 0 on a GPU or with `disk`. A measurement reads all keys in host memory.
         working_set: Number of fetched KV entries per layer, KV head and sequence that stay on the device. Frequently

@@ -26,7 +26,7 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class StateShape:
-    """Recurrent state that one decoder layer keeps per sequence, whatever the length of the sequence.
+    """Recurrent state that one decoder layer keeps per sequence. Its size does not depend on the sequence length.
 
     Attributes:
         layer: Index of the decoder layer.
@@ -50,7 +50,7 @@ class StateShape:
 class ModelGeometry:
     """Dimensions of a model.
 
-    Layers are attention layers. Decoder layers without attention, of hybrid models, run between them.
+    `layers` counts attention layers. In hybrid models, decoder layers without attention run between them.
 
     Attributes:
         scales: Factor of q·k per layer. Adapters return unscaled queries.
@@ -63,9 +63,9 @@ class ModelGeometry:
         chunked: If True, windows do not slide: a token sees the tokens of its own window, starting at a multiple of its
             size.
         experts: Whether MLPs are mixtures of experts.
-        states: Recurrent states per sequence, of hybrid models.
-        attention_at: Index of each attention layer among the decoder layers; empty if all of these have attention.
-        depth: Number of decoder layers; 0 if all of them have attention.
+        states: Recurrent states per sequence (hybrid models).
+        attention_at: Index of each attention layer among the decoder layers; empty if all have attention.
+        depth: Number of decoder layers; 0 if all decoder layers have attention.
     """
 
     layers: int
@@ -203,7 +203,7 @@ class PagedRows:
         v: V `[R, d]`.
         block_rows: int64 `[blocks]`. Row of the first token of block i, minus 64 i, so that a token index can be added
             to it.
-        first: Row of the layer in a block.
+        first: First row of the layer within a block.
         head_rows: Distance in rows from one KV head to the next.
         resident: Two ranges of token indices that every KV head attends to.
         tokens: Token indices of each KV head, int64 `[Hkv, n]`.

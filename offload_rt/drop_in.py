@@ -114,7 +114,7 @@ def _checked(given: dict[str, Any]) -> torch.Tensor:
 class OffloadedCache(Cache):
     """A transformers cache that stores one sequence per row of the batch in the KV cache of an `LLM`.
 
-    A left-padded row has fewer tokens than the cache has columns. `free` frees the memory, as does deleting the object.
+    A left-padded row has fewer tokens than the cache has columns. Memory is freed by `free`, or with the object.
     """
 
     def __init__(self, llm: LLM) -> None:

@@ -346,7 +346,7 @@ class LLM:
         Between turns, the KV of a session stays in host memory until other requests need the space.
 
         Args:
-            name: Any text.
+            name: Name of the session; any text.
             store: Folder of the sessions. Only one process at a time can open it.
             options: Options of the store. They are in effect until the store's last session is closed.
             system: System message of a new session.

@@ -95,7 +95,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times of one prompt and all its completions, as returned by `time.time()`; None for events yet to come."""
+    """Times of one prompt and all its completions, as returned by `time.time()`; None for future events."""
 
     arrival_time: float = field(default_factory=time.time)
     first_scheduled_time: float | None = None
@@ -197,7 +197,8 @@ class Stats:
         sparse_exact_fraction: `exact_fraction` over the layers that select tokens.
         approximate_fraction: Fraction of the visible tokens attended through approximate KV, over layers that select.
         missed_mass: Attention mass outside of the exactly attended tokens, mean over sampled steps and layers that
-            select. Approximate KV estimates this mass if it is enabled. None if it was not measured.
+            select. With approximate KV, attention to the other tokens is estimated, not lost. None if it was not
+            measured.
         missed_mass_worst_layer: Missed mass of the layer in which it is largest, mean over sampled steps.
         working_set_rows: Capacity of the working set in KV entries per layer and KV head.
         working_set_bytes: Size of the working set, included in `kv_bytes_device`.
@@ -205,10 +206,10 @@ class Stats:
         drafted_tokens: Draft tokens (with `exact`).
         accepted_tokens: Draft tokens that full attention accepted.
         verifications: Verification passes. Each gives one token in addition to the accepted ones.
-        draft_speedup: Estimated time of decoding without drafts over the measured time. None if no pass without drafts
-            was measured.
+        draft_speedup: Estimated time of decoding without drafts, divided by the measured time. None if no pass without
+            drafts was measured.
         attended_by_step: Fraction of visible tokens attended exactly, `[steps][layers]`.
-        missed_by_step: Step and missed mass of each layer, for sampled steps.
+        missed_by_step: (step, missed mass of each layer) for each sampled step.
         disk_bytes_read: Bytes read from the disk since the sequence began, for all sequences.
         disk_bytes_written: Bytes written since the sequence began, for all sequences.
         disk_hit_rate: Fraction of selected KV entries found in host memory instead of on disk.

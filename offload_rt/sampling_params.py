@@ -1,4 +1,4 @@
-"""`SamplingParams`: vLLM's names, validated at construction."""
+"""`SamplingParams`, with vLLM's names. Values are validated at construction."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class SamplingParams:
         frequency_penalty: Subtracted from the logit of a token once for each of its occurrences in the answer.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt and answer.
         seed: Seed of the random numbers; None is random. The random number of a token depends on the seed and on the
-            token's position in the text. Completion i of n uses a seed derived from it, and the first completion uses
-            `seed` itself.
+            token's position in the text. The first of n completions uses `seed`, and the others use seeds derived
+            from it.
         stop: String or strings that end the answer. They are not part of it.
         stop_token_ids: Tokens that end the answer.
         include_stop_str_in_output: Keep the stop string in the answer.

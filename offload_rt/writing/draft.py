@@ -97,7 +97,7 @@ class Draft:
         )
 
     def chapters(self, wanted: int = 0) -> int:
-        """Return the number of chapters to write: `wanted`, or as many as there are headings or chapters."""
+        """Return the number of chapters to write: `wanted`, or one per heading, or as many as are written already."""
         return wanted or max(len(self.settings.headings), len(self.written.chapters))
 
     def complete(self, max_tokens: int, chapters: int = 0) -> bool:
@@ -107,7 +107,7 @@ class Draft:
         return bool(self.written.complete) and (enough or (not total and self.written.complete == "stop"))
 
     def params(self) -> SamplingParams:
-        """Return the sampling parameters of a document that was begun before."""
+        """Return the sampling parameters in the settings."""
         return SamplingParams(**self.settings.sampling)
 
 

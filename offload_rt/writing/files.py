@@ -148,7 +148,7 @@ class Written:
         tokens: All tokens so far: the context of the first turn, headings and new tokens.
         given: Number of tokens that the model has not written: prompt and beginning.
         chapters: Position in `tokens` of each heading's first token.
-        unread: Number of tokens at the start of the beginning that the model has not read, because it is too long.
+        unread: Number of tokens that were cut from the start of a beginning that is too long for the model.
         new_tokens: Tokens written so far, including tokens that are only in the text file.
         complete: Finish reason if the document was complete when it was last saved, else "".
     """

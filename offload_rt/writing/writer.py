@@ -75,7 +75,7 @@ class Document:
         path: File with the text.
         new_tokens: Tokens written, also by earlier runs.
         chapters: Number of chapters.
-        finish_reason: "length", "stop" (end of text or stop string), or "abort" (interrupted).
+        finish_reason: "length", or "stop" (end of text or stop string).
         context_tokens: Tokens in the context at the end.
         removed_tokens: Oldest tokens that were removed from the context, because it would have exceeded the model's
             context length.
@@ -251,7 +251,7 @@ class _Writer:
         """
         history = self._session.history
         since = history.shift + history.sinks if history.shift else 0
-        common = min(len(saved), history.shift + len(history.tokens)) - 1  # the last one may have been replaced
+        common = min(len(saved), history.shift + len(history.tokens)) - 1  # the last token may have been replaced
         tail = history.tokens[history.sinks :] if history.shift else history.tokens
         if saved[since : max(since, common)] != tail[: max(0, common - since)]:
             raise InputError(
