@@ -309,7 +309,7 @@ class OffloadedCache(Cache):
         if len(ids) != len(self._rows):
             raise InputError(f"the cache has {len(self._rows)} rows and the batch has {len(ids)}: they must be equal")
         if mask is not None and mask.ndim == 2 and not bool(mask[:, -ids.shape[1] :].all()):
-            raise InputError("a row is padded behind its prompt: pad on the left (tokenizer.padding_side='left')")
+            raise InputError("a row is padded after its prompt: pad on the left (tokenizer.padding_side='left')")
 
 
 def _padding(mask: Seq[int]) -> int:

@@ -114,7 +114,7 @@ def _engine(llm: LLM, max_waiting: int, store: _Store) -> tuple[AsyncLLM, Path |
     except StoreInUseError as error:
         if store.chosen:
             raise
-        _log.warning("the default store is only read, and sessions are not available: %s", error)
+        _log.warning("the default store is opened read-only, and sessions are not available: %s", error)
         return open_engine(store=store.folder, read_only=True), None
     except (ConfigError, StoreError) as error:
         if store.chosen:

@@ -80,8 +80,8 @@ def shortened(ids: Sequence[int], room: int, truncate: str | None, what: str) ->
         return list(ids)
     if truncate is None or room < 1:
         raise InputError(
-            f"{what} has {len(ids):,} tokens, and {max(0, room):,} fit beside the answer: use --truncate tail to drop "
-            "its end, head to drop its beginning, or middle"
+            f"{what} has {len(ids):,} tokens, and {max(0, room):,} fit together with the answer: use --truncate tail to "
+            "drop its end, head to drop its beginning, or middle"
         )
     check_choice("truncate", truncate, TRUNCATE)
     first = {"head": 0, "tail": room, "middle": room // 2}[truncate]
@@ -137,7 +137,7 @@ def _ids(values: Any) -> list[int]:
     if not isinstance(values, list):
         raise InputError(f"token ids are {values!r:.80}, of type {type(values).__name__}: {WANTED}")
     for wrong in (value for value in values if not _whole(value)):
-        raise InputError(f"token ids have {wrong!r:.80}, of type {type(wrong).__name__}, among them: {WANTED}")
+        raise InputError(f"token ids contain {wrong!r:.80}, of type {type(wrong).__name__}: {WANTED}")
     return [index(value) for value in values]
 
 

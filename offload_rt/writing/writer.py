@@ -159,9 +159,9 @@ def write_draft(
         draft.settings = replace(draft.settings, model=llm.name, fingerprint=fingerprint, sampling=sampling)
     elif fingerprint != draft.settings.fingerprint:
         raise InputError(
-            f"{str(draft.path)!r} was begun with {draft.settings.model} and another number format or policy than now, "
-            f"or with another model: use the same options, or delete the folder {str(draft.folder.path)!r} to continue "
-            "its text"
+            f"{str(draft.path)!r} was begun with {draft.settings.model}, with other weights or another number format "
+            f"or policy than now: use the same model and options, or delete the folder {str(draft.folder.path)!r} to "
+            "continue its text"
         )
     writer = _Writer(llm, draft, max_tokens, draft.chapters(chapters), on_progress)
     with closing(writer), warnings.catch_warnings():

@@ -28,7 +28,7 @@ def check_same_tokens(model: LoadedModel, draft: LoadedModel) -> None:
     else:
         ids, added = theirs.get_vocab(), mine.get_added_vocab()
         wrong = next((t for t, i in mine.get_vocab().items() if t not in added and ids.get(t) != i), None)
-        same, problem = wrong is None, f"another tokenizer than {model.name}: {wrong!r} has another id there, or none"
+        same, problem = wrong is None, f"another tokenizer than {model.name}: {wrong!r} is missing or has another id"
     if not same:
         raise ConfigError(f"the draft model {draft.name} has {problem}; choose a smaller model of the same family")
 
