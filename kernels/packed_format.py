@@ -1,4 +1,4 @@
-"""Layout of packed weights: codes of 4, 5, 6 or 8 bits with a scale, and a minimum if any, for each group of inputs."""
+"""Layout of packed weights: codes of 4, 5, 6 or 8 bits, and a scale and an optional minimum per group of inputs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PackedFormat:
         Args:
             codes: uint8 `[out, ins]`.
             scales: `[out, ins / group]`, rounded to float16.
-            minima: As scales, if the format has them.
+            minima: Like `scales`, if the format has minima.
         """
         assert (minima is not None) == self.has_minima
         parts = [*self._split(codes), scales.half().contiguous().view(torch.uint8)]

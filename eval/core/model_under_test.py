@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...config import DType
 from ...core import ModelGeometry
+from ...engine.scoring import Score
+from ...engine.scoring import score as score_continuations
 from ...errors import InputError
 from ...llm import LLM
 from ...models.loading import LoadedModel
@@ -100,7 +104,7 @@ class ModelUnderTest:
 
     def key(self, variant: Variant) -> dict[str, Any]:
         """Return the row-store key of the variant for this model."""
-        # The resolved options, not the given ones: equal variants are measured once, changed defaults again.
+        # Use the resolved options: equal variants are measured once, and variants with changed defaults again.
         provenance_key = self.policy(variant).provenance_key
         return {"policy": variant.policy, "engine": variant.key["engine"], "lineage": provenance_key}
 
@@ -122,7 +126,7 @@ class ModelUnderTest:
         }
 
     def llm(self, variant: Variant) -> LLM:
-        """Return a runtime for the variant. It shares weights and prefilled blocks with those of equal settings."""
+        """Return a runtime for the variant. Runtimes of equal settings share weights and prefilled blocks."""
         return self._with(variant.engine).under(variant.policy, self.options(variant))
 
     def _with(self, engine: Mapping[str, Any]) -> LLM:
@@ -148,18 +152,36 @@ class ModelUnderTest:
             prompts = [texts[i].tokens[: texts[i].scored_from] for i in which]
             targets = [texts[i].tokens[texts[i].scored_from :] for i in which]
             for i, score in zip(which, llm.score(prompts, targets, start, batch=batch), strict=True):
-                stats = score.stats
-                done[i] = Scored(
-                    nats=[-value for value in score.logprobs],
-                    is_greedy=score.is_greedy,
-                    attended=stats.exact_fraction,
-                    link=stats.fetched_fraction,
-                    sparse_attended=stats.sparse_exact_fraction,
-                    sparse_link=stats.sparse_fetched_fraction,
-                    missed=stats.missed_mass,
-                    missed_worst=stats.missed_mass_worst_layer,
-                )
+                done[i] = _scored(score)
         return [done[i] for i in range(len(texts))]
+
+    def score_observed(self, variant: Variant, text: Text, on_logprobs: Callable[[torch.Tensor], None]) -> Scored:
+        """Score one text. `on_logprobs` receives the log-probabilities `[V]` of each scored token, in order."""
+        runner = self.llm(variant).runner
+        with runner.pool.lock:
+            [score] = score_continuations(
+                runner,
+                [text.tokens[: text.scored_from]],
+                [text.tokens[text.scored_from :]],
+                decode_from=text.decode_from,
+                batch=1,
+                on_logprobs=lambda _, logprobs: on_logprobs(logprobs),
+            )
+        return _scored(score)
+
+
+def _scored(score: Score) -> Scored:
+    stats = score.stats
+    return Scored(
+        nats=[-value for value in score.logprobs],
+        is_greedy=score.is_greedy,
+        attended=stats.exact_fraction,
+        link=stats.fetched_fraction,
+        sparse_attended=stats.sparse_exact_fraction,
+        sparse_link=stats.sparse_fetched_fraction,
+        missed=stats.missed_mass,
+        missed_worst=stats.missed_mass_worst_layer,
+    )
 
 
 def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int], tuple[int, ...]]:

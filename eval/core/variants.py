@@ -129,7 +129,7 @@ def read_settings(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise ConfigError(f"{word!r} is no setting; write key=value, such as recent=16")
+            raise ConfigError(f"{word!r} is not a setting; write key=value, such as recent=16")
         found[key] = _layers(value) if key == "dense_layers" else _value(value)
     return found
 
@@ -138,7 +138,7 @@ def _layers(text: str) -> list[int]:
     try:
         return [] if text == "none" else [int(layer) for layer in text.replace(",", ":").split(":")]
     except ValueError:
-        raise ConfigError(f"dense_layers={text!r} is no list of layers; write 0:1 or none") from None
+        raise ConfigError(f"dense_layers={text!r} is not a list of layers; write 0:1 or none") from None
 
 
 def _value(text: str) -> Any:

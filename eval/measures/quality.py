@@ -48,6 +48,20 @@ def perplexity(args: argparse.Namespace) -> int:
     return show(run_perplexity(tested, text, name, compared, config, Path(args.out), say), args.out, say)
 
 
+@measure("divergence", "KL divergence and top-1 agreement with full, position by position", _perplexity_flags)
+def divergence(args: argparse.Namespace) -> int:
+    """Measure how far the next-token distribution of each policy is from that of full attention: KL divergence over
+    the whole vocabulary and agreement of the most probable token. Example: offload-rt eval divergence reference --text
+    BOOK --budgets 0.02,0.05 --windows 4 --out DIR"""
+    from ..quality.divergence import run_divergence
+    from ..quality.perplexity import PerplexityConfig
+
+    config = config_of(args, PerplexityConfig)
+    text, say, tested = read_text(args.text), say_on_stderr(args.quiet), model_under_test(args)
+    compared, name = variants(args, tested), text_name(args.text)
+    return show(run_divergence(tested, text, name, compared, config, Path(args.out), say), args.out, say)
+
+
 def _retrieval_flags(parser: argparse.ArgumentParser) -> None:
     from ..quality.retrieval import RetrievalConfig
 

@@ -21,6 +21,7 @@ from ...utils.texts import read_file
 from ..core.model_under_test import ModelUnderTest
 from ..core.report import Column, Report, Row, Say, say_nothing
 from ..core.variants import Variant
+from ..quality import divergence
 from ..quality.lm_eval_tasks import COLUMNS as TASK_COLUMNS
 from ..quality.lm_eval_tasks import TasksConfig, run_tasks
 from ..quality.perplexity import NOTES, WHAT, PerplexityConfig, measure_all
@@ -78,6 +79,19 @@ def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
     found += [Variant(policy, WINDOW | {"budget": budgets[0]}) for policy in ("quest", "h2o", "streaming")]
     found += [Variant("infinigen", WINDOW | {"budget": ALONE, "approximate_kv": tail}) for tail in ("int4", "int2")]
     return found + [Variant("infinigen", {"preset": name}) for name in ("rows", "paper")]
+
+
+def diverging() -> list[Variant]:
+    """Return the variants of the divergence tables.
+
+    These are full, the default, infinigen at 2, 5 and 10 % with and without approximate KV, the other policies at 5 %,
+    and full attention over a KV cache of 4 and 8 bits.
+    """
+    found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
+    for budget in (0.02, 0.05, 0.1):
+        found += [Variant("infinigen", WINDOW | {"budget": budget, "approximate_kv": kv}) for kv in ("int4", "off")]
+    found += [Variant(policy, WINDOW | {"budget": 0.05}) for policy in ("oracle", "quest", "h2o", "streaming")]
+    return found + [Variant("full", {}, {"kv_cache_dtype": dtype}) for dtype in ("int8", "int4")]
 
 
 def looked_up(budget: float = BUDGETS[0]) -> list[Variant]:
@@ -146,6 +160,18 @@ class Real:
         title = f"Perplexity of {self.tested.name} under each policy"
         Report("perplexity", title, self.tested.identity, COLUMNS, rows, NOTES).write(self.out)
 
+    def divergence(self) -> None:
+        """Measure KL divergence and top-1 agreement with full attention at 2, 5 and 10 % and of other policies."""
+        rows: list[Row] = []
+        for context in self.contexts:
+            config = PerplexityConfig(context, self.size.windows, context - self.size.decoded)
+            for _, name, text in self.texts():
+                variants = self.chosen or diverging()
+                found = divergence.measure_all(self.tested, text, name, variants, config, self.out, self.say, self.late)
+                rows += found
+        title = f"Divergence of {self.tested.name} from full attention"
+        Report("divergence", title, self.tested.identity, divergence.COLUMNS, rows, divergence.NOTES).write(self.out)
+
     def needles(self) -> None:
         """Run the needle retrieval in the first text at a budget of 5 %."""
         _, name, text = self.texts()[0]
@@ -186,6 +212,7 @@ class Real:
 
 PARTS: dict[str, Callable[[Real], None]] = {
     "perplexity": Real.perplexity,
+    "divergence": Real.divergence,
     "needles": Real.needles,
     "tasks": Real.tasks,
     "ruler": Real.ruler,
@@ -196,9 +223,9 @@ COLUMNS = (
     *WHAT,
     Column("windows", "windows"),
     Column("tokens decoded", "scored_tokens"),
-    Column("exact rows, selecting layers", "sparse_attended", ".1%"),
+    Column("exact fraction, sparse layers", "sparse_attended", ".1%"),
     Column("all layers", "attended", ".1%"),
-    Column("over the link", "link", ".1%"),
+    Column("fetched", "link", ".1%"),
     Column("missed mass", "missed", ".3f"),
     Column("worst layer", "missed_worst", ".3f"),
     Column("perplexity", "perplexity", ".3f"),

@@ -43,6 +43,7 @@ class _Task:
 
     tokens: list[int]
     scored_from: int
+    on_logprobs: Callable[[torch.Tensor], None]
     logprobs: list[float] = field(default_factory=list)
     is_greedy: list[bool] = field(default_factory=list)
     score: Score | None = None
@@ -61,6 +62,7 @@ def score(
     decode_from: int | None,
     batch: int,
     on_done: Callable[[], None] = lambda: None,
+    on_logprobs: Callable[[int, torch.Tensor], None] = lambda index, logprobs: None,
 ) -> list[Score]:
     """Score `continuations[i]` after `prompts[i]`, each of at least one token.
 
@@ -74,11 +76,14 @@ def score(
             prefills all but the last token of each prompt.
         batch: Maximum number of sequences decoded together; fewer if the pool is full.
         on_done: Called after each continuation.
+        on_logprobs: Called for each scored token, in order, with the index of the continuation and the
+            log-probabilities `[V]` of the whole vocabulary on the model's device.
 
     Raises:
         PoolFullError: A single sequence does not fit the pool.
     """
-    tasks = [_Task([*p, *c], len(p)) for p, c in zip(prompts, continuations, strict=True)]
+    pairs = zip(prompts, continuations, strict=True)
+    tasks = [_Task([*p, *c], len(p), partial(on_logprobs, i)) for i, (p, c) in enumerate(pairs)]
     groups: dict[tuple[int, ...], list[_Task]] = {}
     for task in tasks:
         stop = task.scored_from - 1 if decode_from is None else min(decode_from, task.scored_from - 1)
@@ -190,6 +195,7 @@ class _Batches:
             value = logprobs[task.tokens[target]]
             task.logprobs.append(float(value))
             task.is_greedy.append(bool(value == logprobs.max()))
+            task.on_logprobs(logprobs)
         if target == task.computed:
             task.score = Score(task.logprobs, task.is_greedy, sequence_stats(self._runner, sequence))
             self._runner.free(sequence)

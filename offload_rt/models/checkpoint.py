@@ -132,8 +132,8 @@ def read_weights(
         source: The checkpoint.
         config: Its configuration.
         device: Device to load onto.
-        dtype: Dtype of the weights. None keeps that of the file.
-        moved: Whether weights will be moved between memories.
+        dtype: Dtype of the weights. None keeps the dtype of the file.
+        moved: Whether weights will be moved between host and device memory.
 
     Raises:
         ModelError: A weight is missing, damaged or has the wrong shape. (transformers would initialise it randomly.)
@@ -267,7 +267,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 def resolve_dtype(
     dtype: str | torch.dtype, source: ModelSource, config: PreTrainedConfig, device: torch.device
 ) -> torch.dtype | None:
-    """Return the dtype, or None for that of the weights if the configuration does not state one.
+    """Return the dtype, or None for the dtype of the weights if the configuration does not state one.
 
     "auto" is the checkpoint's dtype on CUDA (bfloat16 for GGUF files). On a CPU it is bfloat16 for half-precision
     checkpoints, because decoding is bound by reading weights, and at least float32 for others. Without compiled code it

@@ -1,8 +1,8 @@
 """Convert blocks of quantised GGUF tensors to packed weights (`PackedFormat`).
 
-Codes are copied. Scales and minima of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are float16 in the file and do not change. Those
-of Q4_K, Q5_K and Q6_K are products of a float16 and a whole number of 6 or 8 bits, and are rounded to float16: by at
-most 2^-12 of their size if they are at least 2^-14, else by at most 2^-25.
+Codes are copied. Scales and minima of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are float16 in the file and do not change. Scales
+and minima of Q4_K, Q5_K and Q6_K are products of a float16 and an integer of 6 or 8 bits. They are rounded to float16.
+The relative error is at most 2^-12 for values of at least 2^-14. For smaller values, the error is at most 2^-25.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def _nibbles(data: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _bits(data: torch.Tensor, bits: int, size: int) -> torch.Tensor:
-    """Return numbers of `bits` bits: the lowest ones of each `size` bytes, followed by the next ones."""
+    """Return fields of `bits` bits: the lowest field of each of `size` bytes, followed by the next fields."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return (data.reshape(len(data), -1, 1, size) >> shifts & (1 << bits) - 1).flatten(1)
 
 
 def _fifth_bits(data: torch.Tensor) -> torch.Tensor:
-    """Return bit i of 4 bytes as number i."""
+    """Return the 32 bits of each 4 bytes as 32 numbers."""
     return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
 
 

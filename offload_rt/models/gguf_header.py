@@ -19,7 +19,7 @@ class _EarlyEndError(Exception):
 
 
 def check_complete(path: Path) -> set[str]:
-    """Return the types of the tensors, such as "Q4_K".
+    """Check that a GGUF file is complete, and return the types of its tensors, such as "Q4_K".
 
     Raises:
         ModelError: The file is not a GGUF file, or ends before its last tensor does.
@@ -50,7 +50,7 @@ def check_complete(path: Path) -> set[str]:
 
 
 def _read_header(file: BinaryIO) -> tuple[list[tuple[str, tuple[int, ...], int, int]], int]:
-    """Return name, shape, type and offset of each tensor, and where the tensors start."""
+    """Return name, shape, type and offset of each tensor, and the file position that offsets refer to."""
     if file.read(4) != b"GGUF":
         raise ModelError(f"'{file.name}' is not a GGUF file: it does not begin with GGUF")
     version, count, entries = _read(file, "<IQQ")
@@ -88,7 +88,6 @@ def _text(file: BinaryIO) -> str:
 
 
 def _skip(file: BinaryIO, kind: int) -> None:
-    """Skip a metadata value."""
     if kind == _ARRAY:
         inner, count = _read(file, "<IQ")
         if inner in _SIZES:

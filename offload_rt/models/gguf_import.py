@@ -37,11 +37,10 @@ _log = logging.getLogger(__name__)
 def packed_source(source: ModelSource) -> ModelSource:
     """Return the packed checkpoint made from a GGUF file, or `source` if its architecture cannot stay packed.
 
-    The first call for a file converts it, in a time of about 10 seconds per GB; later ones find the result in the
-    cache folder.
+    The first call for a file converts it, at about 10 seconds per GB. Later calls find the result in the cache folder.
 
     Raises:
-        ModelError: The file is damaged, or no model that is supported.
+        ModelError: The file is damaged, or its model is not supported.
     """
     assert source.gguf is not None
     path = _local_path(source)
@@ -63,7 +62,7 @@ def packed_source(source: ModelSource) -> ModelSource:
 
 
 class CannotPackError(Exception):
-    """Transformers changes the weights of this architecture in a way that is not a permutation of rows."""
+    """The weights cannot stay packed: no type is supported, or transformers does more than permute rows."""
 
 
 def _local_path(source: ModelSource) -> Path:
@@ -85,7 +84,7 @@ def _convert(folder: Path, *, source: ModelSource, path: Path) -> None:
     logging_: Any = transformers_logging
     require_gguf(source)
     if not any(map(can_pack, check_complete(path))):
-        raise CannotPackError("its tensors have no type that is computed as it is packed")
+        raise CannotPackError("none of its tensors has a supported packed type")
     with _one_reader() as reader_of:
         config = read_config(source)
         tokenizer = read_tokenizer(source)
@@ -137,7 +136,7 @@ def _one_reader() -> Iterator[Any]:
 
 
 def _tensor_names(skeleton: PreTrainedModel, reader: Any) -> tuple[dict[str, str], Any]:
-    """Return the name of each tensor in transformers, and transformers' processor of tensors."""
+    """Return the transformers name of each tensor in the file, and transformers' tensor processor."""
     from transformers import modeling_gguf_pytorch_utils
 
     loader: Any = modeling_gguf_pytorch_utils
@@ -150,7 +149,7 @@ def _tensor_names(skeleton: PreTrainedModel, reader: Any) -> tuple[dict[str, str
     known = {each.name for each in reader.tensors} & names.keys()
     parameters = {name for name, _ in skeleton.named_parameters()}
     if not {names[name] for name in known} >= parameters:
-        raise CannotPackError("several tensors of the file make one of the model")
+        raise CannotPackError("a weight of the model is split into several tensors")
     return {name: names[name] for name in known}, processor
 
 
@@ -162,7 +161,7 @@ def _packed(tensor: ReaderTensor, module: nn.Module, processor: Any) -> tuple[to
     form = packed_format(tensor.tensor_type.name, ins)
     if form is None:
         return None
-    # Rows of some architectures are in another order in GGUF files. The order of numbered rows shows which.
+    # The rows of some architectures are permuted in GGUF files. Converting numbered rows shows the permutation.
     numbers = np.arange(outs, dtype=np.float64)[:, None] + np.array([0, 0.5])
     try:
         result = processor.process(
@@ -183,7 +182,8 @@ def _packed(tensor: ReaderTensor, module: nn.Module, processor: Any) -> tuple[to
 
 
 def _dense(tensor: ReaderTensor, processor: Any) -> torch.Tensor | None:
-    """Return the dequantised tensor in float32, as transformers computes it, or None if it is not one tensor there."""
+    """Return the dequantised tensor in float32, as transformers computes it, or None if transformers
+    stores it under another name or in several parts."""
     from gguf import dequantize
 
     weights = dequantize(tensor.data, tensor.tensor_type)

@@ -78,13 +78,15 @@ class LoadedModel:
     live: LiveWeights | None = None
 
     def weights_provenance(self) -> str:
-        """Return the part of the KV provenance that separates KV of the present weights from KV of weights before a
-        change in place. Raises ModelError if a module of the model was replaced."""
+        """Return the part of the KV provenance key that changes if the caller changes weights in place.
+
+        Raises ModelError if a module of the model was replaced.
+        """
         changes = 0 if self.live is None else self.live.changes()
         return f"weights-{changes} " if changes else ""
 
     def check_weights_unchanged(self) -> None:
-        """Raise ModelError if the weights are not those of the fingerprint, which stored sessions are named by."""
+        """Raise ModelError if the weights changed after the fingerprint, which identifies stored sessions."""
         if self.weights_provenance():
             raise ModelError(
                 "the model's weights were changed after this LLM was created, and its sessions belong to the previous "
@@ -156,7 +158,7 @@ def _read_checkpoint(
     max_model_len: int | None,
     quantize: Quantize,
 ) -> PreTrainedModel:
-    """Read the weights. Arguments and errors are those of `load_model`."""
+    """Read the weights. See `load_model` for arguments and errors."""
     config = read_config(source)
     _refuse_early(source, config, verify, max_model_len)
     report("reading the weights")
@@ -169,7 +171,7 @@ def _read_checkpoint(
 
 
 def source_of_weights(source: ModelSource, device: torch.device, quantize: Quantize) -> ModelSource:
-    """Return where the weights are read from: a packed checkpoint for a GGUF file that stays packed.
+    """Return the source to read the weights from: a packed checkpoint for a GGUF file that stays packed.
 
     Raises:
         ConfigError: A GGUF file cannot be quantised again.
@@ -294,7 +296,7 @@ def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreT
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the end-of-text ids of the generation configuration, else of the model's, else of the tokenizer."""
+    """Return the end-of-text ids from the first of: generation configuration, model configuration, tokenizer."""
     generation = getattr(model, "generation_config", None)
     sources: tuple[Any, ...] = (generation, model.config, text_config(model.config), tokenizer)
     for each in sources:

@@ -1,7 +1,7 @@
 """Checkpoint folders with packed weights: how importers write them and how they are loaded.
 
-A folder has config.json, the tokenizer, and model.safetensors, which is mapped, so that its weights need memory once.
-`quantization_config` names the format of each packed weight. Folders are made once for each file, in the cache folder.
+A folder has config.json, the tokenizer, and model.safetensors. The file is mapped into memory, so its weights are not
+copied. `quantization_config` names the format of each packed weight. Each file is imported once, into the cache folder.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read_checkpoint(
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
-    damaged = f"the packed weights in '{folder}' are damaged; delete this folder to make it again"
+    damaged = f"the packed weights in '{folder}' are damaged; delete this folder to create it again"
     if not (folder / DIGEST).exists() or (folder / DIGEST).read_text() != _digest(folder / WEIGHTS):
         raise ModelError(damaged)
     auto: Any = AutoModelForCausalLM
@@ -130,7 +130,7 @@ def _digest(path: Path) -> str:
 
 
 def cached_folder(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Return the cached checkpoint `folder`. If it does not exist, `write` it; it then appears whole or not at all.
+    """Return the cached checkpoint `folder`. If it does not exist, create it atomically with `write`.
 
     Raises:
         OSError: The folder cannot be written.
@@ -142,7 +142,7 @@ def cached_folder(folder: Path, write: Callable[[Path], None]) -> Path:
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_NEW))
     try:
         write(temporary)
-        if folder.exists() and not (folder / DIGEST).exists():  # what is left of an interrupted deletion
+        if folder.exists() and not (folder / DIGEST).exists():  # the rest of an interrupted deletion
             shutil.rmtree(folder)
         try:
             os.replace(temporary, folder)
@@ -157,7 +157,7 @@ def cached_folder(folder: Path, write: Callable[[Path], None]) -> Path:
 
 
 def _limit(newest: Path) -> None:
-    """Delete the folders used least recently while all of them are larger than the limit. Keep `newest`."""
+    """Delete the least recently used folders until all together fit the limit. Keep `newest`."""
     limit = parse_size(os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT, LIMIT_VARIABLE)
     folders = (each for each in newest.parent.iterdir() if not each.name.startswith(_NEW))
     known = [each for each in folders if (each / DIGEST).exists()]
@@ -166,7 +166,7 @@ def _limit(newest: Path) -> None:
     for each in sorted(known, key=lambda each: each.stat().st_mtime):
         if total <= limit or each == newest:
             break
-        # Processes that use these weights have mapped the file, which stays until they end.
+        # Processes that have mapped the file can use it until they end.
         shutil.rmtree(each, ignore_errors=True)
         total -= sizes[each]
         _log.info("deleted cached packed weights %s", each)

@@ -103,7 +103,8 @@ def load_shape(
 def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
     """Return the bytes of a packed checkpoint's weights outside its layers, and of each layer.
 
-    Packed weights count as in the file, plain ones in `dtype`. Weights of layers are aligned.
+    Packed weights count with their size in the file, plain weights with their size in `dtype`. Weights of layers are
+    aligned.
 
     Raises:
         ModelError: The files cannot be read.
@@ -156,7 +157,6 @@ def _stored(source: ModelSource) -> Iterator[tuple[str, tuple[int, ...], str, in
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_HEADER_LIMIT, path.stat().st_size):

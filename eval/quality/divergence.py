@@ -1,0 +1,181 @@
+"""Distance of the next-token distribution from full attention, position by position.
+
+Perplexity hides opposite errors: a policy can raise the probability of one token and lower that of another. The KL
+divergence KL(full || policy) over the whole vocabulary and the agreement of the most probable token do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..core.report import Column, Report, Row, RowStore, say_nothing
+from ..core.stats import paired_bootstrap, perplexity_change
+from ..core.variants import Text, Variant, text_digest
+from .perplexity import PerplexityConfig, Window, costs, cut_windows
+
+if TYPE_CHECKING:
+    from ..core.model_under_test import ModelUnderTest
+    from ..core.report import Say
+
+FULL = Variant("full")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Differences of one policy from full attention at the n scored positions of a window.
+
+    Attributes:
+        kl: KL(full || policy) of the next-token distributions in nats, `[n]`.
+        agrees: 1 where both have the same most probable token, else 0, `[n]`.
+    """
+
+    kl: list[float] = field(default_factory=list)
+    agrees: list[int] = field(default_factory=list)
+
+    def add(self, full: torch.Tensor, policy: torch.Tensor) -> None:
+        """Append a position with log-probabilities `full` and `policy`, both `[V]`."""
+        # float64: the terms of a near-zero divergence cancel.
+        p, q = full.double(), policy.double()
+        self.kl.append(float((p.exp() * (p - q)).sum()))
+        self.agrees.append(int(p.argmax() == q.argmax()))
+
+
+class FullAttention:
+    """Full attention on one window, computed on first use and kept for all policies of that window."""
+
+    def __init__(self, tested: ModelUnderTest, text: Text) -> None:
+        self._tested, self._text = tested, text
+
+    @cached_property
+    def logprobs(self) -> torch.Tensor:
+        """Log-probabilities of each scored position, `[n, V]`, float32 on the CPU."""
+        found: list[torch.Tensor] = []
+        self._tested.score_observed(FULL, self._text, lambda row: found.append(row.float().cpu()))
+        return torch.stack(found)
+
+
+def measure(tested: ModelUnderTest, variant: Variant, text: Text, full: FullAttention) -> Row:
+    """Measure one variant on one window."""
+    divergence, rows = Divergence(), iter(full.logprobs)
+    scored = tested.score_observed(variant, text, lambda row: divergence.add(next(rows), row.float().cpu()))
+    return {**costs([scored]), "nats": sum(scored.nats), "tokens": len(scored.nats), **asdict(divergence)}
+
+
+def summary(rows: Sequence[Row], base: Sequence[Row]) -> Row:
+    """Combine the rows of a variant over windows. `base` holds the rows of full attention on the same windows.
+
+    Intervals are 95 % bootstrap intervals over windows.
+    """
+    tokens = [row["tokens"] for row in rows]
+    kl, agreed = [sum(row["kl"]) for row in rows], [sum(row["agrees"]) for row in rows]
+    nothing = [0.0] * len(rows)
+    mean, agreement = paired_bootstrap(kl, nothing, tokens), paired_bootstrap(agreed, nothing, tokens)
+    change = paired_bootstrap(
+        [row["nats"] for row in rows], [row["nats"] for row in base], tokens, change=perplexity_change
+    )
+    return {
+        "windows": len(rows),
+        "scored_tokens": sum(tokens),
+        "kl": mean.value,
+        "kl_interval": [mean.low, mean.high],
+        "kl_p99": float(np.percentile(np.concatenate([row["kl"] for row in rows]), 99)),
+        "top_1": agreement.value,
+        "top_1_interval": [agreement.low, agreement.high],
+        "against_full_perplexity": change.value,
+        "against_full_perplexity_low": change.low,
+        "against_full_perplexity_high": change.high,
+        "against_full_shown": f"{change.value:+.2%} [{change.low:+.2%}, {change.high:+.2%}]",
+        **{name: _mean([row[name] for row in rows]) for name in COSTS},
+    }
+
+
+COSTS = ("attended", "link", "sparse_attended", "sparse_link")
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else None
+
+
+def measure_all(
+    tested: ModelUnderTest,
+    text: str,
+    name: str,
+    variants: Sequence[Variant],
+    config: PerplexityConfig,
+    out: Path,
+    say: Say = say_nothing,
+    late: Callable[[], bool] = lambda: False,
+) -> list[Row]:
+    """Measure every variant on `text` (called `name`), window by window. Rows that exist in `out` are reused.
+
+    A window is prefilled once for all variants with equal engine settings. If `late` returns True, no new row is
+    measured, and the summary covers the windows that every variant has.
+    """
+    store = RowStore(out)
+    shared = {"suite": "divergence", **tested.identity, "text": text_digest(text), **asdict(config)}
+    every = [FULL, *(variant for variant in variants if variant != FULL)]
+    found: list[list[Row]] = []
+    windows: list[Window] = cut_windows(tested, text, config)
+    for number, window in enumerate(windows):
+        full = FullAttention(tested, window.text)
+        rows: list[Row] = []
+        for variant in every:
+            key = shared | {"variant": tested.key(variant), "window": number}
+            if late() and store.get(key) is None:
+                break
+            rows.append(store.once(key, partial(measure, tested, variant, window.text, full)))
+            say(f"{name}, window {number}, {variant.label}: KL {np.mean(rows[-1]['kl']):.2e}")
+        if len(rows) == len(every):
+            found.append(rows)
+    if not found:
+        return []
+    by_variant = list(zip(*found, strict=True))
+    return [
+        tested.describe(variant) | {"text": name, "context": config.context} | summary(mine, by_variant[0])
+        for variant, mine in zip(every, by_variant, strict=True)
+    ]
+
+
+def run_divergence(
+    tested: ModelUnderTest,
+    text: str,
+    name: str,
+    variants: Sequence[Variant],
+    config: PerplexityConfig,
+    out: Path,
+    say: Say = say_nothing,
+) -> Report:
+    """Run `measure_all` on `text` (called `name`) and write divergence.json, .csv and .md to `out`."""
+    rows = measure_all(tested, text, name, variants, config, out, say)
+    about: dict[str, Any] = {**tested.identity, "text": name, "text_digest": text_digest(text), **asdict(config)}
+    report = Report("divergence", f"Divergence of {tested.name} from full attention", about, COLUMNS, rows, NOTES)
+    report.write(out)
+    return report
+
+
+COLUMNS = (
+    Column("model", "model"),
+    Column("text", "text"),
+    Column("context", "context"),
+    Column("policy", "variant"),
+    Column("windows", "windows"),
+    Column("attended", "sparse_attended", ".1%"),
+    Column("fetched", "sparse_link", ".1%"),
+    Column("KL mean", "kl", ".5f"),
+    Column("99th percentile", "kl_p99", ".4f"),
+    Column("same top token", "top_1", ".2%"),
+    Column("perplexity against full [95 %]", "against_full_shown"),
+)
+
+NOTES = (
+    "KL is KL(full || policy) of the next-token distribution in nats. The row of `full` compares full attention with",
+    "itself. Intervals are bootstrap intervals over windows.",
+)
