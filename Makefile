@@ -26,7 +26,7 @@
 #   make paper   counterparts of the paper's tables and figures for the reference models, written to eval/results/
 #                (about half an hour on two cores; what is done is not done again)
 #   make real    quality loss of selection on trained models (MODEL=smollm2 runs one), written to eval/results/MODEL; in
-#                parts that begin nothing new after 50 minutes: PART=perplexity|divergence|needles|tasks|ruler
+#                parts that begin nothing new after 50 minutes: PART=perplexity|divergence|needles|tasks|ruler|extraction
 #   make docs    write the generated pages of the documentation, then make site
 #   make site    the documentation as a site in out/docs, warnings as errors; part of make test
 #   make demo-real   an instruct model reads a chapter, answers questions about it, continues it (MODEL=folder, GGUF, hub id)

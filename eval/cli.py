@@ -14,8 +14,8 @@ def listing() -> str:
     width = max(map(len, MEASURES)) + 2
     lines = [f"  {name:{width}}{found.help}" for name, found in MEASURES.items()]
     usage = "usage: offload-rt eval MEASURE ...\n"
-    head = "'offload-rt eval MEASURE --help' lists what a measure takes.\n\nmeasures:"
-    tail = "\nMEASURE may be a Python file of your own that registers one."
+    head = "'offload-rt eval MEASURE --help' lists the options of a measure.\n\nmeasures:"
+    tail = "\nMEASURE may also be a Python file that registers a measure."
     return "\n".join([usage, head, *lines, tail])
 
 

@@ -1,24 +1,24 @@
-/* The selection that selection.py defines (InfiniGen, paper 4.3). First `rank` runs
-for parts of the tokens, then `choose_best` for each head.
+/* Token selection as defined in selection.py (InfiniGen, paper 4.3). First `rank` runs for parts of the tokens, then
+`choose_best` for each head.
 
-Floor of memory, bytes of a token and KV head with G queries: rank reads 4 * G and writes 4, choose reads 4. Arithmetic:
-four vector instructions for LANES scores. */
+Memory traffic in bytes per token and KV head with G queries: `rank` reads 4 * G and writes 4, `choose_best` reads 4.
+Arithmetic: four vector instructions per LANES scores. */
 
 #include "fields.h"
 #include "simd.h"
 #include "team.h"
 
 #define BLOCK 64
-#define PADDING 64 /* numbers that may be read or written behind the last */
-#define EVERY 16   /* of values that are looked at to guess how large the n-th largest is */
+#define PADDING 64 /* numbers after the end of an array that may be read or written */
+#define EVERY 16   /* one value of this many is sampled to estimate the n-th largest */
 
 typedef struct {
-    const float *scores; /* [heads * group], `stride` apart; n of each */
+    const float *scores; /* [heads * group][n], with a distance of `stride` */
     int64_t stride, heads, group, n, per_part; /* per_part: tokens of a part of rank, a multiple of 64 */
     const float *peaks, *lses;                 /* [heads * group] */
     float alpha;
-    int64_t most;      /* tokens that each head chooses */
-    float *values;     /* [heads][n], and room for PADDING behind it */
+    int64_t most;      /* number of tokens that each head selects */
+    float *values;     /* [heads][n], plus PADDING */
     uint64_t *passing; /* [(n + 63) / 64]: a bit for each token */
     int64_t *within;   /* [parts] */
     float *best;       /* [heads][n + PADDING] */
@@ -34,8 +34,8 @@ FIELDS_OF(Ranking) = {
     END_OF_FIELDS(Ranking),
 };
 
-/* values: of each token the largest score - lse of a head's queries. passing: whether a score of any head is within
-alpha of its query's largest. within: how many scores of the part are. */
+/* Compute for each token: `values`, the largest score - lse over the queries of a KV head; `passing`, whether any score
+is within alpha of the largest score of its query. `within` is the number of such scores in the part. */
 static void rank(const void *given, int64_t part) {
     const Ranking *call = given;
     int64_t first = part * call->per_part, last = first + call->per_part < call->n ? first + call->per_part : call->n;
@@ -70,7 +70,7 @@ static void rank(const void *given, int64_t part) {
     call->within[part] = within;
 }
 
-/* A whole number for each number, in the same order. */
+/* Map float32 to integers in the same order. */
 INLINE i32 ordered(f32 x) { return (i32)x ^ (((i32)x >> 31) & 0x7fffffff); }
 
 INLINE float number_of(int32_t ordered) {
@@ -80,7 +80,7 @@ INLINE float number_of(int32_t ordered) {
     return x;
 }
 
-/* How many of values [count], behind which -inf follows, are `least` or more in that order. */
+/* Count the values [count], padded with -inf, whose integer (`ordered`) is at least `least`. */
 static int64_t count_from(const float *values, int64_t count, int32_t least) {
     i32 more[2] = {{0}};
     int64_t found = 0;
@@ -90,8 +90,8 @@ static int64_t count_from(const float *values, int64_t count, int32_t least) {
     return found;
 }
 
-/* The n-th largest of values [count], 1 <= n <= count; writes -inf behind the last. Halves the range of numbers until
-just n are in it, so that it has no branch to guess for each value. */
+/* Return the n-th largest of values [count], 1 <= n <= count. Writes -inf after the last value. A binary search over
+the range of numbers finds a bound that n values reach, without a branch per value. */
 static float nth_largest(float *values, int64_t count, int64_t n) {
     int64_t low = INT32_MAX, high = INT32_MIN;
     for (int64_t i = 0; i < count; i++) {
@@ -116,14 +116,16 @@ static float nth_largest(float *values, int64_t count, int64_t n) {
     return number_of((int32_t)low);
 }
 
-/* A number that more than `most` of the values [n] are likely to reach, and not many more: room has n / EVERY + 1. */
+/* Estimate a bound that slightly more than `most` of the values [n] reach. `room` has n / EVERY + 1 numbers, plus
+PADDING. */
 static float low_guess(const float *values, int64_t n, int64_t most, float *room) {
     int64_t count = 0, reach = most * 3 / (2 * EVERY) + EVERY;
     for (int64_t t = 0; t < n; t += EVERY) room[count++] = values[t];
     return reach < count ? nth_largest(room, count, reach) : -INFINITY;
 }
 
-/* tokens, best: those of n that pass and whose value is `least` or more, rising, and their values; returns how many. */
+/* Collect the tokens that pass and whose value is at least `least`, ascending, and their values `best`. Return the
+count. */
 static int64_t gather(const Ranking *call, const float *values, float least, int32_t *tokens, float *best) {
     int64_t count = 0;
     for (int64_t first = 0; first < call->n; first += BLOCK) {
@@ -138,7 +140,8 @@ static int64_t gather(const Ranking *call, const float *values, float least, int
     return count;
 }
 
-/* chosen of a head, rising: `most` tokens with the largest values among those that pass; of equals the first. */
+/* Select for a head the `most` passing tokens with the largest values, ascending. If values are equal, the first win.
+*/
 static void choose_best(const void *given, int64_t head) {
     const Ranking *call = given;
     const float *values = call->values + head * call->n;
@@ -156,14 +159,14 @@ static void choose_best(const void *given, int64_t head) {
         taken += equal || best[i] > least;
         equals -= equal;
     }
-    for (int32_t t = 0; taken < most; t++) { /* scores that are not numbers */
+    for (int32_t t = 0; taken < most; t++) { /* only if scores are NaN */
         int there = 0;
         for (int64_t i = 0; i < taken; i++) there |= chosen[i] == t;
         if (!there) chosen[taken++] = t;
     }
 }
 
-/* Writes at most `limit` tokens for each head to `chosen` [heads][most], and returns `most`. */
+/* Write at most `limit` tokens per head to `chosen` [heads][most], and return `most`. */
 int64_t select_all(Ranking *call, int64_t limit, TeamRun run, int threads) {
     int64_t parts = (call->n + call->per_part - 1) / call->per_part, queries = call->heads * call->group, within = 0;
     run(rank, call, parts, threads);

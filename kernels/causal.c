@@ -1,25 +1,26 @@
-/* Exact causal attention of many queries: what `causal.py` defines, scores and softmax in float32.
+/* Exact causal attention of many queries, with scores and softmax in float32. `causal.py` defines the results.
 
-Compiled for one head dimension (HEAD_DIM) and one type of rows (BFLOAT16 or float32). Keys and values are packed once a
-call. A tile of queries then goes through all blocks of keys that any of them sees, six queries at a time, whose sums stay
-in registers. The floor is arithmetic: 2 * HEAD_DIM products for each pair of a query and a key.
+Compiled for one head dimension (HEAD_DIM) and one type of rows (BFLOAT16 or float32). Keys and values are packed once
+per call. Each tile of queries then processes all blocks of keys that any of its queries sees, six queries at a time,
+whose sums stay in registers. The time is limited by arithmetic: 2 * HEAD_DIM products for each pair of a query and a
+key.
 
-With products of bfloat16 (AVX512-BF16), one instruction adds two products to each of 16 sums: of two channels of 16 keys
-in scores, of two tokens of 16 channels in outputs. Elsewhere keys and values are packed as float32. */
+With AVX512-BF16, one instruction adds two products to each of 16 sums: two channels of 16 keys for scores, two tokens
+of 16 channels for outputs. Otherwise, keys and values are packed as float32. */
 
 #include "fields.h"
 #include "simd.h"
 
-#define KEYS 64                   /* of a block */
-#define ROWS 6                    /* queries at a time */
-#define TILE 96                   /* queries of a tile, a multiple of ROWS */
+#define KEYS 64                   /* keys per block */
+#define ROWS 6                    /* queries computed together */
+#define TILE 96                   /* queries per tile, a multiple of ROWS */
 
 #if BFLOAT16 && defined(__AVX512BF16__)
 #define BF16_DOT 1
 typedef uint32_t Packed;          /* two bfloat16 */
 typedef uint32_t Query;
 #define QUERY (HEAD_DIM / 2)
-#define PAIRS (HEAD_DIM / 2)      /* of channels */
+#define PAIRS (HEAD_DIM / 2)      /* pairs of channels */
 #define WIDE (HEAD_DIM % 64 ? 2 : 4) /* vectors of an output row that are summed together */
 #else
 typedef float Packed;
@@ -27,18 +28,18 @@ typedef float Query;
 #define QUERY HEAD_DIM
 #define COLUMNS (REGISTERS == 32 ? 4 : 2) /* vectors that are summed together: 6 * COLUMNS sums stay in registers */
 #endif
-#define HALF (KEYS * QUERY)       /* of a packed block: keys, then as many values */
+#define HALF (KEYS * QUERY)       /* half of a packed block: first the keys, then the values */
 #define BLOCK (2 * HALF)
 
-/* One call. Rows of q, k, v and out lie `_head` and `_token` numbers apart. Row r of a KV head's group * m queries is
-head r % group's query r / group, which sees the last `window` of the tokens up to `last_visible` + r / group. `begun`: out and
-lse have the attention over other tokens, and become that over both. */
+/* Arguments of a call. Strides of q, k, v and out are `_head` and `_token` numbers. A KV head has group * m queries.
+Row r of them is query r / group of head r % group. It sees the last `window` of the tokens up to `last_visible` + r /
+group. If `begun` is set, out and lse contain the attention to other tokens, and the result is merged into them. */
 typedef struct {
     const Number *q, *k, *v;
-    void *out;          /* like q; float32 where there is lse */
-    Packed *packed;     /* [kv_heads][blocks][BLOCK]; NULL for one tile a head, which packs what it reads */
+    void *out;          /* like q, but float32 if lse is given */
+    Packed *packed;     /* [kv_heads][blocks][BLOCK]. NULL if a head has one tile, which packs its blocks itself */
     const float *sinks; /* [kv_heads * group], or NULL */
-    float *lse;         /* [kv_heads * group][m]: the natural log of what a softmax divides by, -inf of none; or NULL */
+    float *lse;         /* [kv_heads * group][m]: log of the softmax denominator, -inf without tokens; or NULL */
     int64_t q_head, q_token, k_head, k_token, v_head, v_token, out_head, out_token;
     int64_t kv_heads, group, m, n, first, window, last_visible, begun;
     float scale, softcap; /* 0: scores are not capped */
@@ -63,7 +64,7 @@ INLINE f32 load_numbers(const Number *at) {
 
 static inline int64_t blocks_of(const Call *call) { return (call->n - call->first + KEYS - 1) / KEYS; }
 
-/* Packs block `b` of KV head `head`, keys [QUERY][KEYS] and values; what the last block lacks is 0. */
+/* Pack block `b` of KV head `head`: keys [QUERY][KEYS], then values. The last block is padded with 0. */
 static void pack_block(const Call *call, int64_t head, int64_t b, Packed *restrict keys) {
     int64_t start = call->first + b * KEYS, left = call->n - start;
     const Number *k = call->k + head * call->k_head, *v = call->v + head * call->v_head;
@@ -93,15 +94,15 @@ static void pack_block(const Call *call, int64_t head, int64_t b, Packed *restri
 #endif
 }
 
-/* Packs block `part` of all KV heads' blocks, where several tiles read them. */
+/* Pack block number `part` of all blocks of all KV heads. Used if several tiles read them. */
 void pack(const void *given, int64_t part) {
     const Call *call = given;
     pack_block(call, part / blocks_of(call), part % blocks_of(call), call->packed + part * BLOCK);
 }
 
-#define NOTHING -1e30f /* lower than any score, and less of it is still a number */
+#define NOTHING -1e30f /* lower than any score, but differences to it are finite */
 
-/* What is known of the queries of a tile: rows, out and sums of weights not yet brought to the end. */
+/* State of the queries of a tile: rows, and outputs and sums of weights before normalisation. */
 typedef struct {
     Query q[TILE][QUERY] __attribute__((aligned(64)));
     float out[TILE][HEAD_DIM] __attribute__((aligned(64)));
@@ -109,14 +110,14 @@ typedef struct {
     int64_t token[TILE];
 } Tile;
 
-/* Which keys of a block that begins at token `start` query `row` sees: [first, behind). */
+/* Compute the keys [first, behind) of a block that query `row` sees. The block begins at token `start`. */
 INLINE void seen_keys(const Call *call, const Tile *tile, int row, int64_t start, int *first, int *behind) {
     int64_t newest = tile->token[row] - start, oldest = newest - call->window;
     *behind = newest < 0 ? 0 : newest >= KEYS - 1 ? KEYS : (int)newest + 1;
     *first = oldest < 0 ? 0 : oldest >= KEYS - 1 ? KEYS : (int)oldest + 1;
 }
 
-/* Scores of six queries from `row` on with the keys of a block. */
+/* Compute the scores of six queries, from `row` on, with the keys of a block. */
 INLINE void block_scores(const Tile *tile, int row, const Packed *block, float scores[ROWS][KEYS]) {
 #if BF16_DOT
     __m512 s[ROWS][KEYS / LANES];
@@ -151,7 +152,7 @@ INLINE void block_scores(const Tile *tile, int row, const Packed *block, float s
 #endif
 }
 
-/* Makes weights of the scores of query `row`; returns what its sums so far are to be multiplied with. */
+/* Turn the scores of query `row` into softmax weights. Return the factor by which its earlier sums must be scaled. */
 INLINE float block_weights(const Call *call, Tile *tile, int row, int64_t start, int edge, float *s) {
     const f32 scale = all(call->scale);
     for (int c = 0; c < KEYS; c += LANES) {
@@ -166,7 +167,7 @@ INLINE float block_weights(const Call *call, Tile *tile, int row, int64_t start,
     return softmax_weights(s, KEYS, &tile->peak[row], &tile->mass[row]);
 }
 
-/* Adds the values of a block under weights [ROWS][KEYS] to the outputs of six queries, of which `kept` stays. */
+/* Scale the outputs of six queries by `kept`, and add the values of a block with weights [ROWS][KEYS]. */
 INLINE void add_values(Tile *tile, int row, const Packed *values, float weights[ROWS][KEYS], const float *kept) {
 #if BF16_DOT
     uint16_t halves[ROWS][KEYS] __attribute__((aligned(64)));
@@ -222,7 +223,8 @@ INLINE void add_values(Tile *tile, int row, const Packed *values, float weights[
 #endif
 }
 
-/* Six queries from `row` on over one block, whose first key is token `start`; `edge`: not all of them see all of it. */
+/* Attend with six queries, from `row` on, to a block that begins at token `start`. `edge` is set if a query may not see
+all of its keys. */
 static void attend_block(const Call *call, Tile *tile, int row, const Packed *block, int64_t start, int edge) {
     float weights[ROWS][KEYS] __attribute__((aligned(64))), kept[ROWS];
     block_scores(tile, row, block, weights);
@@ -230,7 +232,7 @@ static void attend_block(const Call *call, Tile *tile, int row, const Packed *bl
     add_values(tile, row, block + HALF, weights, kept);
 }
 
-/* Where the sums of query row `row` of a KV head begin: with what it attended to before, with a sink, or with nothing. */
+/* Initialise the sums of row `r`: from earlier attention, from a sink, or empty. */
 static void begin_row(const Call *call, Tile *tile, int r, int64_t query, int64_t at) {
     int64_t place = query * call->out_head + at * call->out_token;
     float before = call->begun ? call->lse[query * call->m + at] : call->sinks ? call->sinks[query] : NOTHING;
@@ -296,7 +298,8 @@ static void attend_tile(const Call *call, int64_t head, int64_t index) {
     end_tile(call, &tile, head, from, count);
 }
 
-/* Tile `part` of all KV heads' tiles: head by head, of each the last queries, which see the most, first. */
+/* Compute tile number `part`. Tiles are ordered by head. Within a head, the last queries come first: they see most
+keys. */
 void attend(const void *given, int64_t part) {
     const Call *call = given;
     int64_t tiles = tiles_of(call);
@@ -305,5 +308,5 @@ void attend(const void *given, int64_t part) {
 
 int tile_rows(void) { return TILE; }
 
-/* Bytes of a packed block. */
+/* Return the bytes of a packed block. */
 int block_bytes(void) { return BLOCK * sizeof(Packed); }

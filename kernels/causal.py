@@ -14,10 +14,10 @@ from . import causal_cpu
 from .reference import capped, merge_lse, scaled_scores
 
 KEYS_AT_ONCE = 1024
-"""Keys per block if scores are capped or share their softmax with a sink."""
+"""Keys per block if scores are capped or there are sinks."""
 
 FEW = 128
-"""Queries per KV head that are computed side by side: one or two blocks of the flash kernel."""
+"""Maximum queries per KV head for which a group is computed in one call: one or two blocks of the flash kernel."""
 
 
 def attend_causal(
@@ -32,7 +32,7 @@ def attend_causal(
     """Return the attention `[H, m, d]` of the last m tokens over all n >= m tokens so far.
 
     Args:
-        q: Queries `[H, m, d]`. Query i sees the keys up to n - m + i, of these only the last `window`.
+        q: Queries `[H, m, d]`. Query i attends to keys up to n - m + i, but only to the last `window` of them.
         k, v: Keys and values `[Hkv, n, d]`.
         scale: Factor of the scores.
         window: Length of the sliding window, or None.
@@ -88,7 +88,7 @@ def _takes_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Return whether a CUDA flash kernel supports grouped queries for these tensors (half precision only)."""
     if q.device.type != "cuda":
         return False
-    # Of torch's other kernels, one rejects groups and one repeats K and V if there is a mask.
+    # torch's other kernels reject groups, or repeat K and V if there is a mask.
     whole = torch.backends.cuda.SDPAParams(q[None], k[None], v[None], None, 0.0, False, True)
     return torch.backends.cuda.can_use_flash_attention(whole)
 
@@ -96,7 +96,7 @@ def _takes_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def _lower_right(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, enable_gqa: bool = False
 ) -> torch.Tensor:
-    """Attend with torch's causal bias object. The flash kernels of a GPU take it without building a mask."""
+    """Attend with torch's causal bias object. The flash kernels of a GPU use it without building a mask."""
     mask: torch.Tensor = causal_lower_right(q.shape[2], k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
 

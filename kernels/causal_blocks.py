@@ -1,8 +1,8 @@
 """Causal attention of many queries whose keys arrive block by block from a disk.
 
-All queries attend to a block, then the block is dropped. Memory besides the queries: the output `[H, m, d]` and the
-log-sum-exp `[H, m]`, float32, and the scores of one block if neither `causal.c` nor torch has a kernel that returns
-both.
+All queries attend to a block, then the block is dropped. Memory in addition to the queries: output `[H, m, d]` and
+log-sum-exp `[H, m]` in float32. The scores of one block are also stored if neither `causal.c` nor torch has a kernel
+that returns both.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _BLOCK = 1024
 class BlockedAttention:
     """Accumulate the attention of queries q `[H, m, d]` over blocks of keys.
 
-    First call `add`, in any order, for blocks that all queries see. Then call `add_own` for the last keys, up to those
-    of the m query tokens.
+    First call `add`, in any order, for blocks that all queries see. Then call `add_own` for the last keys, which end
+    with the keys of the m query tokens.
     """
 
     def __init__(self, q: torch.Tensor, kv_heads: int, scale: float, softcap: float | None = None) -> None:
@@ -50,9 +50,9 @@ class BlockedAttention:
             self._join(out.view(self._out.shape), lse.view(self._lse.shape))
 
     def add_own(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Attend causally to keys and values `[Hkv, n, d]`, n >= m, whose last m tokens are those of the queries.
+        """Attend causally to keys and values `[Hkv, n, d]`, n >= m, that end with the m query tokens.
 
-        Query i sees the first n - m + i + 1 of them.
+        Query i attends to the first n - m + i + 1 keys.
         """
         if self._library is not None:
             self._further(self._library, k, v, causal=True)

@@ -1,6 +1,6 @@
 """Exact attention of many queries on a CPU by `causal.c`, faster than torch's kernels (scores and softmax in float32).
 
-In addition to inputs and output, many queries need memory for a packed copy of the visible keys and values.
+If there are many queries, the visible keys and values are also copied to a packed buffer.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def attend_further(
     Updates out `[H, m, d]` and lse `[H, m]` in place (float32, lse contiguous). Initialise them with 0 and -inf.
 
     Args:
-        causal: The last m keys belong to the queries and are masked causally. Otherwise every query sees all keys.
+        causal: Whether the last m keys belong to the query tokens and are masked causally. If False, every query sees
+            all keys.
     """
     last_visible = k.shape[1] - (q.shape[1] if causal else 1)
     _attend(library, q, k, v, out, scale, k.shape[1], softcap, None, lse, last_visible=last_visible, begun=True)
@@ -103,7 +104,7 @@ def _attend(
 
     Args:
         last_visible: The last token that the first query sees. Each further query sees one more. None means n - m.
-        begun: out and lse contain attention to other tokens, and the result is merged into them.
+        begun: Whether out and lse already contain attention to other tokens. The result is then merged into them.
     """
     (heads, m, d), (kv_heads, n) = q.shape, k.shape[:2]
     last_visible = n - m if last_visible is None else last_visible

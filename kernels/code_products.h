@@ -1,6 +1,6 @@
-/* Integer products of 4-bit codes with int8 weights, exact at every level. A vector of bytes holds four channels of each
-of LANES tokens. Products of -127..127 and 0..15 are summed in 16 bits where the level has no instruction that sums them
-in 32, and moved to 32 bits before they can overflow: after PARTIAL_QUADS vectors. */
+/* Integer products of 4-bit codes with int8 weights, exact at every level. A vector of bytes holds four channels of
+each of LANES tokens. If the level has no instruction that sums the products in 32 bits, they are summed in 16 bits and
+moved to 32 bits after PARTIAL_QUADS vectors, before they can overflow. */
 
 #ifndef OFFLOAD_RT_CODE_PRODUCTS_H
 #define OFFLOAD_RT_CODE_PRODUCTS_H
@@ -17,7 +17,7 @@ INLINE Partial add_products(Partial sums, bytes codes, i32 weights) {
 }
 INLINE i32 total_of(Partial sums) { return sums; }
 #elif defined(__aarch64__)
-#define PARTIAL_QUADS 8 /* one product of at most 1,905 for each vector: 17 would fit */
+#define PARTIAL_QUADS 8 /* one product of at most 1,905 per vector: up to 17 fit */
 typedef struct {
     int16x8_t low, high;
 } Partial;
@@ -27,7 +27,7 @@ INLINE Partial add_products(Partial sums, bytes codes, i32 weights) {
 }
 INLINE i32 total_of(Partial sums) { return (i32)vpaddq_s32(vpaddlq_s16(sums.low), vpaddlq_s16(sums.high)); }
 #else
-#define PARTIAL_QUADS 8 /* two products, at most 3,810, for each vector: 8 fit */
+#define PARTIAL_QUADS 8 /* two products, at most 3,810, per vector: up to 8 fit */
 typedef i16 Partial;
 INLINE Partial add_products(Partial sums, bytes codes, i32 weights) {
 #if LANES == 16
@@ -50,14 +50,14 @@ INLINE i32 total_of(Partial sums) {
 }
 #endif
 
-/* Four weights side by side, for each token of a vector. */
+/* Return a vector that repeats four weights for each token. */
 INLINE i32 four_weights(const int8_t *weights) {
     int32_t four;
     memcpy(&four, weights, 4);
     return four - (i32){0};
 }
 
-/* The bytes of a and b in turn, 16 by 16 bytes: those of the lower halves, those of the upper halves. */
+/* Interleave the bytes of a and b within each group of 16 bytes: lower halves to `low`, upper halves to `high`. */
 INLINE void zip_bytes(bytes a, bytes b, bytes *low, bytes *high) {
 #if LANES == 16
     *low = (bytes)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b);
@@ -79,7 +79,7 @@ INLINE void zip_bytes(bytes a, bytes b, bytes *low, bytes *high) {
 #endif
 }
 
-/* The same with pairs of bytes. */
+/* Like `zip_bytes`, for pairs of bytes. */
 INLINE void zip_pairs(bytes a, bytes b, bytes *low, bytes *high) {
 #if LANES == 16
     *low = (bytes)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
@@ -101,7 +101,7 @@ INLINE void zip_pairs(bytes a, bytes b, bytes *low, bytes *high) {
 #endif
 }
 
-/* Sums that come from zipped rows lie in parts of four tokens; puts 4 * LANES tokens in their order. */
+/* Sums of zipped rows come in groups of four tokens. Restore the order of 4 * LANES tokens. */
 INLINE void order_tokens(i32 sums[4]) {
 #if LANES == 16
     __m512i a = (__m512i)sums[0], b = (__m512i)sums[1], c = (__m512i)sums[2], d = (__m512i)sums[3];

@@ -1,21 +1,22 @@
-/* Exact attention of a few queries of each KV head over all its rows: a decode step. Rows lie in order or anywhere.
+/* Exact attention of a decode step: a few queries per KV head over all of its rows, contiguous or scattered.
 
-Compiled for one head dimension and one type of rows (BFLOAT16 or float32). Keys and values are read once, where they lie,
-so memory sets the floor: 2 * HEAD_DIM numbers of a row divided by the rate at which a thread reads. A part is a range of
-tokens of one KV head. Its result, not yet divided by the softmax's sum, is kept until `finish` merges all parts. */
+Compiled for one head dimension and one type of rows (BFLOAT16 or float32). Keys and values are read once, in place. The
+time is therefore limited by memory bandwidth: 2 * HEAD_DIM numbers per row. A part is a range of tokens of one KV head.
+Its result, not yet divided by the softmax denominator, is kept until `finish` merges all parts. */
 
 #include "fields.h"
 #include "simd.h"
 #include "team.h"
 
-#define KEYS 64   /* of a block, whose keys and values stay in the nearest cache */
-#define QUERIES 4 /* at once: their sums stay in registers */
+#define KEYS 64   /* per block, whose keys and values stay in the first-level cache */
+#define QUERIES 4 /* computed together: their sums stay in registers */
 
-/* q and out are [kv_heads][group][HEAD_DIM], lse is [kv_heads][group]. Rows of k and v lie `_head` and `_token` numbers
-apart. `outs` [kv_heads][parts][group][HEAD_DIM], `peaks` and `sums` [kv_heads][parts][group] hold results of parts.
+/* q and out are [kv_heads][group][HEAD_DIM], lse is [kv_heads][group]. Strides of k and v are `_head` and `_token`
+numbers. `outs` [kv_heads][parts][group][HEAD_DIM], `peaks` and `sums` [kv_heads][parts][group] hold the results of
+parts.
 
-If `block_rows` is NULL, the n tokens are rows 0 to n - 1. Otherwise the call attends to tokens [sinks, sinks_stop), to tokens
-[recent, recent_stop), and to tokens [kv_heads][selected]; token t is row t + block_rows[t / 64]. */
+If `block_rows` is NULL, the n tokens are rows 0 to n - 1. Otherwise the call attends to tokens [sinks, sinks_stop),
+[recent, recent_stop), and `tokens` [kv_heads][selected]. Token t is in row t + block_rows[t / 64]. */
 typedef struct {
     const Number *q, *k, *v;
     const int64_t *tokens, *block_rows;
@@ -36,7 +37,7 @@ FIELDS_OF(Call) = {
 
 static inline int64_t parts_of(const Call *call) { return (call->n + call->per_part - 1) / call->per_part; }
 
-/* Two vectors of float32 from 2 * LANES numbers: of bfloat16 the even and the odd ones. */
+/* Load 2 * LANES numbers as two vectors of float32. For bfloat16, these are the even and the odd numbers. */
 INLINE void load_two(const Number *at, f32 *even, f32 *odd) {
 #if BFLOAT16
     u32 pairs;
@@ -47,7 +48,7 @@ INLINE void load_two(const Number *at, f32 *even, f32 *odd) {
 #endif
 }
 
-/* Where `load_two` puts channel `c`. */
+/* Return the index of channel `c` in the order of `load_two`. */
 static inline int place_of(int c) {
 #if BFLOAT16
     int within = c % (2 * LANES);
@@ -57,20 +58,21 @@ static inline int place_of(int c) {
 #endif
 }
 
-/* The rows of a block's tokens. Behind the last token they repeat it. */
+/* Rows of the tokens of a block, padded with the last row. */
 typedef struct {
     const Number *keys[KEYS], *values[KEYS];
     int count, in_order;
 } Block;
 
-/* The token at place `i` among the tokens that KV head `head` attends to. */
+/* Return token number `i` of the tokens that KV head `head` attends to. */
 static inline int64_t token_at(const Call *call, int64_t head, int64_t i) {
     int64_t sinks = call->sinks_stop - call->sinks, resident = sinks + call->recent_stop - call->recent;
     if (i < sinks) return call->sinks + i;
     return i < resident ? call->recent + i - sinks : call->tokens[head * call->selected + i - resident];
 }
 
-/* The row of the first of `count` tokens from place `i` on, if they lie in order; -1 if they may not. */
+/* Return the row of token number `i` if the `count` tokens from it on are in consecutive rows, or -1 if they may not
+be. */
 static inline int64_t first_row(const Call *call, int64_t i, int count) {
     if (!call->block_rows) return i;
     int64_t sinks = call->sinks_stop - call->sinks, resident = sinks + call->recent_stop - call->recent;
@@ -96,7 +98,7 @@ static void find_block(const Call *call, int64_t head, int64_t start, int64_t st
     }
 }
 
-/* Rows that are not in order are in no cache, and no processor looks ahead: request those of the next block while this one is computed. */
+/* Scattered rows are not cached, and processors do not prefetch them. Request the rows of the next block early. */
 static inline void prefetch_block(const Block *block) {
     for (int t = 0; t < block->count; t++)
         for (int c = 0; c < HEAD_DIM * (int)sizeof(Number); c += 64) {
@@ -105,7 +107,7 @@ static inline void prefetch_block(const Block *block) {
         }
 }
 
-/* Queries of a KV head, multiplied by the scale and in the order of `load_two`, as are the outputs. */
+/* Queries of a KV head, multiplied by the scale. Channels of queries and outputs are in the order of `load_two`. */
 typedef struct {
     float q[QUERIES][HEAD_DIM] __attribute__((aligned(64)));
     float out[QUERIES][HEAD_DIM] __attribute__((aligned(64)));
@@ -133,7 +135,7 @@ INLINE void block_scores(const Tile *tile, const Block *block, int queries, floa
     }
 }
 
-/* Turns the scores of query `i` into weights. Returns the factor of its earlier sums. */
+/* Turn the scores of query `i` into softmax weights. Return the factor by which its earlier sums must be scaled. */
 INLINE float block_weights(const Call *call, Tile *tile, int i, int count, float *s) {
     const int whole = (count + LANES - 1) / LANES * LANES;
     if (call->softcap)
@@ -142,7 +144,7 @@ INLINE float block_weights(const Call *call, Tile *tile, int i, int count, float
     return softmax_weights(s, whole, &tile->peak[i], &tile->sum[i]);
 }
 
-/* Adds `vectors` vectors of the values from channel `column` on. */
+/* Add weighted values: `vectors` vectors of channels from `column` on. */
 INLINE void add_columns(Tile *tile, const Block *block, int queries, int vectors, int column,
                         float weights[QUERIES][KEYS], const float *kept) {
     f32 out[QUERIES][8];
@@ -174,7 +176,7 @@ INLINE void attend_block(const Call *call, Tile *tile, const Block *block, int q
         add_columns(tile, block, queries, vectors, column, weights, kept);
 }
 
-/* Each number of queries has its code, so that sums stay in registers. */
+/* The code is specialised for each number of queries, so that sums stay in registers. */
 static void attend_queries(const Call *call, Tile *tile, const Block *block, int queries) {
     switch (queries) {
     case 1: attend_block(call, tile, block, 1); return;
@@ -209,7 +211,7 @@ static void attend_range(const Call *call, int64_t head, int64_t start, int64_t 
     }
 }
 
-/* Range `part` % parts of KV head `part` / parts. */
+/* Compute range `part` % parts of KV head `part` / parts. */
 static void attend_part(const void *given, int64_t part) {
     const Call *call = given;
     int64_t parts = parts_of(call), head = part / parts, start = part % parts * call->per_part;
@@ -229,7 +231,7 @@ static void attend_part(const void *given, int64_t part) {
     }
 }
 
-/* Merges the parts of all queries: out and lse (natural log). */
+/* Merge the parts of all queries into out and lse (natural log). */
 static void finish(const Call *call) {
     int64_t parts = parts_of(call);
     for (int64_t query = 0; query < call->kv_heads * call->group; query++) {

@@ -23,7 +23,7 @@ WORTH_THREADS = 1 << 20
 """Minimum number of multiplications of a call for which several threads are used."""
 
 _ALL_ROWS = (None, None, 0, 0, 0, 0, 0)
-"""Fields of `_Call` for KV in order."""
+"""Fields of `_Call` if all rows are attended in order."""
 
 
 class _Call(ctypes.Structure):
@@ -48,8 +48,10 @@ class DecodeAttention:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with q `[Hkv, G, d]` to k, v `[Hkv, n, d]`, n >= 1: float32 out `[Hkv, G, d]` and lse `[Hkv, G]`, as
-        `reference.attend_part` defines them."""
+        """Attend with q `[Hkv, G, d]` to k, v `[Hkv, n, d]`, n >= 1.
+
+        Returns float32 out `[Hkv, G, d]` and lse `[Hkv, G]`, as `reference.attend_part` defines them.
+        """
         k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
         strides = (*k.stride()[:2], *v.stride()[:2])
         return self._attend(q, k.data_ptr(), v.data_ptr(), _ALL_ROWS, strides, k.shape[1], scale, softcap)
@@ -57,7 +59,7 @@ class DecodeAttention:
     def attend_paged(
         self, q: torch.Tensor, rows: PagedRows, scale: float, softcap: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`attend` for KV in the blocks of the host pool, read in place."""
+        """Like `attend`, for KV in blocks of the host pool, which is read in place."""
         d, tokens = q.shape[2], rows.tokens.contiguous()
         skipped, step = rows.first * d * rows.k.element_size(), rows.head_rows * d
         sinks, recent = rows.resident
@@ -96,8 +98,10 @@ class DecodeAttention:
 
 
 def takes(q: torch.Tensor) -> DecodeAttention | None:
-    """Return the code for queries q `[..., d]` and KV like them. None if the type or head dimension is not supported,
-    or there is no compiled code."""
+    """Return the code for the dtype and head dimension of q `[..., d]`.
+
+    None if they are not supported, or the code cannot be compiled.
+    """
     if q.dtype not in (torch.bfloat16, torch.float32) or q.device.type != "cpu" or q.shape[-1] % 32:
         return None
     library = native.compiled("decode_attention", _Call, HEAD_DIM=q.shape[-1], BFLOAT16=int(q.dtype == torch.bfloat16))

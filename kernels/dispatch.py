@@ -33,9 +33,10 @@ def _compiled(tensor: torch.Tensor) -> bool:
 
 
 def _by_device(definition: Callable[P, T], triton: str, on: int = 0) -> Callable[P, T]:
-    """Return `definition`, with the function of that name in module `triton` if argument `on` is on CUDA.
+    """Return a function that calls `definition`, or the Triton version if argument number `on` is on CUDA.
 
-    Arguments up to `on` are positional. Rows of the pool may be in device memory or in page-locked host memory.
+    The Triton version is the function of the same name in module `triton`. Arguments up to `on` must be positional. An
+    argument with rows of the pool cannot decide, because the pool may be in page-locked host memory.
     """
 
     @wraps(definition)
@@ -59,7 +60,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x `[heads, T, d]` times cos plus x with swapped halves times the signed sin, each `[1, T, d]`."""
+    """Return x `[heads, T, d]` times cos plus x with swapped halves times signed sin. cos and sin are `[1, T, d]`."""
     module: Any = rotary
     if _compiled(x) and x.stride(2) == 1 and 0 < x.shape[1] <= FEW:
         from . import triton_rotary as module

@@ -2,7 +2,7 @@
 
 A list is one KV head of one sequence. There are P = B * Hkv lists, sequence-major. Lists of a batch differ in length.
 int32 tensors (`starts`, `stops`, `counts`) mark the valid part, so shapes are static and the host never waits. Data
-that a sequence keeps between steps is in a separate tensor (`PointerTable`).
+that a sequence keeps between steps is in one tensor per sequence (`PointerTable`).
 
 Scores and LSE are float32 (float64 for float64). LSE is the natural logarithm. An empty list has LSE -inf and output 0.
 """
@@ -24,9 +24,10 @@ from .selection import quantised_scores as packed_scores
 class Scores:
     """Scores of all lists, with statistics of S blocks of tokens.
 
-    scores: `[P, G, N]`, -inf outside the valid tokens of each list.
-    maxima: `[P, G, S]`, the largest score of each head in each block, -inf for an empty block.
-    sums: `[P, G, S]`, the sum of exp(score - maximum), 0 for an empty block.
+    Attributes:
+        scores: `[P, G, N]`, -inf outside the valid tokens of each list.
+        maxima: `[P, G, S]`, the largest score of each head in each block, -inf for an empty block.
+        sums: `[P, G, S]`, the sum of exp(score - maximum), 0 for an empty block.
     """
 
     scores: torch.Tensor
@@ -98,7 +99,8 @@ def write_rows(
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
     """Write k, v `[P, d]` of the newest token to position `places[b]` (int64 `[B]`) of the kept KV of each sequence.
 
-    The kept KV `[2 * Hkv, room, d]` are K of all heads, then V. Negative positions are skipped.
+    The kept KV of a sequence is `[2 * Hkv, room, d]`: K of all heads, then V of all heads. Negative positions are
+    skipped.
     """
     batch = len(kept.tensors)
     newest = torch.cat((k.view(batch, -1, k.shape[1]), v.view(batch, -1, v.shape[1])), dim=1)
@@ -132,7 +134,7 @@ def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor
 def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
     """Store entries `[P, w]` of the newest tokens in row `slots[p] // page` (int64 `[P]`) of `[X, n_b, w]`.
 
-    If the row holds earlier tokens of the page, the result is the minimum. Lists with negative slots are skipped.
+    If the row holds earlier tokens of the page, the minimum is stored. Lists with negative slots are skipped.
     """
     for own, there, slot in zip(table.tensors, entries.split(table.heads), slots[:: table.heads].tolist(), strict=True):
         if slot >= 0:
@@ -148,8 +150,8 @@ def partial_scores(
 ) -> Scores:
     """Score skewed and scaled queries q `[P, G, r]` with keys `[Hkv, r, N_b]` of any dtype.
 
-    Only tokens [start, stop) of each list are valid. `tokens` is the length of the result, at least that of the longest
-    list.
+    Only tokens [start, stop) of each list are valid. `tokens` is the length of the result, at least the length of the
+    longest list.
     """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
     for own, query, there in zip(keys.tensors, q.split(keys.heads), scores.split(keys.heads), strict=True):
@@ -275,7 +277,7 @@ def _attend(
 
 
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge outs `[S, R, d]` and lses `[S, R]` as `reference.merge_lse` does. Parts and whole rows may be empty."""
+    """Merge outs `[S, R, d]` and lses `[S, R]` like `reference.merge_lse`. Some or all parts of a row may be empty."""
     lse = torch.logsumexp(lses, 0)
     shares = (lses - finite(lse)).exp()
     outs = outs.masked_fill(lses.isneginf().unsqueeze(-1), 0)

@@ -1,14 +1,14 @@
-/* Scores with low-bit keys, and low-bit values weighted by them, on a processor: what low_bit.py defines.
+/* Scores of low-bit keys, and attention over low-bit values, on a CPU. low_bit.py defines the results.
 
-Compiled by native.py for one head dimension (HEAD_DIM), one number of bits of a value (VALUE_BITS) and pages of so many
-blocks of each head (PAGE_BLOCKS). A block holds 64 tokens: keys byte by byte of all tokens (byte i: channels i and i +
+Compiled by native.py for one head dimension (HEAD_DIM), one number of bits per value (VALUE_BITS), and PAGE_BLOCKS
+blocks per head and page. A block holds 64 tokens: transposed keys (byte i of all tokens, with channels i and i +
 KEY_BYTES), values token by token, steps of keys, steps of values.
 
-Floors of a block and KV head, with G queries on it. Memory: score reads 64 * (HEAD_DIM / 2 + 1) bytes and writes 256 * G,
-mix reads 64 * (VALUE_BYTES + 1) and 256 * G. Arithmetic, vector instructions: score has 64 * HEAD_DIM * G products, of
-which an instruction does 64 with VNNI, 32 (and one addition) with AVX-512, half of that with AVX2, 8 with NEON; mix has
-as many, of which an instruction does 32 with bfloat16 and otherwise LANES. Each of 64 * G scores takes an exponential
-twice, about 14 instructions of LANES each. */
+Lower bounds per block and KV head with G queries:
+* Memory: `score` reads 64 * (HEAD_DIM / 2 + 1) bytes and writes 256 * G. `mix` reads 64 * (VALUE_BYTES + 1) + 256 * G.
+* Arithmetic: `score` and `mix` compute 64 * HEAD_DIM * G products each. One vector instruction of `score` computes 64
+  (VNNI), 32 (AVX-512, plus one addition), 16 (AVX2) or 8 (NEON) of them. One instruction of `mix` computes 32
+  (bfloat16) or LANES. Each of the 64 * G scores needs two exponentials, about 14 instructions per LANES of them. */
 
 #if HEAD_DIM * VALUE_BITS / 8 % 16
 #define NARROW_VECTORS
@@ -25,13 +25,13 @@ twice, about 14 instructions of LANES each. */
 #define COLUMNS (VALUE_BITS == 2 || VALUE_BYTES % (2 * LANES) ? 1 : 2) /* vectors of bytes that are unpacked together */
 #define TILE (COLUMNS * FIELDS)
 #define MAX_QUERIES 32
-#define SCORED 4                          /* queries whose sums stay in registers: of scores */
-#define MIXED (REGISTERS == 32 ? 6 : 3)   /* of values */
-#define PARTS_OF_SUM (16 / LANES)         /* sums have 16 parts at every level, so that all levels round alike */
+#define SCORED 4                          /* queries whose sums stay in registers: for scores */
+#define MIXED (REGISTERS == 32 ? 6 : 3)   /* for values */
+#define PARTS_OF_SUM (16 / LANES)         /* 16 partial sums at every level, so that all levels round alike */
 #define VERY_SMALL -3e38f
 
-/* One call of score_all and mix_all. Tokens [start, stop) lie in blocks [first, last) = [start / 64, (stop + 63) / 64). Parts of
-a head are `per_part` of these blocks each. */
+/* Arguments of score_all and mix_all. Tokens [start, stop) are in blocks [first, last) = [start / 64, (stop + 63) /
+64). A part is `per_part` of these blocks of one head. */
 typedef struct {
     uint8_t *const *pages;
     int64_t offset, heads, group, start, stop, per_part;
@@ -39,13 +39,13 @@ typedef struct {
     float *scores;         /* [heads][group][(last - first) * 64] */
     float *peaks, *lses;   /* [heads][group]: the largest score, the log of the sum of e^score */
     float *part_peaks, *part_sums; /* [heads][parts][group] */
-    const int64_t *skip;           /* [heads][skipped], negative entries apart */
+    const int64_t *skip;           /* [heads][skipped]; negative entries are ignored */
     int64_t skipped;
-    uint64_t *hidden; /* [heads][last - first]: a bit is set for each token that does not count */
+    uint64_t *hidden; /* [heads][last - first]: one bit per token, set if the token is excluded */
     float softcap;    /* 0: scores are not capped */
     float *part_outs, *mixed_sums; /* [heads][parts][group][HEAD_DIM], [heads][parts][group] */
-    const float *unmixing;         /* [HEAD_DIM][HEAD_DIM]: values * unmixing are values of the model */
-    float *outs, *lses_of_outs;    /* [heads][group][HEAD_DIM], [heads][group]: exact attention, then merged */
+    const float *unmixing;         /* [HEAD_DIM][HEAD_DIM]: stored value * unmixing = value of the model */
+    float *outs, *lses_of_outs;    /* [heads][group][HEAD_DIM], [heads][group]: exact, then merged attention */
 } Call;
 
 FIELDS_OF(Call) = {
@@ -71,8 +71,8 @@ static Range range_of(const Call *call, int64_t index) {
     return range;
 }
 
-/* Prefetches bytes [from, to) of the block after `b`, if it is before `last`: it may lie in another page, where no
-processor looks ahead. Twice as fast if the rows are in no cache. */
+/* Prefetch bytes [from, to) of the block after `b`, if there is one before `last`. It may be in another page, which the
+processor does not prefetch. This doubles the speed if the rows are not cached. */
 INLINE void prefetch_next(const Call *call, int64_t head, int64_t b, int64_t last, int from, int to) {
     if (b + 1 >= last) return;
     const uint8_t *block = block_of(call->pages, call->offset, head, b + 1);
@@ -81,7 +81,7 @@ INLINE void prefetch_next(const Call *call, int64_t head, int64_t b, int64_t las
 
 /* ------------------------------------------------------------------------------------------------------ scores */
 
-/* codes[quad][k]: tokens of `span` = 4 * LANES, in the order that order_tokens ends. */
+/* Unpack the keys of 4 * LANES tokens to codes[quad][k]. `order_tokens` restores the order of tokens. */
 static void unpack_keys(const uint8_t *span, bytes codes[QUADS][4]) {
     for (int i = 0; i < KEY_BYTES / 4; i++) {
         const uint8_t *rows = span + 4 * i * BLOCK;
@@ -97,7 +97,8 @@ static void unpack_keys(const uint8_t *span, bytes codes[QUADS][4]) {
     }
 }
 
-/* sums[g][t] of `n` queries and 4 * LANES tokens: over channels of weight and code, whole numbers below 2^24. */
+/* Compute sums[g][t], the sum over channels of weight * code, for `n` queries and 4 * LANES tokens: integers below
+2^24. */
 INLINE void sum_codes(const int n, const bytes codes[QUADS][4], const int8_t *weights, float sums[][BLOCK]) {
     enum { AT_ONCE = REGISTERS == 32 ? 4 : 2 };
     i32 totals[SCORED][4];
@@ -142,13 +143,13 @@ static void code_sums(const uint8_t *block, const int8_t *weights, int group, fl
     }
 }
 
-/* Queries of a head, rounded as low_bit.py does. */
+/* Queries of a head, quantised like in low_bit.py. */
 typedef struct {
     int8_t weights[MAX_QUERIES * HEAD_DIM];
     float middle[MAX_QUERIES], scale[MAX_QUERIES], shift[MAX_QUERIES];
 } Queries;
 
-/* The sum of 16 parts, in the same order at every level. */
+/* Add 16 partial sums, in the same order at every level. */
 INLINE float sum_of_parts(const f32 parts[PARTS_OF_SUM]) {
     float numbers[16], sum = 0.0f;
     memcpy(numbers, parts, sizeof numbers);
@@ -156,7 +157,7 @@ INLINE float sum_of_parts(const f32 parts[PARTS_OF_SUM]) {
     return sum;
 }
 
-/* mean was subtracted from the keys. */
+/* Quantise the queries of a head. `mean` was subtracted from the keys. */
 static void round_queries(Queries *queries, const float *q, const float *mean, int64_t group) {
     for (int64_t g = 0; g < group; g++, q += HEAD_DIM) {
         f32 most = all(1.1754944e-38f * 127.0f), shift[PARTS_OF_SUM], sum = {0};
@@ -177,7 +178,7 @@ static void round_queries(Queries *queries, const float *q, const float *mean, i
     }
 }
 
-/* Raises the peak to the largest of s [BLOCK] and adds e^(s - peak) to sums. */
+/* Update the peak with the largest of s [BLOCK], and add e^(s - peak) to sums. */
 INLINE void add_shares(const float *s, float *peak, f32 sums[PARTS_OF_SUM]) {
     f32 most = load(s);
     for (int t = LANES; t < BLOCK; t += LANES) most = max_of(most, load(s + t));
@@ -192,8 +193,8 @@ INLINE void add_shares(const float *s, float *peak, f32 sums[PARTS_OF_SUM]) {
         for (int j = 0; j < PARTS_OF_SUM; j++) sums[j] += exp2_of(load(s + t + j * LANES) * LOG2E - high);
 }
 
-/* A part of the scores: (sum over channels of weight and code - middle) * step * scale + shift, very small for tokens
-outside [start, stop); with its peaks and its sums of e^(score - peak). */
+/* Compute a part of the scores, its peaks and its sums of e^(score - peak). A score is (sum over channels of weight *
+code - middle) * step * scale + shift, and VERY_SMALL for tokens outside [start, stop). */
 static void score(const void *given, int64_t index) {
     const Call *call = given;
     Range own = range_of(call, index);
@@ -227,7 +228,7 @@ static void score(const void *given, int64_t index) {
     }
 }
 
-/* Peaks and lses of all parts of `score` together. */
+/* Merge the peaks and lses of all parts of `score`. */
 static void finish_scores(const Call *call) {
     int64_t parts = range_of(call, 0).parts;
     for (int64_t query = 0; query < call->heads * call->group; query++) {
@@ -243,7 +244,7 @@ static void finish_scores(const Call *call) {
     }
 }
 
-/* Computes scores, peaks and lses of all queries. */
+/* Compute scores, peaks and lses of all queries. */
 void score_all(const Call *call, TeamRun run, int threads) {
     run(score, call, call->heads * range_of(call, 0).parts, threads);
     finish_scores(call);
@@ -251,7 +252,7 @@ void score_all(const Call *call, TeamRun run, int threads) {
 
 /* ------------------------------------------------------------------------------------------------------ values */
 
-/* outs[g] of `n` queries, TILE vectors of channels from byte `c` on: adds the values of one block by their weights. */
+/* Add the weighted values of one block to outs[g] of `n` queries: TILE vectors of channels, from byte `c` on. */
 INLINE void add_tile(const int n, const uint8_t *values, const Weight weights[][BLOCK], int c, float outs[][HEAD_DIM]) {
     f32 sums[MIXED][TILE];
     const Levels table = level_table();
@@ -290,7 +291,7 @@ static void add_values(const uint8_t *values, const Weight weights[][BLOCK], int
 
 INLINE float capped_peak(float peak, float cap) { return capped(all(peak), cap)[0]; }
 
-/* Sets the bits of a head's tokens that are outside [start, stop) or in skip. */
+/* Set the bits of the tokens of a head that are outside [start, stop) or in `skip`. */
 static void hide(const void *given, int64_t head) {
     const Call *call = given;
     Range all_blocks = range_of(call, 0);
@@ -304,8 +305,8 @@ static void hide(const void *given, int64_t head) {
         if (skip[i] >= 0) hidden[(skip[i] - first) / BLOCK] |= (uint64_t)1 << skip[i] % BLOCK;
 }
 
-/* weights [BLOCK] of one query and block: e^(s - peak) times the values' steps, 0 where hidden; adds to sums the
-weights without the steps. */
+/* Compute weights [BLOCK] of one query and block: e^(s - peak) times the steps of the values, 0 for hidden tokens. Add
+the weights without the steps to sums. */
 INLINE void weigh(const float *s, float peak, uint64_t hidden, const f32 steps[BLOCK / LANES], float softcap,
                   Weight *weights, f32 sums[PARTS_OF_SUM]) {
     f32 high = all(peak * LOG2E);
@@ -317,7 +318,7 @@ INLINE void weigh(const float *s, float peak, uint64_t hidden, const f32 steps[B
     }
 }
 
-/* A part of the attention with the scores and peaks of `score` over the tokens that `hide` left. */
+/* Compute a part of the attention to tokens that are not hidden, from the scores and peaks of `score`. */
 static void mix(const void *given, int64_t index) {
     const Call *call = given;
     Range own = range_of(call, index);
@@ -344,7 +345,7 @@ static void mix(const void *given, int64_t index) {
     for (int64_t g = 0; g < group; g++) call->mixed_sums[index * group + g] = sum_of_parts(sums[g]);
 }
 
-/* Adds up all parts of `mix` for one query: the sum over values, in their stored basis. Returns the sum of weights. */
+/* Add all parts of `mix` for one query: the weighted sum of stored values. Return the sum of weights. */
 static float sum_mixed_parts(const Call *call, int64_t query, float whole[HEAD_DIM]) {
     int64_t parts = range_of(call, 0).parts, first = query / call->group * parts * call->group + query % call->group;
     float total = 0.0f;
@@ -365,11 +366,11 @@ static void add_unmixed(float *out, const float *values, float factor, const flo
             store(out + c, fma_of(all(factor * values[from]), load(unmixing + from * HEAD_DIM + c), load(out + c)));
 }
 
-/* Merges the approximate attention with the exact one in `outs`, as one softmax over both. */
+/* Merge approximate attention into the exact attention in `outs`, as one softmax over both. */
 static void finish_mix(const Call *call) {
     for (int64_t query = 0; query < call->heads * call->group; query++) {
         float whole[HEAD_DIM], total = sum_mixed_parts(call, query, whole), *out = call->outs + query * HEAD_DIM;
-        if (!(total > 0.0f)) continue; /* no token is left */
+        if (!(total > 0.0f)) continue; /* all tokens are excluded */
         float exact = call->lses_of_outs[query], peak = capped_peak(call->peaks[query], call->softcap);
         float approximate = peak + logf(total), larger = exact > approximate ? exact : approximate;
         float lse = larger + logf(expf(exact - larger) + expf(approximate - larger));
@@ -379,7 +380,7 @@ static void finish_mix(const Call *call) {
     }
 }
 
-/* Merges `outs` with the attention to all tokens of `score_all` that are not in `skip`. */
+/* Merge into `outs` the attention to all tokens of `score_all` that are not in `skip`. */
 void mix_all(const Call *call, TeamRun run, int threads) {
     run(hide, call, call->heads, threads);
     run(mix, call, call->heads * range_of(call, 0).parts, threads);

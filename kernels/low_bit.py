@@ -1,9 +1,9 @@
 """Low-bit copies of keys and values, and attention over them, in torch: the reference for faster paths.
 
 A vector `[d]` is stored as codes of `bits` bits (`d * bits / 8` bytes) and one 8-bit step. Code c stands for `(c -
-(2^bits - 1) / 2) * step`. The step is the largest magnitude of the vector over 2^(bits - 1), so no value is clipped. A
-least-squares step would clip the largest values. That is worse here: rounding errors average out in the weighted sum
-over many tokens, clipping errors do not.
+(2^bits - 1) / 2) * step`. The step is the largest magnitude of the vector divided by 2^(bits - 1), so no value is
+clipped. A least-squares step would clip the largest values. That is worse here: rounding errors average out in the
+weighted sum over many tokens, clipping errors do not.
 
 One step per vector is enough because vectors are first multiplied with an orthogonal matrix (`mixing`). The matrix
 spreads large channels over all channels.
@@ -98,8 +98,8 @@ def packs(head_dim: int, value_bits: int) -> bool:
 class Layout:
     """Layout of a block: packed keys, packed values, steps of keys, steps of values, of 64 tokens each.
 
-    Keys are stored byte by byte, each byte for all 64 tokens: a score is a sum over channels for adjacent tokens.
-    Values are stored token by token: an output is a sum over tokens for adjacent channels.
+    Keys are transposed: byte i of all 64 keys is contiguous, because a score is a sum over channels for adjacent
+    tokens. Values are stored token by token, because an output is a sum over tokens for adjacent channels.
 
     Blocks are uint8 `[Hkv, blocks, block_bytes]`. The methods return views of the parts, `[Hkv, blocks, 64, ...]`.
     """
@@ -219,13 +219,17 @@ class LowBitQuery:
         return low_bit_scores(self.q, self.mean, self.pages, self.layout, self.tokens)
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:
-        """Select tokens by their scores (`selection.select_tokens`): int64 `[Hkv, n]`, relative to the first of
-        `tokens`."""
+        """Select tokens by their scores (`selection.select_tokens`).
+
+        Returns int64 `[Hkv, n]`, relative to the first of `tokens`.
+        """
         return selection.select_tokens(self.scores, alpha, limit)
 
     def approximate(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the tokens that are not in skip `[Hkv, n]`: out `[Hkv, G, d]` and lse `[Hkv, G]`
-        (`approximate_attention`)."""
+        """Attend to the tokens that are not in skip `[Hkv, n]` (`approximate_attention`).
+
+        Returns out `[Hkv, G, d]` and lse `[Hkv, G]`.
+        """
         return approximate_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
 
     def merge(
@@ -240,7 +244,7 @@ class LowBitQuery:
         Args:
             exact: out `[Hkv, G, d]` and lse `[Hkv, G]`, which may be overwritten.
             skip: Tokens of the exact attention, int64 `[Hkv, n]`.
-            unmixing: Matrix `[d, d]` that transforms stored values to those of the model.
+            unmixing: Matrix `[d, d]` that rotates stored values back to the values of the model.
             softcap: Soft cap of the model's scores, if any.
 
         Returns:

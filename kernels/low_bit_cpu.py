@@ -1,7 +1,7 @@
 """Score low-bit keys and attend to low-bit KV on a CPU, in float32.
 
-C code does it in one pass if it could be compiled (`low_bit.c`). Otherwise torch computes integer products of the
-bytes. `low_bit.py` defines the results.
+`low_bit.c` does this in one pass. If it cannot be compiled, torch computes integer products of the bytes. `low_bit.py`
+defines the results.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def ask(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, token
 class NativeQuery(LowBitQuery):
     """Low-bit query in C. One pass over the keys computes the scores, and a later pass weighs the values.
 
-    The weights of values are rounded to bfloat16 if the processor multiplies it, else they are float32.
+    Softmax weights are rounded to bfloat16 if the processor has bfloat16 products. Otherwise they are float32.
     """
 
     library: native.LowBitLibrary
@@ -71,7 +71,7 @@ class NativeQuery(LowBitQuery):
 class ProductQuery(LowBitQuery):
     """Low-bit query in torch: integer products of the int8 query with the codes, scaled afterwards.
 
-    The weights of values are rounded to bfloat16.
+    Softmax weights are rounded to bfloat16.
     """
 
     @cached_property

@@ -1,6 +1,6 @@
 """Operations on the low-bit KV of a batch, in torch: the reference definitions of the Triton kernels.
 
-Lists are those of `lists.py`. The low-bit KV of a sequence lies in its pages (`pages.py`). The basis of queries and
+`lists.py` defines lists. The low-bit KV of a sequence is in its pages (`pages.py`). The basis of queries and
 keys, the mean of keys and the mixing of values are the same for all sequences.
 """
 
@@ -53,7 +53,7 @@ def scores(
     """Score queries q `[P, G, d]` at tokens [start, stop) of each list, -inf outside.
 
     q is scaled and in the basis of the keys. mean `[Hkv, d]` was subtracted from the keys. `tokens` is the length of
-    the result, at least that of the longest list.
+    the result, at least the length of the longest list.
     """
     found = q.new_full((*q.shape[:2], tokens), 0.0)
     heads = table.heads
@@ -79,9 +79,9 @@ def merge_approximate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge exact and low-bit attention into one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
-    The arguments `out` and `lse` are those of the exact KV. The low-bit part covers the tokens [start, stop) of each
-    list except the first `counts[p]` (int32) of chosen int64 `[P, n]`, in ascending order. q, mean and tokens are those
-    of `scores`. The values were multiplied with mixing.
+    `out` and `lse` are the result of exact attention. The low-bit part covers the tokens [start, stop) of each list
+    except the first `counts[p]` (int32) of chosen int64 `[P, n]`, in ascending order. For q, mean and tokens, see
+    `scores`. mixing is the matrix that the values were multiplied with.
     """
     place = torch.arange(chosen.shape[1], device=q.device)
     skip = chosen.masked_fill(place >= counts.unsqueeze(1), -1)

@@ -1,4 +1,4 @@
-/* Quantises keys or values, and stores them in blocks of low-bit KV. */
+/* Quantise keys or values and store them in blocks of low-bit KV. */
 
 #ifndef OFFLOAD_RT_LOW_BIT_STORE_H
 #define OFFLOAD_RT_LOW_BIT_STORE_H
@@ -6,7 +6,8 @@
 #include "fields.h"
 #include "low_bit_layout.h"
 
-/* rows [heads][count][HEAD_DIM] take the slots from `slot` on: as keys, or as values. */
+/* Arguments of store_rows: rows [heads][count][HEAD_DIM] are stored in the slots from `slot` on, as keys or as values.
+*/
 typedef struct {
     uint8_t *const *pages;
     int64_t offset, heads, slot, count;
@@ -20,25 +21,25 @@ FIELDS_OF(StoreCall) = {
     END_OF_FIELDS(StoreCall),
 };
 
-/* The levels of a row as codes of `bits` bits, packed to bytes. */
+/* Quantise a row to codes of `bits` bits and pack them into bytes. */
 INLINE void pack_row(const float *row, float step, const int bits, uint8_t *packed) {
     const int half = 1 << (bits - 1), width = HEAD_DIM * bits / 8;
     for (int c = 0; c < width; c += LANES) {
         i32 byte = {0};
         for (int field = 0; field < 8 / bits; field++) {
             f32 x = load(row + field * width + c) / step;
-            x = choose(x > all(-half), x, all(-half)); /* also if it is no number */
+            x = choose(x > all(-half), x, all(-half)); /* also for NaN */
             x = choose(x < all(half), x, all(half));
             i32 level = __builtin_convertvector(x, i32);
             level += __builtin_convertvector(level, f32) > x; /* rounds down: a mask is -1 */
-            level += half + (level == half); /* the largest magnitude can be the upper end */
+            level += half + (level == half); /* the largest magnitude can reach the upper end */
             byte |= level << (bits * field);
         }
         store_u8(packed + c, byte);
     }
 }
 
-/* Stores the rows of one head. */
+/* Store the rows of one head. */
 void store_rows(const void *given, int64_t head) {
     const StoreCall *call = given;
     for (int64_t i = 0; i < call->count; i++) {

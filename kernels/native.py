@@ -81,11 +81,11 @@ class _Ranking(ctypes.Structure):
 class ScoredTokens:
     """Scores of the candidate tokens, kept for the selection and the attention over them.
 
-    Args:
+    Attributes:
         scores: `[Hkv, G, n]`.
         peak: Largest score of each query, `[Hkv, G]`.
         lse: Log of the sum of e^score of each query, `[Hkv, G]`.
-        call: The call that computed them; `mix` continues it.
+        call: The call that computed the scores. `LowBitLibrary.merge` continues it.
     """
 
     scores: torch.Tensor
@@ -102,8 +102,10 @@ class LowBitLibrary:
     head_dim: int
 
     def score(self, q: torch.Tensor, mean: torch.Tensor, pages: Pages, tokens: range) -> ScoredTokens:
-        """Score `tokens` for queries q `[Hkv, G, d]`; mean `[Hkv, d]` was subtracted from the keys. Both are
-        contiguous."""
+        """Score `tokens` for queries q `[Hkv, G, d]`.
+
+        mean `[Hkv, d]` was subtracted from the keys. q and mean must be contiguous.
+        """
         heads, group, _ = q.shape
         start, stop = tokens.start, tokens.stop
         first, last = start // BLOCK, -(-stop // BLOCK)
@@ -127,11 +129,10 @@ class LowBitLibrary:
         unmixing: torch.Tensor,
         exact: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with approximate attention to the tokens of `score` that are not in skip int64 `[Hkv,
-        m]`.
+        """Merge exact attention with approximate attention to the scored tokens that are not in skip int64 `[Hkv, m]`.
 
-        unmixing `[d, d]` transforms values to those of the model. The pages must still exist. Takes and returns out
-        `[Hkv, G, d]` and lse `[Hkv, G]`; float32 inputs are overwritten.
+        unmixing `[d, d]` rotates stored values back to the values of the model. The pages must still exist. Takes and
+        returns out `[Hkv, G, d]` and lse `[Hkv, G]`; float32 inputs are overwritten.
         """
         call = found.call
         assert call is not None
@@ -193,7 +194,7 @@ def select(
 
 
 def _parts(blocks: int) -> tuple[int, int]:
-    """Return how many blocks a part of a KV head has, and how many parts."""
+    """Return the number of blocks per part of a KV head, and the number of parts."""
     per_part = max(MIN_BLOCKS, -(-blocks // MAX_PARTS))
     return per_part, -(-blocks // per_part)
 
@@ -203,7 +204,7 @@ def _threads(scores: int) -> int:
 
 
 def low_bit(head_dim: int, value_bits: int, group: int) -> LowBitLibrary | None:
-    """Return the library for these shapes; None if the code does not take them or cannot be compiled."""
+    """Return the library for these shapes; None if the code does not support them or cannot be compiled."""
     return None if group > MAX_QUERIES else _low_bit(head_dim, value_bits)
 
 
@@ -246,7 +247,7 @@ def compiled(name: str, *structures: type[ctypes.Structure], **constants: int) -
     """Load `name`.c of this folder with these constants; None if it is not available at this processor's level.
 
     Raises:
-        RuntimeError: One of `structures`, which callers fill, differs from the one in C.
+        RuntimeError: One of `structures` differs from its definition in C.
     """
     library = native_libraries.load(name, **constants)
     if library is not None:

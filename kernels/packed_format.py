@@ -1,4 +1,4 @@
-"""Layout of packed weights: codes of 4, 5, 6 or 8 bits with a scale, and a minimum if any, for each group of inputs."""
+"""Layout of packed weights: codes of 4, 5, 6 or 8 bits, and a scale and an optional minimum per group of inputs."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
 /* Linear layers of packed weights: codes of 4, 5, 6 or 8 bits with a scale and a minimum for each group of inputs.
 
-A weight is (code * scale + minimum) * 2^exponent. Rows of x in bfloat16 become whole numbers of 16 bits with a scale for each 32 of
-them, so that the products of a group are exact sums of whole numbers, which one instruction makes of two products each.
-The error is 2^-16 of the largest of 32 numbers, less than that of bfloat16. Minima are multiplied with the sums of x.
-This reads 14 million 4-bit weights in 0.5 ms on one core with AVX-512 or AVX2, torch's operator in 0.8 or 1.7 ms.
+A weight is (code * scale + minimum) * 2^exponent. Rows of x in bfloat16 are converted to 16-bit integers with one
+scale per 32 numbers. The products of a group are then exact integer sums, and one instruction adds two products per
+sum. The error of x is 2^-16 of the largest of 32 numbers, less than the error of bfloat16. Minima are multiplied with
+the sums of x. Reading 14 million 4-bit weights takes 0.5 ms on one core with AVX-512 or AVX2. torch's operator takes
+0.8 or 1.7 ms.
 
-A row of weights is [codes][scales][minima or zeros][factors], in packed_format.py. Each 64 codes are 32 bytes of their
-lower 4 bits (code i and code 32 + i in byte i). Behind all of these, codes of 5 bits have 8 bytes for each 64 (bit i of
-them belongs to code i), and codes of 6 bits have 32 for each 128 (bits 2k and 2k + 1 of byte i belong to code 32k + i).
-Codes of 8 bits are plain bytes. Scales and minima are float16, or int8 with a factor in float16 for each 256 inputs.
-Zeros are codes that stand for 0, one for each group. */
+packed_format.py defines a row of weights: [codes][scales][minima or zeros][factors]. The lower 4 bits of 64 codes are
+32 bytes (code i and code 32 + i in byte i). After the lower bits of the whole row, 5-bit codes have 8 bytes per 64
+codes (bit i belongs to code i), and 6-bit codes have 32 bytes per 128 codes (bits 2k and 2k + 1 of byte i belong to
+code 32k + i). 8-bit codes are plain bytes. Scales and minima are float16, or int8 with a float16 factor per 256 inputs.
+Zeros are the codes that stand for 0, one uint8 per group. */
 
 #include "simd.h"
 
@@ -18,17 +19,17 @@ Zeros are codes that stand for 0, one for each group. */
 #define SPAN 2048 /* inputs whose scales are converted at a time */
 #define AHEAD 4096
 #define X_GROUP 32
-#define WORDS (2 * LANES) /* numbers of 16 bits in a vector */
+#define WORDS (2 * LANES) /* 16-bit numbers per vector */
 
 typedef uint16_t words __attribute__((vector_size(4 * LANES), may_alias));
 typedef words words_unaligned __attribute__((aligned(2)));
 typedef uint8_t half_bytes __attribute__((vector_size(2 * LANES), may_alias));
 
 /* out [rows][outs] = x [rows][ins] * weight [outs][ins] + bias [outs] (or NULL). `codes` are rows of `stride` bytes.
-Offsets of parts that a row lacks are negative. Without minima, they are -zero * scale, or -offset * scale without zeros.
-`power` is 2^exponent. x in whole numbers is whole [rows][ins], and factors and sums
-[rows][units] for each unit of inputs, with zeros behind the last unit up to a multiple of 16. A part is the numbers [part * size, (part + 1) * size) of each row
-of out; for `unpack` it is those rows of weights, written to out [outs][ins]. */
+Offsets of parts that a row lacks are negative. Without minima, they are -zero * scale, or -offset * scale without
+zeros. `power` is 2^exponent. x as integers is whole [rows][ins]. Factors and sums are [rows][units], one for each unit
+of inputs, padded with zeros to a multiple of 16. A part is the columns [part * size, (part + 1) * size) of out. For
+`unpack`, it is these rows of weights, written to out [outs][ins]. */
 typedef struct {
     const Number *x, *bias;
     const uint8_t *codes;
@@ -40,7 +41,7 @@ typedef struct {
     float offset, power;
 } Call;
 
-/* float16 without infinities and NaN, which importers refuse. */
+/* Convert float16 to float32. Infinities and NaN do not occur, because importers reject them. */
 INLINE f32 widen_halves(u16 halves) {
 #if defined(WIDE_VECTORS)
     return (f32)_mm512_cvtph_ps((__m256i)halves);
@@ -49,12 +50,12 @@ INLINE f32 widen_halves(u16 halves) {
 #elif defined(__aarch64__)
     return (f32)vcvt_f32_f16((float16x4_t)halves);
 #else
-    u32 bits = __builtin_convertvector(halves, u32); /* the bias of the exponent differs by 112 */
+    u32 bits = __builtin_convertvector(halves, u32); /* the exponent biases differ by 112 */
     return (f32)((u32)((f32)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
 #endif
 }
 
-INLINE int unit_of(int bits) { return bits == 6 ? 16 : 32; } /* inputs that have the same scales of weights and of x */
+INLINE int unit_of(int bits) { return bits == 6 ? 16 : 32; } /* inputs that share scales of weights and of x */
 
 INLINE words widen_bytes(const uint8_t *at) {
 #if defined(WIDE_VECTORS)
@@ -68,7 +69,7 @@ INLINE words widen_bytes(const uint8_t *at) {
 #endif
 }
 
-/* 16 in the words whose bits are set. */
+/* Return 16 in the words whose bits are set, 0 in the others. */
 INLINE words fifth_bits(const uint8_t *at) {
 #if defined(WIDE_VECTORS)
     uint32_t bits;
@@ -85,7 +86,7 @@ INLINE words fifth_bits(const uint8_t *at) {
 #endif
 }
 
-/* Codes [64 * block, 64 * block + 64) of a row. */
+/* Expand codes [64 * block, 64 * block + 64) of a row to 16-bit integers. */
 INLINE void expand(const Call *call, const uint8_t *row, int64_t block, int bits, words found[64 / WORDS]) {
     if (bits == 8) {
         for (int v = 0; v < 64 / WORDS; v++) found[v] = widen_bytes(row + 64 * block + v * WORDS);
@@ -108,7 +109,7 @@ INLINE void expand(const Call *call, const uint8_t *row, int64_t block, int bits
     }
 }
 
-/* Products of WORDS codes and whole numbers, a few in each lane. */
+/* Multiply WORDS codes with 16-bit integers, and add adjacent products in each lane. */
 INLINE i32 products_of(words codes, const int16_t *x) {
 #if defined(WIDE_VECTORS)
     return (i32)_mm512_madd_epi16((__m512i)codes, _mm512_loadu_si512(x));
@@ -126,7 +127,7 @@ INLINE i32 products_of(words codes, const int16_t *x) {
 #endif
 }
 
-/* `count` numbers times a factor, and zeros up to a multiple of LANES. */
+/* Read `count` float16 numbers as float32 times a factor, padded with zeros to a multiple of LANES. */
 INLINE void read_halves(const uint8_t *at, int64_t count, float factor, float *found) {
     u16 halves;
     int64_t i = 0;
@@ -141,7 +142,7 @@ INLINE void read_halves(const uint8_t *at, int64_t count, float factor, float *f
     store(found + i, widen_halves(halves) * factor);
 }
 
-/* LANES bytes from byte i of `count`, and zeros behind the last. */
+/* Read LANES bytes from byte i of `count`, padded with zeros. */
 INLINE u32 read_bytes(const uint8_t *at, int64_t i, int64_t count) {
     if (i + LANES <= count) return load_u8(at + i);
     uint8_t last[LANES] = {0};
@@ -149,7 +150,7 @@ INLINE u32 read_bytes(const uint8_t *at, int64_t i, int64_t count) {
     return load_u8(last);
 }
 
-/* `count` numbers from group `first` on: float16 at `at`, or int8 if there are factors at `factors`. */
+/* Read `count` scales or minima from group `first` on: float16 at `at`, or int8 with factors at `factors`. */
 INLINE void read_numbers(const Call *call, const uint8_t *row, int64_t at, int64_t factors, int64_t first,
                          int64_t count, float *found) {
     if (call->factors_of_scales < 0) {
@@ -168,7 +169,8 @@ INLINE void read_numbers(const Call *call, const uint8_t *row, int64_t at, int64
     }
 }
 
-/* Scales and minima of the units of `count` inputs from `first` on, and zeros up to a multiple of LANES. */
+/* Read the scales and minima of the units of `count` inputs from `first` on, padded with zeros to a multiple of LANES.
+*/
 INLINE void read_scales(const Call *call, const uint8_t *row, int64_t first, int64_t count, int unit, float *scales,
                         float *minima) {
     const int64_t group = call->group, groups = count / group, each = group / unit, units = count / unit;
@@ -190,7 +192,7 @@ INLINE void read_scales(const Call *call, const uint8_t *row, int64_t first, int
         for (int64_t u = 0; u < units; u += LANES) store(minima + u, all(-call->offset) * load(scales + u));
 }
 
-/* Weights of `count` inputs from `start` on. */
+/* Unpack the weights of `count` inputs from `start` on. */
 INLINE void unpack_span(const Call *call, const uint8_t *row, int64_t start, int64_t count, int bits, Number *out) {
     const int unit = unit_of(bits);
     float scales[SPAN / 16], minima[SPAN / 16];
@@ -216,7 +218,7 @@ INLINE void unpack_span(const Call *call, const uint8_t *row, int64_t start, int
 }
 
 #if BFLOAT16
-/* Products of a block of 64 codes with one row of x, added to two sums. */
+/* Multiply a block of 64 codes with one row of x, and add the products to two sums. */
 INLINE void add_block(const words codes[64 / WORDS], const int16_t *x, const float *scale, int unit, f32 sums[2]) {
 #if LANES == 16
     if (unit == 16) { /* two units in each vector */
@@ -236,7 +238,7 @@ INLINE void add_block(const words codes[64 / WORDS], const int16_t *x, const flo
     }
 }
 
-/* Sums of one row of weights with `rows` rows of x, from row `first` on. */
+/* Multiply one row of weights with `rows` rows of x, from row `first` on. */
 INLINE void tile(const Call *call, const uint8_t *row, int64_t first, int rows, int bits, float *found) {
     const int unit = unit_of(bits), per = 64 / unit;
     const int64_t ins = call->ins;
@@ -266,7 +268,7 @@ INLINE void tile(const Call *call, const uint8_t *row, int64_t first, int rows, 
 }
 
 #else
-/* Sums of one row of weights with `rows` rows of x. Numbers of 16 bits would be less exact than float32. */
+/* Like above, for float32, because 16-bit integers would be less exact. */
 INLINE void tile(const Call *call, const uint8_t *row, int64_t first, int rows, int bits, float *found) {
     const int64_t ins = call->ins;
     float weights[SPAN];
@@ -287,7 +289,7 @@ INLINE void tile(const Call *call, const uint8_t *row, int64_t first, int rows, 
 }
 #endif
 
-/* Each number of rows and of bits has its code, so that sums stay in registers. */
+/* The code is specialised for each number of rows and bits, so that sums stay in registers. */
 INLINE void tiles(const Call *call, const uint8_t *row, int64_t first, int rows, int bits, float *found) {
     switch (rows) {
     case 1: tile(call, row, first, 1, bits, found); return;
@@ -318,7 +320,7 @@ void linear(const void *given, int64_t part) {
     const Call *call = given;
     float found[AT_ONCE] = {0};
     int64_t rows = call->rows, groups = (rows + AT_ONCE - 1) / AT_ONCE;
-    int64_t most = (rows + groups - 1) / groups; /* 5 rows are 3 and 2, not 4 and 1 */
+    int64_t most = (rows + groups - 1) / groups; /* split 5 rows into 3 and 2, not 4 and 1 */
     int64_t begin = part * call->size, end = begin + call->size < call->outs ? begin + call->size : call->outs;
     for (int64_t o = begin; o < end; o++)
         for (int64_t first = 0; first < rows; first += most) {
@@ -332,7 +334,7 @@ void linear(const void *given, int64_t part) {
 }
 
 #if BFLOAT16
-/* Row `part` of x in whole numbers. If a number is not finite, the factor is NaN, and so are all results. */
+/* Convert row `part` of x to integers. If a number is not finite, the factor is NaN, and so are all results. */
 void prepare(const void *given, int64_t part) {
     const Call *call = given;
     const int64_t ins = call->ins, unit = unit_of((int)call->bits);

@@ -1,4 +1,7 @@
-"""Linear layers of packed weights on a CPU (`packed_products.c`): few rows, or weights for torch to multiply many."""
+"""Linear layers with packed weights on a CPU (`packed_products.c`).
+
+The C code multiplies few rows. For more rows, it unpacks the weights for torch's product.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from . import native, team
 from .packed_format import PackedFormat
 
 MAX_ROWS = 16
-"""Rows up to which this is faster than torch's product with unpacked weights."""
+"""Maximum number of rows for which this is faster than torch's product with unpacked weights."""
 
 PART_BYTES = 1 << 16
 """Bytes of packed weights that a thread reads at a time."""
 
 WORTH_THREADS = 1 << 18
-"""Bytes of a packed weight from which waking a thread is worth it."""
+"""Minimum size of a packed weight in bytes for which several threads are used."""
 
 
 class _Call(ctypes.Structure):
@@ -43,7 +46,7 @@ class PackedProducts:
     def linear(
         self, x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return x `[..., in]` times weights `[out, in]`, packed, plus bias `[out]`: `[..., out]`."""
+        """Return x `[..., in]` times packed weights `[out, in]` plus bias `[out]`, `[..., out]`."""
         assert x.shape[-1] == form.ins and (bias is None or bias.dtype == x.dtype)
         x, outs = x.contiguous(), len(packed)
         rows = x.numel() // form.ins
@@ -61,7 +64,7 @@ class PackedProducts:
         return out
 
     def unpack(self, packed: torch.Tensor, form: PackedFormat, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights `[out, in]` of packed rows. `dtype` is that of this code."""
+        """Return the weights `[out, in]` of packed rows. `dtype` must be the dtype of this code."""
         out = torch.empty(len(packed), form.ins, dtype=dtype)
         call = self._call(packed, form, out)
         team.run(self.library.unpack, call, -(-len(packed) // call.size), 1)

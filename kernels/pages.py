@@ -1,7 +1,7 @@
 """Pages of low-bit KV: tensors for a fixed number of tokens of a sequence.
 
-Sequences can share single pages. Kernels find pages by their addresses. A page holds the KV of all layers with low-bit
-KV: uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with blocks in the format of `low_bit.Layout`.
+Sequences can share individual pages. Kernels find pages by their addresses. A page holds the KV of all layers with
+low-bit KV: uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with blocks in the format of `low_bit.Layout`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ PAGE_TOKENS = PAGE_BLOCKS * BLOCK
 class Pages:
     """Low-bit KV of one layer of one sequence.
 
-    tensors: The pages of the sequence, in order.
-    addresses: Addresses of the pages, int64 `[pages]` in host memory.
-    layer: Index of the layer within a page.
+    Attributes:
+        tensors: The pages of the sequence, in order.
+        addresses: Addresses of the pages, int64 `[pages]` in host memory.
+        layer: Index of the layer within a page.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -75,10 +76,12 @@ class Pages:
 class PageTable:
     """Low-bit KV of one layer of B sequences: Hkv * B lists, sequence-major.
 
-    pages: Pages of each sequence, all of one layer and on one device. table: int64 `[B, M]` on that device, the
-    addresses of the first M pages of each sequence. Entries after the last page are undefined.
+    The caller must keep both attributes consistent: Triton kernels read the table, torch functions read the pages.
 
-    The caller must keep both consistent: Triton kernels read the table, torch functions the pages.
+    Attributes:
+        pages: Pages of each sequence, all of one layer and on one device.
+        table: Addresses of the first M pages of each sequence, int64 `[B, M]` on this device. Entries after the last
+            page are undefined.
     """
 
     pages: tuple[Pages, ...]
@@ -107,8 +110,10 @@ class PageTable:
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the addresses of tensors as int64 in host memory. They must be aligned for wide loads, like all blocks in
-    them."""
+    """Return the addresses of tensors as int64 in host memory.
+
+    The tensors, and all blocks in them, must be aligned for wide loads.
+    """
     addresses = [tensor.data_ptr() for tensor in tensors]
     assert all(address % ALIGNED == 0 for address in addresses)
     return torch.tensor(addresses, dtype=torch.int64)

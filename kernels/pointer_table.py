@@ -1,7 +1,7 @@
 """One tensor per sequence of a batch, found by its address.
 
-Sequences join and leave, and their tensors grow, are copied on write after a fork, and are freed. None of this copies
-tensors together or changes the arguments of a launch. Only a small table on the device changes.
+Sequences join and leave, and their tensors grow, are copied on write after a fork, and are freed. For all of this, only
+a small table on the device changes. Tensors are not concatenated, and launch arguments stay the same.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ ALIGNED = 16
 class PointerTable:
     """One tensor `[X, a, c]` of one layer per sequence, with contiguous last dimension: X * B lists, sequence-major.
 
-    tensors: Tensors of one dtype and one X on one device.
-    table: int64 `[B, FIELDS]` on that device.
+    The caller must keep both attributes consistent: Triton kernels read the table, torch functions read the tensors.
 
-    The caller must keep both consistent: Triton kernels read the table, torch functions the tensors.
+    Attributes:
+        tensors: Tensors with equal dtype, device and X.
+        table: int64 `[B, FIELDS]` on this device.
     """
 
     tensors: tuple[torch.Tensor, ...]

@@ -14,13 +14,13 @@ CACHED = 8 << 20
 """Bytes of keys that fit the caches of a processor."""
 
 FEW = 8
-"""Most queries per KV head for which keys beyond the caches are multiplied as k q^T."""
+"""Maximum queries per KV head for which keys that exceed the caches are multiplied as k q^T."""
 
 
 HALF = (torch.bfloat16, torch.float16)
 
 WIDENED = 1 << 20
-"""Bytes of half-precision keys that a CPU widens at a time, small enough for its caches."""
+"""Bytes of half-precision keys that a CPU converts to float32 at a time, small enough for its caches."""
 
 
 def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -33,7 +33,7 @@ def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Ten
             out = torch.empty(*q.shape[:2], k.shape[1], dtype=torch.float32, device=q.device)
         return _half_products(q, k, out).mul_(scale)
     q = q * scale
-    # k q^T streams the keys. This is faster only for few queries and keys beyond the caches.
+    # k q^T streams the keys. This is faster only for few queries and keys that exceed the caches.
     if k.device.type == "cpu" and k.dtype == torch.float32 and q.shape[1] <= FEW and k.nbytes >= CACHED:
         product = torch.bmm(k, q.transpose(1, 2)).transpose(1, 2)
         return product.contiguous() if out is None else out.copy_(product)
@@ -81,11 +81,10 @@ def attend_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float)
 
 
 def merge_lse(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the attention over disjoint parts into the attention over their union (Hydragen §3.1, ChunkAttention eq.
-    2).
+    """Merge the attention over disjoint parts (Hydragen §3.1, ChunkAttention eq. 2).
 
-    outs `[..., d]` and lses `[...]` belong to the parts, 0 and -inf if a part is empty. Returns out and lse of the
-    union.
+    outs `[..., d]` and lses `[...]` are the results of the parts, 0 and -inf for an empty part. Returns out and lse of
+    the union.
     """
     stacked = torch.stack(list(lses))
     lse = torch.logsumexp(stacked, 0)

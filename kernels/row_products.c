@@ -1,30 +1,30 @@
-/* A linear layer of a few rows. A decode step reads every weight once, so memory sets its floor: the bytes of the weights
-divided by the rate at which a thread reads (eval/speed/cpu_kernels.py measures both).
+/* A linear layer with few input rows. A decode step reads every weight once, so its time is at least the bytes of the
+weights divided by the memory bandwidth of a thread (eval/speed/cpu_kernels.py measures both).
 
 Compiled for one type of weights (BFLOAT16 or float32). Each row of weights is read once for up to AT_ONCE rows of x.
-Without products of bfloat16, both operands are widened in registers: a vector of 32-bit words holds two bfloat16 each,
-which a shift and a mask make two vectors of float32 (even and odd channels). Storing x in float32 would save two
+Without bfloat16 instructions, both operands are widened in registers: a vector of 32-bit words holds two bfloat16 per
+word, and a shift and a mask make two vectors of float32 (even and odd channels). Storing x in float32 would save two
 instructions, but a long x and the row of weights would not fit into the first-level cache together (896 x 4864 with
 AVX2: 0.57 ms instead of 0.35).
 
-How many rows come together changes no sum: each is two sums, of alternating pieces of it. */
+The results do not depend on the number of rows: each result is always the sum of two sums over alternating pieces. */
 
 #include "fields.h"
 #include "simd.h"
 
-#define AHEAD 4096 /* bytes: where processors stop prefetching by themselves */
+#define AHEAD 4096 /* bytes to prefetch ahead: hardware prefetching stops at page boundaries */
 #define MAX_ROWS 8
-#define AT_ONCE (REGISTERS == 32 ? 8 : 4) /* rows of x: their sums stay in registers */
+#define AT_ONCE (REGISTERS == 32 ? 8 : 4) /* rows of x whose sums stay in registers */
 
 #if BFLOAT16 && defined(__AVX512BF16__)
 #define BF16_DOT 1
-#define STEP 64 /* channels that both sums take together */
+#define STEP 64 /* channels added to both sums per iteration */
 #else
 #define STEP (2 * LANES)
 #endif
 
-/* out [rows][outs] = x [rows][ins] * weight [outs][ins] + bias [outs] (or NULL), summed in float32. A part is the numbers
-[part * size, (part + 1) * size) of each row of out. */
+/* out [rows][outs] = x [rows][ins] * weight [outs][ins] + bias [outs] (or NULL), summed in float32. A part is the
+columns [part * size, (part + 1) * size) of out. */
 typedef struct {
     const Number *x, *weight, *bias;
     Number *out;
@@ -59,7 +59,7 @@ INLINE void add_products(Sums *sums, const Number *x, const Number *w) {
 #endif
 }
 
-/* Sums of one row of w with `rows` rows of x, which stay in registers. */
+/* Multiply one row of w with `rows` rows of x. The sums stay in registers. */
 INLINE void tile(const Number *x, const Number *w, int64_t ins, int rows, float *found) {
     Sums sums[MAX_ROWS];
     for (int r = 0; r < rows; r++) sums[r] = (Sums){all(0.0f), all(0.0f)};
@@ -79,7 +79,7 @@ INLINE void tile(const Number *x, const Number *w, int64_t ins, int rows, float 
     }
 }
 
-/* Each number of rows has its code, so that sums stay in registers. */
+/* The code is specialised for each number of rows, so that sums stay in registers. */
 static void products(const Number *x, const Number *w, int64_t ins, int rows, float *found) {
     switch (rows) {
     case 1: tile(x, w, ins, 1, found); return;
@@ -108,7 +108,7 @@ void linear(const void *given, int64_t part) {
     const Call *call = given;
     float found[MAX_ROWS] = {0};
     int64_t rows = call->rows, ins = call->ins, groups = (rows + AT_ONCE - 1) / AT_ONCE;
-    int64_t most = (rows + groups - 1) / groups; /* 9 rows are 5 and 4, not 8 and 1 */
+    int64_t most = (rows + groups - 1) / groups; /* split 9 rows into 5 and 4, not 8 and 1 */
     int64_t begin = part * call->size, end = begin + call->size < call->outs ? begin + call->size : call->outs;
     for (int64_t o = begin; o < end; o++)
         for (int64_t first = 0; first < rows; first += most) {

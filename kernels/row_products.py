@@ -1,4 +1,4 @@
-"""Linear layers of a few rows on a CPU (`row_products.c`). They are bound by reading the weights once per step."""
+"""Linear layers with few input rows on a CPU (`row_products.c`). Reading the weights limits their speed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RowProducts:
 
 
 def takes(weight: torch.Tensor) -> RowProducts | None:
-    """Return the code for a weight `[out, in]`, or None if its type or shape is not supported, or it cannot run."""
+    """Return the code for a weight `[out, in]`, or None if the weight is not supported or there is no compiled code."""
     if weight.device.type != "cpu" or weight.shape[1] % 32 or not weight.is_contiguous():
         return None
     if weight.dtype not in (torch.bfloat16, torch.float32):

@@ -22,7 +22,9 @@ from .reference import attend_part, merge_lse, scaled_scores
 class Run:
     """KV that the sequences [first, stop) of a batch share.
 
-    k, v: `[Hkv, n, d]`, views with contiguous vectors.
+    Attributes:
+        first, stop: The sequences that attend to the KV.
+        k, v: Views `[Hkv, n, d]` with contiguous vectors.
     """
 
     first: int

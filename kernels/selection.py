@@ -151,8 +151,10 @@ def floor_share(share: float, of: int) -> int:
 
 
 def selection_limit(candidates: int, max_fraction: float) -> int:
-    """Return how many of its `candidates` a sequence may select: floor of the fraction, but at least 1 if there are
-    any."""
+    """Return the maximum number of tokens that a sequence may select: `max_fraction` of its candidates, rounded down.
+
+    At least 1 if there are candidates.
+    """
     return max(min(1, candidates), floor_share(max_fraction, candidates))
 
 
@@ -186,7 +188,7 @@ def group_lse(scores: torch.Tensor) -> torch.Tensor | None:
 def top_tokens(values: torch.Tensor, n: int) -> torch.Tensor:
     """Return the indices int64 `[Hkv, n]` of the n largest values of each row of `[Hkv, m]`.
 
-    The order is that of `select_tokens`. If values are equal, the lower index wins.
+    The indices are ordered as in `select_tokens`. If values are equal, the lower index wins.
     """
     if values.device.type != "cpu":
         return values.sort(dim=1, descending=True, stable=True).indices[:, :n]
@@ -252,7 +254,7 @@ def extend_selection(scores: torch.Tensor, attended: torch.Tensor, max_missed: f
 
     Args:
         scores: Scores `[Hkv, G, n]` of all visible tokens with the true query.
-        attended: bool `[Hkv, n]`. Every row has at least `most` tokens left.
+        attended: bool `[Hkv, n]`. At least `most` tokens of each row are not attended.
         max_missed: Largest missed attention mass.
         most: Largest number of tokens per KV head.
 

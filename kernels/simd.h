@@ -1,7 +1,7 @@
 /* Vectors of float32 and bfloat16 for one instruction set level, chosen by the compiler's flags (native_code.py):
-AVX-512, AVX2, NEON, or GCC's generic vectors of 16 bytes (SSE2 on x86). Kernels are written once with these names and
-use intrinsics of one level only where a measurement shows that it pays. A kernel whose rows do not fill vectors of 16
-numbers defines NARROW_VECTORS before it includes this file, and gets vectors of 8 on AVX-512. */
+AVX-512, AVX2, NEON, or GCC's generic vectors of 16 bytes (SSE2 on x86). Kernels are written once with these names. They
+use intrinsics of one level only if measurements justify it. A kernel whose rows do not fill vectors of 16 numbers
+defines NARROW_VECTORS before it includes this file, and gets vectors of 8 on AVX-512. */
 
 #ifndef OFFLOAD_RT_SIMD_H
 #define OFFLOAD_RT_SIMD_H
@@ -20,7 +20,7 @@ numbers defines NARROW_VECTORS before it includes this file, and gets vectors of
 #endif
 
 #if defined(WIDE_VECTORS)
-#define LANES 16 /* float32 numbers of a vector */
+#define LANES 16 /* float32 numbers per vector */
 #define REGISTERS 32
 #elif defined(__AVX2__)
 #define LANES 8
@@ -47,9 +47,10 @@ typedef bytes bytes_unaligned __attribute__((aligned(1)));
 INLINE f32 load(const float *at) { return *(const f32_unaligned *)at; }
 INLINE void store(float *at, f32 x) { *(f32_unaligned *)at = x; }
 INLINE f32 all(float x) { return x - (f32){0}; }
-/* One rounding where the level has the instruction; the compiler contracts it (-ffp-contract=fast). */
+/* Fused multiply-add with one rounding, if the level has it. The compiler contracts the expression
+(-ffp-contract=fast). */
 INLINE f32 fma_of(f32 a, f32 b, f32 c) { return a * b + c; }
-/* a where mask is -1, b where it is 0: masks are what comparisons of vectors give. */
+/* Choose a where mask is -1 and b where it is 0. Comparisons of vectors return such masks. */
 INLINE f32 choose(i32 mask, f32 a, f32 b) { return (f32)(((i32)a & mask) | ((i32)b & ~mask)); }
 
 INLINE f32 max_of(f32 a, f32 b) {
@@ -90,7 +91,7 @@ INLINE uint32_t bits_of(i32 mask) {
 #endif
 }
 
-/* -1 in the lanes whose bits are set, 0 in the others: the reverse of bits_of. */
+/* -1 in the lanes whose bits are set, 0 in the others: the inverse of bits_of. */
 INLINE i32 mask_of(uint32_t bits) {
 #if defined(WIDE_VECTORS)
     return (i32)_mm512_movm_epi32((__mmask16)bits);
@@ -100,7 +101,7 @@ INLINE i32 mask_of(uint32_t bits) {
 #endif
 }
 
-/* Conversions of bytes, for which GCC makes no vector instructions of its own. */
+/* Conversions of bytes, which GCC does not vectorise. */
 INLINE u32 load_u8(const uint8_t *at) {
 #if defined(WIDE_VECTORS)
     return (u32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
@@ -120,7 +121,7 @@ INLINE u32 load_u8(const uint8_t *at) {
 #endif
 }
 
-/* Stores the lowest byte of each number. */
+/* Store the lowest byte of each number. */
 INLINE void store_u8(uint8_t *at, i32 x) {
 #if defined(WIDE_VECTORS)
     _mm_storeu_si128((__m128i *)at, _mm512_cvtepi32_epi8((__m512i)x));
@@ -131,16 +132,16 @@ INLINE void store_u8(uint8_t *at, i32 x) {
 
 INLINE bytes load_bytes(const uint8_t *at) { return *(const bytes_unaligned *)at; }
 INLINE f32 abs_of(f32 x) { return (f32)((i32)x & 0x7fffffff); }
-/* The magnitude of the first with the sign of the second. */
+/* Return the magnitude of x with the sign of `sign`. */
 INLINE f32 with_sign(f32 x, f32 sign) { return (f32)(((i32)x & 0x7fffffff) | ((i32)sign & (int32_t)0x80000000)); }
-/* The nearest whole number, ties to even, of |x| < 2^22. */
+/* Round to the nearest integer, ties to even, for |x| < 2^22. */
 INLINE f32 nearest(f32 x) { return (x + 12582912.0f) - 12582912.0f; }
 
 /* bfloat16 is the upper half of float32. */
 INLINE f32 widen(u16 half) { return (f32)(__builtin_convertvector(half, u32) << 16); }
 INLINE f32 load_bf16(const uint16_t *at) { return widen(*(const u16_unaligned *)at); }
 
-/* The nearest bfloat16, ties to even. NaN stays NaN. */
+/* Round to the nearest bfloat16, ties to even. NaN stays NaN. */
 INLINE void store_bf16(uint16_t *at, f32 x) {
     u32 bits = (u32)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     u32 number = (u32)(x == x);
@@ -186,8 +187,8 @@ INLINE float largest_of(f32 x) {
 
 #define LOG2E 1.44269504f
 
-/* 2^x for x <= 0, 2e-7 off at most; 2^-100 below that, because denormal numbers would be slow. Adding 1.5 * 2^23 rounds
-x to the lowest bits of its fraction, from where it moves to the exponent. */
+/* Return 2^x for x <= 0, with an error of at most 2e-7. For x < -100, return 2^-100, because denormal numbers are slow.
+Adding 1.5 * 2^23 rounds x to an integer in the low fraction bits, which is then shifted to the exponent. */
 INLINE f32 exp2_of(f32 x) {
     x = max_of(x, all(-100.0f));
     f32 rounded_x = x + 12582912.0f, f = x - (rounded_x - 12582912.0f);
@@ -201,7 +202,7 @@ INLINE f32 exp2_of(f32 x) {
 }
 
 #ifdef BFLOAT16
-/* A number of the rows or weights that the kernel is compiled for. */
+/* Type of the rows or weights that the kernel is compiled for. */
 #if BFLOAT16
 typedef uint16_t Number;
 #else
@@ -217,15 +218,15 @@ INLINE float as_float(Number x) {
 }
 #endif
 
-/* s as cap * tanh(s / cap), from e^(-2 |s| / cap); unchanged if cap is 0. */
+/* Return cap * tanh(s / cap), computed from e^(-2 |s| / cap), or s if cap is 0. */
 INLINE f32 capped(f32 s, float cap) {
     if (cap == 0.0f) return s;
     f32 decays = exp2_of(-2.0f * LOG2E * abs_of(s) / cap);
     return with_sign(cap * (1.0f - decays) / (1.0f + decays), s);
 }
 
-/* Turns `count` scores in units of ln 2, a multiple of LANES, into softmax weights relative to the largest score so far.
-Updates that score (`peak`) and the sum of all weights. Returns the factor that earlier weights must be scaled by. */
+/* Turn `count` scores in units of ln 2 (a multiple of LANES) into softmax weights relative to the largest score so far.
+Update this score (`peak`) and the sum of all weights. Return the factor by which earlier weights must be scaled. */
 INLINE float softmax_weights(float *scores, int count, float *peak, float *sum) {
     f32 most = all(*peak), added = all(0.0f);
     for (int i = 0; i < count; i += LANES) most = max_of(most, load(scores + i));

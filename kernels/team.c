@@ -1,11 +1,11 @@
-/* A persistent team of threads that shares out the parts of one call at a time.
+/* A persistent team of threads that computes the parts of one call at a time.
 
-The caller takes parts itself from the start, and workers that wake up take the next ones. So a worker that wakes late
-costs nothing, and a caller waits only for parts that a worker has begun. If workers lose their processor to other
-processes in the middle of a part, that wait is long. The team measures it, works alone for a while if the workers do not
-pay, and then tries again.
+The caller computes parts from the start, and workers take the next parts when they wake up. A worker that wakes late
+therefore costs no time, and the caller waits only for parts that a worker has begun. This wait is long if a worker
+loses its processor to another process in the middle of a part. The team measures the time that workers save. If they
+save none, the caller works alone for a while and then tries again.
 
-Workers sleep without spinning: between two calls the caller runs Python, which takes longer than spinning is worth. */
+Workers sleep without spinning, because the caller runs Python between calls, which takes too long to spin. */
 
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -23,18 +23,18 @@ Workers sleep without spinning: between two calls the caller runs Python, which 
 #endif
 
 #define MAX_WORKERS 255
-#define SPINS 200            /* of the caller before it sleeps, about 10 us */
+#define SPINS 200            /* spins of the caller before it sleeps, about 10 us */
 #define SHORTEST_REST 1000000 /* ns */
 #define LONGEST_REST 200000000
 
 typedef struct {
     _Atomic uint32_t sleeping __attribute__((aligned(64)));
-    _Atomic int thread, processor; /* its kernel thread, and where it ran last */
+    _Atomic int thread, processor; /* kernel thread id, and the processor where it ran last */
 } Worker;
 
 static struct {
-    /* Round in the upper half, next part in the lower half. A worker takes a part by a compare-and-swap of both, so one
-    that was late for an earlier round takes nothing. The call stays valid while any of its parts is not done. */
+    /* Round in the upper half, next part in the lower half. A worker takes a part by a compare-and-swap of both, so a
+    worker that is late for an earlier round takes no part. The call stays valid until all of its parts are done. */
     _Atomic uint64_t next __attribute__((aligned(64)));
     _Atomic(Function) function;
     _Atomic(const void *) call;
@@ -42,10 +42,10 @@ static struct {
     _Atomic uint32_t left __attribute__((aligned(64))); /* parts that are not done; the caller sleeps on it */
     _Atomic uint32_t helped;                            /* parts that workers have done */
     _Atomic uint32_t waiting;                           /* the caller sleeps */
-    pthread_mutex_t busy;                               /* held by the caller whose call it is */
+    pthread_mutex_t busy;                               /* held by the current caller */
     uint32_t round;
     int started;
-    /* Nanoseconds that workers have saved lately, and how long the team works alone. */
+    /* Nanoseconds that workers have saved recently, how long the caller works alone after a loss, and until when. */
     int64_t saved, rest, alone_until;
     Worker workers[MAX_WORKERS];
 } team = {.busy = PTHREAD_MUTEX_INITIALIZER, .rest = SHORTEST_REST};
@@ -70,8 +70,8 @@ static void note_processor(Worker *worker) {
     worker->processor = sched_getcpu();
 }
 
-/* Sends a worker away from the caller's processor. Kernels wake a thread where it ran last, and where processors share no
-cache it can stay there for 100 ms although others are idle. */
+/* Move a worker away from the caller's processor. The operating system wakes a thread where it ran last. If processors
+share no cache, it can stay there for 100 ms although others are idle. */
 static void keep_away(Worker *worker) {
     int own = sched_getcpu();
     cpu_set_t others;
@@ -100,7 +100,7 @@ static inline void relax(void) {
 #endif
 }
 
-/* Does the next part of the present call, if there is one that nobody has. */
+/* Compute the next part of the current call that no thread has taken, if there is one. */
 static int take_part(uint32_t helper) {
     uint64_t seen = atomic_load_explicit(&team.next, memory_order_acquire);
     for (;;) {
@@ -108,7 +108,7 @@ static int take_part(uint32_t helper) {
         const void *call = atomic_load_explicit(&team.call, memory_order_relaxed);
         uint32_t parts = atomic_load_explicit(&team.parts, memory_order_relaxed), part = (uint32_t)seen;
         if (part >= parts) return 0;
-        /* If it succeeds, the round is that of `seen`, and the three values above are of this round. */
+        /* If the swap succeeds, the round is still the one in `seen`, and the three values above belong to it. */
         if (!atomic_compare_exchange_weak_explicit(&team.next, &seen, seen + 1, memory_order_acq_rel,
                                                    memory_order_acquire))
             continue;
@@ -128,7 +128,7 @@ static void *work(void *given) {
         if (index + 1 < atomic_load(&team.members) && take_part(1)) continue;
         note_processor(&team.workers[index]);
         atomic_store(sleeping, 1);
-        /* A call that was published before `sleeping` was set is seen here; after it, the caller wakes this worker. */
+        /* A call published before `sleeping` was set is seen here. For a later call, the caller wakes this worker. */
         uint64_t seen = atomic_load(&team.next);
         if ((uint32_t)seen < atomic_load(&team.parts) && index + 1 < atomic_load(&team.members)) {
             atomic_store(sleeping, 0);
@@ -139,7 +139,7 @@ static void *work(void *given) {
     return NULL;
 }
 
-/* After a fork the child has none of the workers. */
+/* A forked child process has no workers. */
 static void in_child(void) {
     team.started = 0;
     team.members = 0;
@@ -168,8 +168,8 @@ static void run_alone(Function function, const void *call, int64_t parts) {
     for (int64_t part = 0; part < parts; part++) function(call, part);
 }
 
-/* Weighs what workers saved in a call: the caller did parts - helped in `own` ns of its processor, and the whole took
-`total` ns. */
+/* Update the time that workers save. In this call, the caller computed parts - helped in `own` ns of processor time,
+and all parts took `total` ns. */
 static void judge(int64_t own, int64_t total, int64_t parts, int64_t helped) {
     int64_t mine = parts - helped, alone = mine ? own * parts / mine : total;
     team.saved += alone - total - team.saved / 16;
@@ -179,11 +179,11 @@ static void judge(int64_t own, int64_t total, int64_t parts, int64_t helped) {
         team.saved = 0;
     } else if (team.saved > 16 * SHORTEST_REST) {
         team.rest = SHORTEST_REST;
-        team.saved = 16 * SHORTEST_REST; /* so that a change is noticed soon */
+        team.saved = 16 * SHORTEST_REST; /* so that a change has an effect soon */
     }
 }
 
-/* Calls function(call, part) for each part in [0, parts), by up to `threads` threads, this one included. */
+/* Call function(call, part) for each part in [0, parts), on up to `threads` threads including this one. */
 void team_run(Function function, const void *call, int64_t parts, int threads) {
     if (threads > MAX_WORKERS + 1) threads = MAX_WORKERS + 1;
     if (threads < 2 || parts < 2 || parts > UINT32_MAX || pthread_mutex_trylock(&team.busy)) {
@@ -198,13 +198,13 @@ void team_run(Function function, const void *call, int64_t parts, int threads) {
     }
     start(threads - 1);
     int members = threads - 1 < team.started ? threads : team.started + 1;
-    /* No worker can take a part before `next` is set: the last round has none left. */
+    /* No worker can take a part before `next` is set, because the last round has no parts left. */
     atomic_store(&team.function, function);
     atomic_store(&team.call, call);
     atomic_store(&team.left, (uint32_t)parts);
     atomic_store(&team.helped, 0);
     atomic_store(&team.members, (uint32_t)members);
-    /* `parts` and `next` cannot change together: a worker between them must find no part. */
+    /* `parts` and `next` cannot change together. A worker that reads between both stores must find no part. */
     atomic_store(&team.next, ((uint64_t)++team.round << 32) | UINT32_MAX);
     atomic_store(&team.parts, (uint32_t)parts);
     atomic_store(&team.next, (uint64_t)++team.round << 32);

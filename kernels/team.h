@@ -1,14 +1,14 @@
-/* How kernels call the team of threads (team.c), which another library holds. */
+/* Interface of the team of threads (team.c), which is in another library. */
 
 #ifndef OFFLOAD_RT_TEAM_H
 #define OFFLOAD_RT_TEAM_H
 
 #include <stdint.h>
 
-/* Computes one part of a call. */
+/* A function that computes one part of a call. */
 typedef void (*Function)(const void *call, int64_t part);
 
-/* `team_run`: computes parts [0, parts) by up to `threads` threads, the caller included. */
+/* Type of `team_run`, which computes parts [0, parts) on up to `threads` threads, including the caller. */
 typedef void (*TeamRun)(Function function, const void *call, int64_t parts, int threads);
 
 #endif

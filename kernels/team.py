@@ -1,7 +1,8 @@
-"""Share out parts of a computation to threads that sleep while they have nothing to do.
+"""Distribute the parts of a computation over threads that sleep between calls.
 
-`run` shares out a C call by a persistent team (`team.c`). A kernel's `void name(const void *call, int64_t part)`
-computes one part and is safe to call for different parts at once. It starts no threads itself. Kernels with several
+`run` distributes a C call over a persistent team of threads (`team.c`). A kernel's function
+`void name(const void *call, int64_t part)` computes one part. It is safe to call for different parts at once, and
+starts no threads. Kernels with several
 stages call the team themselves, at the address `runner()` (`team.h`). `share` does the same with a Python function
 whose work releases the GIL, such as torch's matrix products.
 
@@ -31,8 +32,10 @@ _outer = threading.local()
 
 
 def run(function: Any, call: ctypes.Structure, parts: int, threads: int) -> None:
-    """Call `function(call, part)` for each part in `range(parts)`, by at most `threads` threads including this one.
-    `function` is a function of a `ctypes.CDLL`."""
+    """Call `function(call, part)` for each part in `range(parts)`, on at most `threads` threads including this one.
+
+    `function` is a function of a `ctypes.CDLL`.
+    """
     library = _library()
     assert library is not None, "the library of `function` was compiled, so this one can be"
     library.team_run(function, ctypes.byref(call), parts, threads)
@@ -49,9 +52,9 @@ def runner() -> int:
 
 
 def share(compute: Callable[[int], None], parts: int) -> None:
-    """Call `compute(part)` for each part in `range(parts)`, by up to `threads()` threads including this one.
+    """Call `compute(part)` for each part in `range(parts)`, on up to `threads()` threads including this one.
 
-    Inside it, torch uses one thread.
+    torch uses one thread inside `compute`.
     """
     taken, helpers = itertools.count(), min(threads(), parts) - 1
 
@@ -66,21 +69,23 @@ def share(compute: Callable[[int], None], parts: int) -> None:
     try:
         work()
     finally:
-        for helper in waiting:  # one that has not begun is not needed any more
+        for helper in waiting:  # a helper that has not started is not needed any more
             if not helper.cancel():
                 helper.result()
 
 
 def threads() -> int:
-    """Return how many threads kernels may use: torch's number, at most one per processor."""
+    """Return the number of threads that kernels may use: torch's setting, but at most one per processor."""
     outer = getattr(_outer, "threads", None)
     return min(torch.get_num_threads() if outer is None else outer, _processors())
 
 
 @contextmanager
 def torch_on_one_thread(*, helpers: bool = True) -> Iterator[None]:
-    """Run torch's own operations in this thread without OpenMP threads. `run` and `share` keep all threads, or use this
-    one alone without `helpers`."""
+    """Run torch's own operations in this thread without OpenMP threads.
+
+    `run` and `share` still use all threads; with `helpers=False`, they use only this one.
+    """
     count = torch.get_num_threads()
     if count == 1:
         yield
@@ -113,7 +118,7 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    # A fork has no threads and must not use the parent's pool.
+    # A forked process has no threads and must not use the parent's pool.
     os.register_at_fork(after_in_child=_pool.cache_clear)
     return ThreadPoolExecutor(max(1, _processors() - 1), "offload-rt kernel")
 

@@ -1,7 +1,7 @@
 """Sparse decode attention with grouped queries in Triton, and the merge of parts by their log-sum-exp.
 
-Each valid K and V is read once for all G query heads of its group. Every list is cut into pieces, so that a batch of
-one fills the device, and the pieces are merged.
+Each valid K and V is read once for all G query heads of its group. Every list is cut into pieces, so that even one
+sequence fills the device. The results of the pieces are merged.
 
 Products of half-precision KV are exact in float32. The softmax weights are rounded to the dtype of the KV before the
 second product, except under the interpreter, whose half-precision products are wrong. In addition to float32 rounding,

@@ -1,4 +1,4 @@
-"""Read, write and append entries of lists that lie in tensors of their own (`PointerTable`), in Triton.
+"""Read, write and append entries of lists in one tensor per sequence (`PointerTable`), in Triton.
 
 One program handles a tile of one list. References: `lists.read_lists`, `lists.write_lists`, `lists.append_entries`,
 `lists.within`.
@@ -25,7 +25,7 @@ def _copy(
     lists: tl.tensor, table: tl.tensor, counts: tl.tensor, heads: tl.tensor, rows: tl.tensor,
     w: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, WRITE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i): copy rows [i * ROWS, ...) of the first counts[b] tokens of list p. Rows behind are read as 0."""
+    """Program (p, i): copy rows [i * ROWS, ...) of the first counts[b] tokens of list p. Later rows read as 0."""
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     own, known = table + p // heads * _FIELDS, (tl.load(counts + p // heads) + PAGE - 1) // PAGE
@@ -45,7 +45,7 @@ def _append(
     entries: tl.tensor, table: tl.tensor, slots: tl.tensor, heads: tl.tensor,
     w: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program p: store the entry of list p, or the minimum if its page has begun."""
+    """Program p: store the entry of list p. If its page has earlier tokens, store the minimum."""
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     slot, own = tl.load(slots + p), table + p // heads * _FIELDS
     known = (column < w) & (slot >= 0)

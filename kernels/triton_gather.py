@@ -1,6 +1,6 @@
 """Gather and write rows by tables and ids that stay on the device, in Triton.
 
-The rows lie in page-locked host memory, which the device reads and writes in place, or in device memory. Each valid row
+The rows are in page-locked host memory, which the device reads and writes in place, or in device memory. Each valid row
 is transferred once and written to device memory once. The token or id adds 8 bytes per row. Rows are copied as integer
 words, so one kernel handles any format and width (quantised rows have odd widths).
 
@@ -92,7 +92,7 @@ def gather_rows(
 ) -> None:
     """Run `lists.gather_rows` in one launch of at most `programs` programs.
 
-    `rows` `[R, w]` is contiguous, in device memory or in host memory page-locked by CUDA. All other tensors lie on the
+    `rows` `[R, w]` is contiguous, in device memory or in host memory page-locked by CUDA. All other tensors are on the
     device.
     """
     lists, listed = ids.shape
@@ -115,7 +115,7 @@ def gather_tokens(
     out: torch.Tensor,
     programs: int = PROGRAMS,
 ) -> None:
-    """Run `lists.gather_tokens` in one launch of at most `programs` programs. `rows` is that of `gather_rows`."""
+    """Run `lists.gather_tokens` in one launch of at most `programs` programs. For `rows`, see `gather_rows`."""
     (lists, listed), (batch, blocks), heads = tokens.shape, bases.shape, planes.shape[1]
     assert rows.is_contiguous() and tokens.is_contiguous() and bases.is_contiguous() and planes.is_contiguous()
     assert out.shape == (2, lists, listed, rows.shape[1]) and out.is_contiguous() and out.dtype == rows.dtype
@@ -132,7 +132,7 @@ def gather_tokens(
 def write_rows(
     rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
 ) -> None:
-    """Run `lists.write_rows` in one launch. `rows` is that of `gather_rows`."""
+    """Run `lists.write_rows` in one launch. For `rows`, see `gather_rows`."""
     (lists, width), heads = k.shape, planes.shape[1]
     assert rows.is_contiguous() and k.is_contiguous() and v.is_contiguous() and rows.dtype == k.dtype == v.dtype
     assert k.shape == v.shape and rows.shape[1] == width and newest.shape == (lists // heads,)

@@ -6,7 +6,7 @@ marks excluded tokens.
 
 Scores are integers before scaling. The softmax weights, multiplied with the steps, are rounded to bfloat16 before the
 second product (not under the interpreter). Approximate attention computes its own scores: it uses the true query, while
-selection may use a guess. References: `low_bit_lists`, and `low_bit.approximate_attention` for one sequence.
+selection may use a speculated one. References: `low_bit_lists`, and `low_bit.approximate_attention` for one sequence.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .triton_low_bit_rows import addressed, block_of, decoded_steps, padded_size
 from .triton_scores import _outputs, _rint, store_scores
 
 _SCORED = 4 * BLOCK
-"""Tokens per program that scores. They lie in one page. A program that attends handles one page."""
+"""Tokens per program of `_score`, all in one page. A program of `_attend` handles one page."""
 
 _LOOKED_UP = 512
-"""Tokens per program that marks excluded tokens."""
+"""Tokens per program of `_hide`."""
 
 _PARTS = 16
 """Parts that the merge reads at once."""
@@ -159,7 +159,7 @@ def _mixed(
     acc: tl.tensor, kept: tl.tensor, weights: tl.tensor, raw: tl.tensor,
     FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return acc `[GROUP, V]` times kept `[GROUP]`, plus the values of one field with weights `[GROUP, 64]`."""
+    """Scale acc `[GROUP, V]` by kept `[GROUP]`, and add the values of one field with weights `[GROUP, 64]`."""
     return acc * kept[:, None] + tl.dot(weights, _levels(raw, FIELD, BITS, WIDEN), input_precision="ieee")
 
 

@@ -1,7 +1,7 @@
 """Append the newest KV of a batch to its low-bit KV in Triton, and find low-bit KV by address.
 
 Each vector is multiplied with its matrix, quantised and packed. Traffic per KV head: 4 * d^2 bytes each for the basis
-of keys and the mixing of values (shared by all sequences), d numbers each of key and value, and d * (4 + bits) / 8 + 2
+of keys and the mixing of values (shared by all sequences), d elements each of key and value, and d * (4 + bits) / 8 + 2
 bytes written. Reference: `low_bit_lists.append_rows`.
 """
 

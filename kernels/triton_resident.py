@@ -1,7 +1,7 @@
 """Decode attention over the KV kept on the device and the KV fetched for this step, in Triton.
 
 Kept KV is found by address. Each kept and each fetched K and V is read once for all G query heads of its group. A batch
-takes one launch and a merge. Reference: `lists.attend_kept`. Rounding is that of `triton_attention`.
+takes one launch and a merge. Reference: `lists.attend_kept`. Rounding is as in `triton_attention`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Score one query per head with compressed keys in Triton.
 
 Each block also returns its maximum, for thresholds, and its sum of exponentials, for group scores, without a second
-pass. Traffic per token and KV head: reads r numbers (partial) or bits * d / 8 bytes (packed), writes 4 * G bytes.
+pass. Traffic per token and KV head: reads r elements (partial) or bits * d / 8 bytes (packed), writes 4 * G bytes.
 References: `lists.partial_scores`, `lists.quantised_scores`.
 """
 

@@ -1,11 +1,11 @@
 """Decode attention over runs of KV in Triton: segments shared by several sequences, and each sequence's own KV.
 
-Kernels find the KV by address and read it in place, so nothing is copied together first. The KV of every run is read
+Kernels find the KV by address and read it in place, so the KV is not concatenated first. The KV of every run is read
 once per 64 of its queries. The table takes 88 bytes per run.
 
 There is one launch for shared runs (up to 64 queries per program, tensor-core products), one for runs of a single
 sequence, and one merge in float32. Long runs are cut into pieces, so that few sequences fill the device. Reference:
-`segments.attend_runs`. Rounding is that of `triton_attention`.
+`segments.attend_runs`. Rounding is as in `triton_attention`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .segments import Run
 from .triton_attention import attend_rows, merge_parts, steps
 
 _PIECE, _PIECES = 256, 64
-"""KV rows per piece, and the most pieces per run: longer runs have longer pieces."""
+"""KV rows per piece, and maximum pieces per run. Longer runs have larger pieces."""
 
 _QUERY_BYTES = 1 << 14
-"""Bytes of the queries of a program for a shared run, 16 to 64 of them. With the KV they fit the shared memory of a
-consumer card."""
+"""Maximum bytes of the queries of a program for a shared run (16 to 64 queries). Queries and KV together fit the shared
+memory of a consumer card."""
 
 _FIELDS = tl.constexpr(11)
 """Fields of a run in the table: addresses of k and v, strides of head and row of k and of v, number of rows, first and
@@ -58,7 +58,7 @@ def _attend(
         v_head, v_row = tl.multiple_of(tl.load(run + 4), ALIGN), tl.multiple_of(tl.load(run + 5), ALIGN)
         k = tl.load(run).to(tl.pointer_type(q.dtype.element_ty)) + head * k_head
         v = tl.load(run + 1).to(tl.pointer_type(q.dtype.element_ty)) + head * v_head
-        k, v = tl.multiple_of(k, 2 * ALIGN), tl.multiple_of(v, 2 * ALIGN)  # set after the cast, which drops it
+        k, v = tl.multiple_of(k, 2 * ALIGN), tl.multiple_of(v, 2 * ALIGN)  # after the cast, which drops the hint
         peak, total, acc = attend_rows(query, k, v, k_row, v_row, begin, end, scale, d, D, QUERIES, BLOCK, WIDEN)
         at = (tl.load(run + 9) + piece) * heads * batch + row_of
         tl.store(lses + at, peak + tl.log(total), mask=known)
@@ -68,7 +68,7 @@ def _attend(
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `segments.attend_runs` in two launches and a merge.
 
-    q and all KV lie on one device and have one dtype: float32, float16 or bfloat16.
+    q and all KV are on one device and have one dtype: float32, float16 or bfloat16.
     """
     heads, batch, d = q.shape
     q = q.contiguous()
@@ -99,7 +99,7 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
 
 
 def max_queries(d: int, itemsize: int) -> int:
-    """Return the most queries per program for a shared run. float32 products do not use tensor cores and get 16."""
+    """Return the maximum queries per program for a shared run. float32 products do not use tensor cores and get 16."""
     if itemsize == 4:
         return 16
     width: int = triton.next_power_of_2(d)

@@ -1,13 +1,13 @@
-"""Threshold, candidate filter and top-n per head in Triton: token indices with a static cap, without the host.
+"""Select tokens in Triton by threshold, candidate filter and top-n per head, without waiting for the host.
 
 Eight launches over `[P, N]`:
 
-* One reduces the maxima and sums of the blocks to those of each head.
+* One reduces the maxima and sums of the blocks to one maximum and sum per head.
 * One marks passing tokens and computes the *order* of each token: its score as an integer that sorts in the same way
   (int32 `[P, N]`, which stays in the L2 cache).
 * Four histograms of 256 bins determine the n-th largest value digit by digit.
-* One counts.
-* One writes.
+* One counts the selected tokens of each block.
+* One writes the tokens.
 
 Only integers are added atomically, so the result does not depend on the order of programs. Reference:
 `lists.select_tokens`. The same scores give the same result, including ties.
@@ -25,7 +25,8 @@ _BLOCK = 1024
 """Tokens per program."""
 
 _MARKED = 256
-"""Tokens per program that marks. It handles all heads of a layer, so larger blocks would leave most of a device idle.
+"""Tokens per program of `_mark`. A program handles all heads of a layer, so larger blocks would leave most of a device
+idle.
 """
 
 _ABSENT = tl.constexpr(-(1 << 31))

@@ -9,7 +9,7 @@ c - (2^VALUE_BITS - 1) / 2. */
 #define VALUE_BYTES (HEAD_DIM * VALUE_BITS / 8)
 
 #if defined(__AVX512BF16__) && LANES == 16
-/* Levels are exact in bfloat16, weights are rounded to it; vdpbf16ps adds the products of two tokens at once. */
+/* Levels are exact in bfloat16. Weights are rounded to bfloat16. vdpbf16ps adds the products of two tokens at once. */
 #define TOKENS_AT_ONCE 2
 typedef uint16_t Weight;
 typedef __m512i Levels;

@@ -41,8 +41,8 @@ class AsyncLLM:
     Args:
         llm: The runtime. `close` closes it as well.
         max_waiting: Maximum number of queued requests; one more raises QueueFullError. None means no limit.
-        store: Folder for the KV of all prompts, which later prompts with the same beginning reuse, also after a
-            restart, and for sessions (`generate(session=...)`).
+        store: Folder for the KV of all prompts, and for sessions (`generate(session=...)`). Later prompts with the same
+            beginning reuse the KV, also after a restart.
         store_options: Options of the store.
         read_only: Reuse stored KV, store nothing, and refuse sessions. Another process may write to the store.
 
@@ -71,7 +71,7 @@ class AsyncLLM:
         self._lock = threading.Lock()
         self._arriving = 0
         self._closed = False
-        self._clients: dict[str, Client] = {}  # from here on: state of the engine thread
+        self._clients: dict[str, Client] = {}  # from here on: changed only by the engine thread
         self._by_number: dict[int, Client] = {}
         self._tree_tokens = 0  # cached tokens of requests that the store does not count
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._h2d_bytes = self._device_bytes = 0
@@ -111,8 +111,8 @@ class AsyncLLM:
             prompt: Text or token ids.
             sampling_params: None uses the model's defaults.
             request_id: Name for `abort`; None generates one.
-            session: Name of a session in the store. `prompt` is the whole conversation each time. KV of the part that
-                the session has computed is restored from host memory or disk, also after a restart.
+            session: Name of a session in the store. Pass the whole conversation as `prompt` each time. KV that the
+                session has already computed is restored from host memory or disk, also after a restart.
             trace: Add a `RequestTrace` to each item, and yield items during prefill as well, layer by layer.
             cache_salt: See `LLM.generate`. A session keeps the salt of its first turn.
 
@@ -281,7 +281,7 @@ class AsyncLLM:
 
     def _step(self) -> None:
         if self._sessions is not None:
-            with self._llm.runner.pool.lock, _log_errors():  # idle sessions only, not the requests of this step
+            with self._llm.runner.pool.lock, _log_errors():  # an error affects idle sessions only
                 self._sessions.look_ahead()
         numbers = {event.request_id for event in self._engine.step()}
         for number in sorted(numbers & self._by_number.keys()):
@@ -380,7 +380,7 @@ class AsyncLLM:
     def _fail(self, request: Request, error: Exception) -> None:
         """Send an error to the client of a request and end all its completions.
 
-        If the history of a finished turn cannot be written, its client has its answer already: log the error.
+        If the history of a finished turn cannot be written, the client already has the answer: only log the error.
         """
         if (client := self._by_number.get(request.prompt.id)) is not None:
             self._leave(client)
@@ -404,7 +404,7 @@ class AsyncLLM:
             self._report(client)
 
     def _cancel(self, request: Request) -> None:
-        with _log_errors():  # also if a session's history cannot be written
+        with _log_errors():  # for example if a session's history cannot be written
             self._engine.cancel(request)
 
     def _abort_all(self) -> None:

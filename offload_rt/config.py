@@ -31,12 +31,13 @@ Duration = Annotated[float, "seconds"]
 
 @dataclass(frozen=True)
 class EvictionOptions:
-    """Which tokens are evicted when a sequence outgrows the KV cache (InfiniGen §4.4).
+    """Token eviction for sequences that outgrow the KV cache (InfiniGen §4.4).
 
     Attributes:
-        policy: "fifo", "lru", or "counter" (saturating selection counts, divided by the steps in which the token could
-            be selected).
-        protect: "window" never evicts sinks and recent tokens. "none" protects recent tokens only, as the paper's FIFO.
+        policy: "fifo", "lru", or "counter". "counter" evicts the tokens with the lowest selection rate: a saturating
+            count of selections, divided by the steps in which the token could be selected.
+        protect: "window" never evicts sinks and recent tokens. "none" protects only recent tokens, like the
+            paper's FIFO.
     """
 
     policy: EvictionName = option("counter", help="token eviction policy for a full KV cache", flag="--eviction")
@@ -49,7 +50,7 @@ class EvictionOptions:
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How draft tokens are proposed in lossless mode (`exact`).
+    """Proposal of draft tokens in lossless mode (`exact`).
 
     Attributes:
         method: Source of the drafts. "sparse": decode with the policy. "lookup": copy the continuation of the last
@@ -105,8 +106,8 @@ class DraftOptions:
 class EngineConfig:
     """Options of the engine: `LLM(model, config)`, or the fields as keywords: `LLM(model, host_memory="64GiB")`.
 
-    Sizes may be strings such as "200GiB", `eviction` a policy name or a mapping of `EvictionOptions`, `dtype` and
-    `device` torch objects, and paths may begin with "~".
+    Sizes may be strings such as "200GiB". `eviction` may be a policy name or a mapping of `EvictionOptions`. `dtype`
+    and `device` may be torch objects. Paths may begin with "~".
 
     Attributes:
         policy: Selection policy: "infinigen", "auto", "full", "quest", "h2o", "streaming", "oracle" or your own.
@@ -114,24 +115,26 @@ class EngineConfig:
         device: "auto" uses CUDA if it is available.
         dtype: "auto" uses the checkpoint's dtype on CUDA. On a CPU it uses bfloat16 for half-precision checkpoints and
             float32 otherwise.
-        quantize: Format of the weights. "auto" keeps a checkpoint's own format; weights of GGUF files are computed as
-            they are packed on a CPU, and dequantised on a GPU. "none" dequantises GGUF files on a CPU too. "int4" and
-            "int8" quantise the linear layers of a 16-bit checkpoint when it is loaded.
+        quantize: Format of the weights. "auto" keeps the format of the checkpoint; weights of GGUF files stay packed on
+            a CPU and are dequantised on a GPU. "none" dequantises GGUF files on a CPU too. "int4" and "int8" quantise
+            the linear layers of a 16-bit checkpoint when it is loaded.
         device_memory: Hard limit on device memory in bytes: weights, approximate KV, resident and fetched KV entries,
             activations. Decoder layers that do not fit stay in host memory and are copied to the device in every step.
             If approximate KV still does not fit, scoring runs on the host. The tokens do not change. None uses all
             device memory and keeps everything there.
         experts_on_device: Number of experts per mixture-of-experts layer on the device (the most recently used ones).
-            All experts are in host memory, and the router's choice is copied on demand. None keeps all experts on the
+            All experts are in host memory, and chosen experts are copied on demand. None keeps all experts on the
             device, or with `device_memory` as many as fit.
         embedding_on_host: Keep the embedding in host memory and copy only the rows of the tokens. Not available if the
             output head shares the embedding's weights.
         max_model_len: Maximum number of tokens of a sequence. `device_memory` is planned for it, and length-dependent
             RoPE scaling (longrope, dynamic) uses it. None uses the model's maximum, limited by the KV cache.
         host_memory: Hard limit on KV in host memory in bytes. None uses half of the free memory.
-        disk: Folder on a local disk for contexts larger than host memory. KV of running requests lies in an unnamed
-            file there, which ends with the process, and `host_memory` limits its cache. The tokens do not change.
-        disk_limit: Hard limit on that file in bytes. None uses 16 times `host_memory`, at most half of the free space.
+        disk: Folder on a local disk for contexts larger than host memory. KV of running requests is stored in an
+            unnamed file there, which is deleted when the process ends. `host_memory` limits its cache. The tokens do
+            not change.
+        disk_limit: Hard limit on the file in `disk` in bytes. None uses 16 times `host_memory`, at most half of the
+            free space.
         eviction: Token eviction for sequences that outgrow the KV cache. None raises an error instead.
         skew: Skew artifact, or a folder written by `offload-rt skew` or `tune` (which also sets the policy's default
             options). None calibrates once on a text in the package and caches the result by model fingerprint.
@@ -140,20 +143,22 @@ class EngineConfig:
         enable_prefix_caching: Compute and store a common prefix of prompts once, also across calls. Shared KV is exact,
             so results do not depend on earlier requests.
         swap: Folder on a fast disk for KV of preempted requests, used if that is estimated to be faster than
-            recomputation. The files end with the process.
-        missed_mass_every: Decode steps between measurements of the missed attention mass; 0 disables them. None is 16
-            on a CPU and 0 on a GPU. A measurement reads all keys in host memory.
+            recomputation. This KV is deleted when the process ends.
+        missed_mass_every: Decode steps between measurements of the missed attention mass; 0 disables them. None means
+            16 on a CPU, and 0 on a GPU or with `disk`. A measurement reads all keys in host memory.
         working_set: Number of fetched KV entries per layer, KV head and sequence that stay on the device. Frequently
-            and recently used ones are kept, and only the others are transferred; 0 disables it. The tokens do not
+            and recently used entries are kept, and only other entries are transferred. 0 disables it. The tokens do not
             change. On a CPU this only simulates a device and is slower.
-        exact: Lossless mode: the text of full attention in fewer passes over all KV. Draft tokens are proposed, one
-            pass with full attention verifies several of them, and rejected ones are discarded. True chooses the method
-            ("lookup" for policy "full", else "both"). A method name or a mapping of `DraftOptions` is also accepted.
+        exact: Lossless mode: the text equals that of full attention, but fewer passes read all KV. Draft tokens are
+            proposed, one pass of full attention verifies several of them, and rejected tokens are discarded. True
+            chooses the method ("lookup" for policy "full", else "both"). A method name or a mapping of `DraftOptions`
+            is also accepted.
         cuda_graphs: Capture decode steps as CUDA graphs and replay them if their launches can be repeated. None enables
             it on CUDA unless `device_memory` is set. With `device_memory`, True reserves memory for one graph.
-        prefill_chunk_size: Tokens whose attention and MLP are computed together in prefill; bounds device memory. None
-            is 512 on a CPU and 2,048 on a GPU, or less if `device_memory` requires it.
-        max_num_batched_tokens: Prompt tokens prefilled per engine step while others decode (at least one layer).
+        prefill_chunk_size: Number of tokens whose attention and MLP are computed together in prefill. It bounds device
+            memory. None means 512 on a CPU and 2,048 on a GPU, or less if `device_memory` requires it.
+        max_num_batched_tokens: Number of prompt tokens prefilled per engine step while other requests decode. A step
+            runs at least one layer.
         max_num_seqs: Maximum number of sequences decoded together by `generate`, `score` and `turns`.
         verify: Load-time verification: compare the model with transformers' own forward pass, layer by layer, on random
             tokens. "auto" does so the first time a model is loaded (about a second, cached), "always" every time. A
@@ -357,15 +362,15 @@ LIVE_POLICIES = ("lookahead", "lru", "fifo")
 class StoreOptions:
     """Options of a session store: memory and disk tiers for conversations (CachedAttention §3.3).
 
-    `limit` may be a string such as "50GiB", and `ttl` one such as "7d".
+    `limit` may be a string such as "50GiB", and `ttl` a string such as "7d".
 
     Attributes:
-        limit: Hard limit on the total size of the store's files in bytes; None is no limit.
+        limit: Hard limit on the total size of the store's files in bytes; None means no limit.
         policy: Eviction policy. "lookahead" keeps KV that queued turns will use, and evicts the rest by last use and
             recomputation cost. "lru" and "fifo" ignore the queue and the cost, and do not prefetch.
-        ttl: Seconds after the last use until stored KV is deleted, and KV in host memory is released; None is never.
+        ttl: Seconds after the last use until stored KV is deleted and KV in host memory is released; None means never.
         free_host: Fraction of the host KV cache kept free, so that loading a session need not wait for evictions.
-        overflow: If a turn would outgrow the model's maximum length: "truncate" drops the oldest half of the
+        overflow: Action if a turn would exceed the model's maximum length: "truncate" drops the oldest half of the
             conversation except its first tokens, without recomputation; "error" refuses the turn. Models with absolute
             positions are never truncated.
     """

@@ -26,12 +26,12 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class StateShape:
-    """Recurrent state that one decoder layer keeps per sequence, whatever the length of the sequence.
+    """Recurrent state that one decoder layer keeps per sequence. Its size does not depend on the sequence length.
 
     Attributes:
         layer: Index of the decoder layer.
-        after: The attention layer behind which it runs, or in which; -1 is before the first.
-        conv: Channels and kernel size of the convolution's last inputs, which have the model's dtype.
+        after: Index of the attention layer after which, or in which, it runs; -1 if before the first one.
+        conv: Shape (channels, kernel size) of the convolution's last inputs, which have the model's dtype.
         recurrent: Shape of the float32 state, or () if there is none.
     """
 
@@ -50,7 +50,7 @@ class StateShape:
 class ModelGeometry:
     """Dimensions of a model.
 
-    Layers are attention layers. Decoder layers without attention, of hybrid models, run between them.
+    `layers` counts attention layers. In hybrid models, decoder layers without attention run between them.
 
     Attributes:
         scales: Factor of q·k per layer. Adapters return unscaled queries.
@@ -58,14 +58,14 @@ class ModelGeometry:
         max_positions: Number of positions that the model was trained for.
         absolute_positions: Whether positions come from a learned table (OPT, GPT-2), which ends at `max_positions`.
         default_alpha: Selection threshold of InfiniGen §5.1 for this family: 4 for OPT, 5 for Llama.
-        softcap: Value c with which scaled scores s enter the softmax as c tanh(s / c). None disables it.
+        softcap: Softcapping value c: scaled scores s become c tanh(s / c) before the softmax. None disables it.
         sinks: Whether layers have learned attention sinks.
         chunked: If True, windows do not slide: a token sees the tokens of its own window, starting at a multiple of its
             size.
         experts: Whether MLPs are mixtures of experts.
-        states: Recurrent states per sequence, of hybrid models.
-        attention_at: Index of each attention layer among the decoder layers; empty if all of these have attention.
-        depth: Number of decoder layers; 0 if all of them have attention.
+        states: Recurrent states per sequence (hybrid models).
+        attention_at: Index of each attention layer among the decoder layers; empty if all have attention.
+        depth: Number of decoder layers; 0 if all decoder layers have attention.
     """
 
     layers: int
@@ -107,7 +107,7 @@ class ModelGeometry:
         return self.attention_at[layer] if self.attention_at else layer
 
     def keeps_state(self, layer: int) -> bool:
-        """Return whether a decoder layer after the attention layer `layer`, or this layer itself, keeps state."""
+        """Return whether attention layer `layer`, or a decoder layer between it and the next, has recurrent state."""
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
@@ -123,7 +123,7 @@ class ModelGeometry:
         return (sinks, recent) if window is None else (0, window)
 
     def window_at(self, layer: int, position: int) -> int | None:
-        """Return how many tokens a token at `position` sees in a layer, including itself; None is all."""
+        """Return how many tokens a token at `position` sees in a layer, including itself; None means all."""
         window = self.windows[layer]
         return position % window + 1 if self.chunked and window is not None else window
 
@@ -203,7 +203,7 @@ class PagedRows:
         v: V `[R, d]`.
         block_rows: int64 `[blocks]`. Row of the first token of block i, minus 64 i, so that a token index can be added
             to it.
-        first: Row of the layer in a block.
+        first: First row of the layer within a block.
         head_rows: Distance in rows from one KV head to the next.
         resident: Two ranges of token indices that every KV head attends to.
         tokens: Token indices of each KV head, int64 `[Hkv, n]`.
@@ -256,7 +256,7 @@ class KVPart:
 
     @property
     def paged(self) -> PagedRows | None:
-        """Where the entries are in the host pool, for kernels that read them in place.
+        """Location of the entries in the host pool, for kernels that read them in place.
 
         None if k and v are contiguous.
         """
@@ -276,7 +276,7 @@ class BlockTable:
         length: Number of tokens whose K and V are complete in every layer.
         windows: Blocks of sliding layers (`layer_groups`): `windows[i]` holds tokens [64 i, 64 (i + 1)), with one block
             id per group of sliding layers. Blocks that no window reaches are removed.
-        floor: First token that sliding layers can see. Earlier ones were dropped by truncation.
+        floor: First token that sliding layers can see. Earlier tokens were dropped by truncation.
     """
 
     ids: list[int] = field(default_factory=list)

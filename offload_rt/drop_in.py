@@ -27,7 +27,7 @@ from .errors import InputError
 from .llm import LLM
 from .model_runner.sequence import Sequence
 
-_AHEAD = 1024  # expected growth of a sequence in tokens, for which the pool prepares memory at once
+_AHEAD = 1024  # expected growth of a sequence in tokens; the pool prepares memory for it in advance
 
 _UNSUPPORTED = ("inputs_embeds", "labels", "output_attentions", "output_hidden_states")
 
@@ -77,7 +77,7 @@ def offload(
 
 
 def _replaced(own: Any, llm: LLM, caches: weakref.WeakSet[OffloadedCache]) -> Any:
-    """Return a forward that computes calls with an `OffloadedCache`, or with the empty cache that `generate` makes."""
+    """Return a `forward` that handles calls with an `OffloadedCache` or with the empty cache that `generate` makes."""
     signature = inspect.signature(own)
 
     @wraps(own)
@@ -112,9 +112,9 @@ def _checked(given: dict[str, Any]) -> torch.Tensor:
 
 
 class OffloadedCache(Cache):
-    """A transformers cache whose sequences, one per row of the batch, lie in the KV cache of an `LLM`.
+    """A transformers cache that stores one sequence per row of the batch in the KV cache of an `LLM`.
 
-    Left-padded rows have fewer tokens than columns. Memory is freed by `free`, or when the object is deleted.
+    A left-padded row has fewer tokens than the cache has columns. Memory is freed by `free`, or with the object.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -150,7 +150,7 @@ class OffloadedCache(Cache):
         """No-op, because `crop` needs no recording."""
 
     def update(self, *tensors: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Raise InputError: attention layers of an offloaded model never call it."""
+        """Raise InputError. Attention layers of an offloaded model never call this method."""
         raise InputError("an OffloadedCache works only with the model of its LLM, inside `with offload(model)`")
 
     def reset(self) -> None:
@@ -234,7 +234,7 @@ class OffloadedCache(Cache):
                 if not self._rows:
                     return self._begin(ids, mask, keep)
                 return self._decode(ids) if ids.shape[1] == 1 else self._extend(ids, keep)
-        except BaseException:  # rows may be at different tokens now, so none can be continued
+        except BaseException:  # rows may be at different positions now, so none can be continued
             self.free()
             raise
 
@@ -261,7 +261,7 @@ class OffloadedCache(Cache):
     def _exactly(self, row: Sequence, keep: int) -> torch.Tensor:
         """Compute the remaining tokens of a row with full attention. Return float32 logits `[keep, V]`.
 
-        The last `keep` tokens can be removed by `crop`. Tokens before them may be shared with other sequences already.
+        `crop` can remove the last `keep` tokens. Earlier tokens may already be shared with other sequences.
         """
         runner, stop = self._runner, len(row.tokens) - keep
         runner.expect(row, len(row.tokens) + _AHEAD)
@@ -305,11 +305,11 @@ class OffloadedCache(Cache):
         return logits[:, None].clone()  # a normal tensor, because generation may write to it
 
     def _check(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Raise InputError for another batch size, and for padding after the prompt."""
+        """Raise InputError if the batch size differs, or if a row has padding after its prompt."""
         if len(ids) != len(self._rows):
             raise InputError(f"the cache has {len(self._rows)} rows and the batch has {len(ids)}: they must be equal")
         if mask is not None and mask.ndim == 2 and not bool(mask[:, -ids.shape[1] :].all()):
-            raise InputError("a row is padded behind its prompt: pad on the left (tokenizer.padding_side='left')")
+            raise InputError("a row is padded after its prompt: pad on the left (tokenizer.padding_side='left')")
 
 
 def _padding(mask: Seq[int]) -> int:

@@ -40,7 +40,7 @@ class ModelError(OffloadError, ValueError):
     """The model cannot be loaded, or does not support the request.
 
     Attributes:
-        reason: A word for programs if the model is of an unsupported kind ("alibi", "latent_attention", ...), else "".
+        reason: Machine-readable name of an unsupported feature ("alibi", "latent_attention", ...), else "".
     """
 
     def __init__(self, message: str, *, reason: str = "") -> None:
@@ -77,7 +77,7 @@ class StoreError(OffloadError, OSError):
 
 
 class StoreInUseError(StoreError):
-    """Another process writes to the session store. It can be read meanwhile."""
+    """Another process writes to the session store. The store can still be read."""
 
 
 class DiskError(OffloadError, OSError):

@@ -46,7 +46,7 @@ from .utils.units import format_size
 class LLM:
     """An offloading inference runtime for one model on one device.
 
-    Several threads may use one `LLM`; they take turns step by step. A session or queue is used by one thread at a time.
+    Several threads may use one `LLM`; they take turns step by step. Use a session or queue in one thread at a time.
 
     Args:
         model: "reference" (ships with the package), a local folder, a GGUF file, a hub id, or a loaded transformers
@@ -113,7 +113,7 @@ class LLM:
         effect.
 
         Raises:
-            StoreError: A session could not be saved. All others were.
+            StoreError: A session could not be saved. All others were saved.
         """
         self._closed = True
         with ExitStack() as ends:
@@ -156,7 +156,7 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum length of prompt and answer together, by the model's positions, host memory and device memory."""
+        """Maximum length of prompt and answer together. Limited by the model, host memory and device memory."""
         return max_length(self.geometry.max_positions, self.runner.check_fits)
 
     @property
@@ -200,7 +200,7 @@ class LLM:
                     self._check_open()
                     yield from engine.step()
             finally:
-                if not sys.is_finalizing():  # at interpreter exit, modules that freeing needs are gone
+                if not sys.is_finalizing():  # at interpreter exit, modules needed for freeing are gone
                     engine.cancel(request)
 
     def generate(
@@ -217,8 +217,8 @@ class LLM:
         Args:
             prompts: One prompt or several, each a text or token ids.
             sampling_params: One for all prompts or one per prompt; None uses the model's defaults.
-            cache_salt: KV is shared only among requests with the same salt, so that no client learns from latency or
-                `num_cached_tokens` what another one has requested.
+            cache_salt: KV is shared only among requests with the same salt. Then latency and `num_cached_tokens` reveal
+                nothing about requests with other salts.
 
         Raises:
             InputError, ModelError, PoolFullError: See `stream`. If one prompt fails, no output is returned.
@@ -250,7 +250,7 @@ class LLM:
             cache_salt: See `generate`.
 
         Raises:
-            InputError: There is no chat template, or it rejects the conversation. Also the cases of `generate`.
+            InputError: There is no chat template, or it rejects the conversation. See also `generate`.
         """
         listed = messages if isinstance(messages, Sequence) else ()
         several = bool(listed) and all(isinstance(one, Sequence) and not isinstance(one, str) for one in listed)
@@ -268,7 +268,7 @@ class LLM:
         return self._generate([ids for _, ids in prompts], texts, sampling_params, salt(cache_salt))
 
     def chat_prompt(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
-        """Return the rendered text of one conversation and its token ids. Options and errors are those of `chat`."""
+        """Return the rendered text of one conversation and its token ids. For options and errors, see `chat`."""
         if self.tokenizer is None:
             raise InputError(f"{self.name} has no tokenizer: pass token ids to generate, or set tokenizer=")
         text = render_chat(self.tokenizer, messages, **options)
@@ -295,7 +295,7 @@ class LLM:
         return [request_output(request, ids, text) for request, ids, text in given]
 
     def make_engine(self, **callbacks: Any) -> Engine:
-        """Return an engine for front ends that add requests and run steps themselves. Callbacks as `Engine`."""
+        """Return an engine for front ends that add requests and run steps themselves. `callbacks`: see `Engine`."""
         self._check_open()
         return Engine(self.runner, max_num_seqs=self.config.max_num_seqs, swap=self._swap, **callbacks)
 
@@ -346,7 +346,7 @@ class LLM:
         Between turns, the KV of a session stays in host memory until other requests need the space.
 
         Args:
-            name: Any text.
+            name: Name of the session; any text.
             store: Folder of the sessions. Only one process at a time can open it.
             options: Options of the store. They are in effect until the store's last session is closed.
             system: System message of a new session.
@@ -383,7 +383,7 @@ class LLM:
         """Return a queue for turns of many sessions in one folder.
 
         KV of queued turns is loaded from disk before they start, and is not evicted. At most `max_num_seqs` turns are
-        decoded together (None: as configured). Other arguments and errors as `session`.
+        decoded together (None: as configured). For other arguments and errors, see `session`.
         """
         with self.runner.pool.lock:
             most = whole_or_none("max_num_seqs", max_num_seqs, 1) or self.config.max_num_seqs
@@ -392,9 +392,9 @@ class LLM:
     def session_store(
         self, store: str | Path, options: StoreOptions | None = None, *, read_only: bool = False, **fields: Any
     ) -> SessionStore:
-        """Return the store of a folder, for front ends. It closes with its last session.
+        """Return the store of a folder, for front ends. It is closed with its last session.
 
-        Arguments as `session` and `SessionStore.on_disk`.
+        For the arguments, see `session` and `SessionStore.on_disk`.
         """
         check_keeps_no_state("a session", self.runner.adapter.geometry)
         self._check_open()

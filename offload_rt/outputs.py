@@ -95,7 +95,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times of one prompt and all its completions, as returned by `time.time()`; None for events yet to come."""
+    """Times of one prompt and all its completions, as returned by `time.time()`; None for future events."""
 
     arrival_time: float = field(default_factory=time.time)
     first_scheduled_time: float | None = None
@@ -175,40 +175,41 @@ class Stats:
 
     Attributes:
         reused_tokens: Prompt tokens whose KV was taken from another sequence or from a session store, in blocks of 64.
-        diverged_at: First prompt token that differs from all cached prefixes. It may lie in a block behind
-            `reused_tokens`. None if the whole prompt was cached, or no prefix was looked up.
+        diverged_at: First prompt token that differs from all cached prefixes. It may be larger than
+            `reused_tokens`, which counts whole blocks. None if the whole prompt was cached, or no prefix was looked up.
         h2d_bytes: KV copied from host memory to the device.
         d2h_bytes: KV copied from the device to host memory.
         h2d_weight_bytes: Weights copied to the device, not included in `h2d_bytes`.
-        h2d_weight_bytes_steps: The part of these that was copied for decode steps.
+        h2d_weight_bytes_steps: Part of `h2d_weight_bytes` that was copied for decode steps.
         kv_bytes_host: KV of this sequence in host memory. With `disk`, all KV that the pool holds in host memory.
         kv_bytes_device: Resident KV entries and staging buffers on the device.
         kv_bytes_disk: KV of this sequence on disk.
         scoring_bytes_device: Scoring keys and approximate KV on the device.
-        scoring_bytes_host: The same in host memory.
+        scoring_bytes_host: Scoring keys and approximate KV in host memory.
         approximate_bytes_device: Approximate KV in `scoring_bytes_device`.
         weight_bytes: All weights.
         weight_bytes_device: Weights on the device, including buffers for streamed weights.
         peak_device_bytes: On CUDA the allocator's peak. On a CPU the sum of weights, KV and scoring keys.
-        fetched_fraction: Transferred fraction of the visible KV, mean over layers and new tokens. With `exact`, over
-            all passes that a token took.
+        fetched_fraction: Transferred fraction of the visible KV, mean over layers and new tokens. With `exact`, all
+            passes for a token are counted.
         exact_fraction: Exactly attended fraction of the visible tokens, mean over layers and new tokens.
         sparse_fetched_fraction: `fetched_fraction` over the layers that select tokens.
         sparse_exact_fraction: `exact_fraction` over the layers that select tokens.
         approximate_fraction: Fraction of the visible tokens attended through approximate KV, over layers that select.
         missed_mass: Attention mass outside of the exactly attended tokens, mean over sampled steps and layers that
-            select. Approximate KV estimates this mass if it is enabled. None if it was not measured.
-        missed_mass_worst_layer: Largest mean of a layer.
+            select. With approximate KV, attention to the other tokens is estimated, not lost. None if it was not
+            measured.
+        missed_mass_worst_layer: Missed mass of the layer in which it is largest, mean over sampled steps.
         working_set_rows: Capacity of the working set in KV entries per layer and KV head.
         working_set_bytes: Size of the working set, included in `kv_bytes_device`.
         working_set_hit_rate: Fraction of selected KV entries found in the working set.
         drafted_tokens: Draft tokens (with `exact`).
         accepted_tokens: Draft tokens that full attention accepted.
         verifications: Verification passes. Each gives one token in addition to the accepted ones.
-        draft_speedup: Estimated time of decoding without drafts over the measured time. None if no pass without drafts
-            was measured.
-        attended_by_step: `[steps][layers]`.
-        missed_by_step: Step and missed mass of each layer, for sampled steps.
+        draft_speedup: Estimated time of decoding without drafts, divided by the measured time. None if no pass without
+            drafts was measured.
+        attended_by_step: Fraction of visible tokens attended exactly, `[steps][layers]`.
+        missed_by_step: (step, missed mass of each layer) for each sampled step.
         disk_bytes_read: Bytes read from the disk since the sequence began, for all sequences.
         disk_bytes_written: Bytes written since the sequence began, for all sequences.
         disk_hit_rate: Fraction of selected KV entries found in host memory instead of on disk.
@@ -284,7 +285,7 @@ class Stats:
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Mean number of tokens per verification pass, its own included; None without `exact`."""
+        """Mean number of tokens per verification pass: accepted ones and one new token. None without `exact`."""
         return 1 + self.accepted_tokens / self.verifications if self.verifications else None
 
 

@@ -1,4 +1,4 @@
-"""`SamplingParams`: vLLM's names, validated at construction."""
+"""`SamplingParams`, with vLLM's names. Values are validated at construction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPETITION_PENALTIES = 1e-30, 1e30
 MAX_LENGTH_PENALTY = 1e25  # largest `max_tokens ** abs(length_penalty)`
 
 ALL = -1
-"""`top_k`: no filter. `logprobs`: the whole vocabulary."""
+"""As `top_k`: no filter. As `logprobs`: the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,21 @@ class SamplingParams:
         top_k: Sample from the `top_k` most probable tokens; -1 or 0 disables it.
         top_p: Sample from the smallest set of tokens with this total probability; 1 disables it.
         min_p: Drop tokens less probable than this fraction of the most probable one; 0 disables it.
-        presence_penalty: Subtracted from the logits of tokens in the answer.
-        frequency_penalty: Subtracted once for each occurrence in the answer.
+        presence_penalty: Subtracted from the logits of tokens that occur in the answer.
+        frequency_penalty: Subtracted from the logit of a token once for each of its occurrences in the answer.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt and answer.
         seed: Seed of the random numbers; None is random. The random number of a token depends on the seed and on the
-            token's position in the text. Completion i of n uses a seed derived from it, and the first completion uses
-            `seed` itself.
+            token's position in the text. The first of n completions uses `seed`, and the others use seeds derived
+            from it.
         stop: String or strings that end the answer. They are not part of it.
         stop_token_ids: Tokens that end the answer.
         include_stop_str_in_output: Keep the stop string in the answer.
         skip_special_tokens: Leave special tokens out of the text.
         ignore_eos: Continue after end-of-text tokens.
         logprobs: Number of most probable tokens per position whose log-probabilities are returned, in addition to the
-            sampled token's; before any filter. 0 returns the sampled token's only, -1 the whole vocabulary.
-        prompt_logprobs: The same for the prompt's tokens. The whole prompt is computed for it.
+            sampled token. They are computed before any filter. 0 returns only the sampled token, -1 the whole
+            vocabulary.
+        prompt_logprobs: The same for the prompt's tokens. The prompt is then computed without cached KV.
         bad_words: Strings that are never generated.
         logit_bias: Values added to logits, by token id.
         allowed_token_ids: The only tokens that may be generated.

@@ -40,7 +40,7 @@ def artifact_bytes(geometry: ModelGeometry) -> int:
 class SkewArtifact:
     """Skewing bases of queries and keys per layer and KV head, and corrections of guessed attention inputs.
 
-    Queries and keys are those of the attention product: after bias, QK-norm and RoPE, without the scale.
+    The bases apply to the queries and keys that attention multiplies: after bias, QK-norm and RoPE, without the scale.
 
     Attributes:
         method: "svd" (paper §4.2, equations 2-3: one orthogonal `A`, `query == key`) or "balanced" (two bases).
@@ -152,7 +152,7 @@ def _damaged(path: Path, why: str) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
-    """Return the header and the tensors of a file. Raise ArtifactError if it is no readable skew artifact."""
+    """Return the header and the tensors of a file. Raise ArtifactError if it is not a readable skew artifact."""
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; a skew artifact is made with 'offload-rt skew MODEL --out DIR'")
     try:

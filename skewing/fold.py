@@ -7,7 +7,7 @@ Products are computed in float64 and rounded once to the dtype of the model. In 
 about 1e-5 of the largest one. In bfloat16 and float16, it is as large as the rounding of the original weights and
 changes 1-3 % of the greedy tokens. Therefore the runtime uses separate matrices (`SkewArtifact`).
 
-Models with RoPE cannot be folded: the rotation lies between the projection and the score, and it does not commute with
+Models with RoPE cannot be folded: the rotation comes between the projection and the score, and does not commute with
 a basis that mixes rotary planes.
 """
 
@@ -71,7 +71,7 @@ def fold(model: PreTrainedModel, artifact: SkewArtifact) -> PreTrainedModel:
     """Return a copy of the model with skewed queries and keys and unchanged logits, up to rounding (module docstring).
 
     The copy has the same class and dtype. `model` is not changed. All parameters except the query and key projections
-    are shared with it, so only those take memory.
+    are shared with it, so only these projections take memory.
 
     Raises:
         ModelError: The model has no absolute positions, or its weights are packed or offloaded.
@@ -221,7 +221,7 @@ def _calibration_tokens(loaded: LoadedModel, text: str | None, count: int) -> tu
 
 
 def _probe_tokens(loaded: LoadedModel, calibrated: int) -> list[int]:
-    """Return the tokens after those used by `default_tokens`, or the last tokens of a text that is too short."""
+    """Return the tokens that follow the calibration tokens, or the last tokens of a text that is too short."""
     count = min(_PROBE, loaded.adapter.geometry.max_positions)
     ids, _ = default_tokens(loaded.tokenizer, loaded.adapter.geometry.vocab, calibrated + count)
     return ids[-count:]

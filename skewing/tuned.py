@@ -1,6 +1,6 @@
 """Load the policy that `offload-rt tune` chose for a model.
 
-The policy lies in a folder with `skew.safetensors` and `policy.json`. Its options are the defaults when this folder is
+The policy is in a folder with `skew.safetensors` and `policy.json`. Its options are the defaults when this folder is
 loaded.
 """
 

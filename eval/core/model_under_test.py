@@ -104,7 +104,7 @@ class ModelUnderTest:
 
     def key(self, variant: Variant) -> dict[str, Any]:
         """Return the row-store key of the variant for this model."""
-        # The resolved options, not the given ones: equal variants are measured once, changed defaults again.
+        # Use the resolved options: equal variants are measured once, and variants with changed defaults again.
         provenance_key = self.policy(variant).provenance_key
         return {"policy": variant.policy, "engine": variant.key["engine"], "lineage": provenance_key}
 
@@ -126,7 +126,7 @@ class ModelUnderTest:
         }
 
     def llm(self, variant: Variant) -> LLM:
-        """Return a runtime for the variant. It shares weights and prefilled blocks with those of equal settings."""
+        """Return a runtime for the variant. Runtimes of equal settings share weights and prefilled blocks."""
         return self._with(variant.engine).under(variant.policy, self.options(variant))
 
     def _with(self, engine: Mapping[str, Any]) -> LLM:

@@ -11,6 +11,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...policies.registry import policy_names
 from ...utils.config_fields import check_choice
+from . import rival_options as rival_options  # registers its policies
 
 ENGINE = ("host_memory", "eviction", "kv_cache_dtype")
 """Settings passed to `LLM` instead of the policy."""
@@ -129,7 +130,7 @@ def read_settings(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise ConfigError(f"{word!r} is no setting; write key=value, such as recent=16")
+            raise ConfigError(f"{word!r} is not a setting; write key=value, such as recent=16")
         found[key] = _layers(value) if key == "dense_layers" else _value(value)
     return found
 
@@ -138,7 +139,7 @@ def _layers(text: str) -> list[int]:
     try:
         return [] if text == "none" else [int(layer) for layer in text.replace(",", ":").split(":")]
     except ValueError:
-        raise ConfigError(f"dense_layers={text!r} is no list of layers; write 0:1 or none") from None
+        raise ConfigError(f"dense_layers={text!r} is not a list of layers; write 0:1 or none") from None
 
 
 def _value(text: str) -> Any:

@@ -48,7 +48,6 @@ def config_of(args: argparse.Namespace, config: type[T], **more: Any) -> T:
 
 
 def _reader(kind: Any) -> Any:
-    """Return the converter of a flag value."""
     if get_origin(kind) is tuple:
         return {int: counts, float: numbers, str: words}[get_args(kind)[0]]
     return next((part for part in get_args(kind) if part is not NoneType), kind)
@@ -63,7 +62,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16|float16|float64")
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda")
     parser.add_argument(
-        "--skew", metavar="FILE|DIR", help="skew artifact, or what 'skew' or 'tune' wrote (default: calibrated once)"
+        "--skew", metavar="FILE|DIR", help="skew artifact, or a folder of 'skew' or 'tune' (default: calibrated once)"
     )
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="sequences decoded together (default: 32)")
     parser.add_argument("--quiet", action="store_true", help="no line per measurement")
@@ -77,16 +76,16 @@ def add_text_flag(parser: argparse.ArgumentParser, default: str | None = None) -
 def add_variant_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags read by `variants`."""
     parser.add_argument(
-        "--policies", type=words, default=("full", "infinigen"), metavar="A,B", help="full is always in"
+        "--policies", type=words, default=("full", "infinigen"), metavar="A,B", help="full is always included"
     )
-    parser.add_argument("--budgets", type=numbers, default=(), metavar="0.05,0.1", help="attended shares to compare at")
+    parser.add_argument("--budgets", type=numbers, default=(), metavar="0.05,0.1", help="attended fractions to compare")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help="option of every policy but full, such as recent=16 or dense_layers=0:1; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--variant", action="append", default=[], metavar='"POLICY KEY=VALUE ..."',
-        help="one more to compare, such as 'infinigen scorer=int2 budget=0.1' or "
+        help="a further variant, such as 'infinigen scorer=int2 budget=0.1' or "
         "'infinigen host_memory=4MiB eviction=lru'; may be repeated",
     )  # fmt: skip
 
@@ -136,7 +135,7 @@ def numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(word) for word in words(text))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers; write 0.05,0.1") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers; write 0.05,0.1") from None
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -144,4 +143,4 @@ def counts(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(w[:-1]) * 1024 if w.lower().endswith("k") else int(w) for w in words(text))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of lengths; write 1k,2k or 1024,2048") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of lengths; write 1k,2k or 1024,2048") from None

@@ -42,7 +42,7 @@ def _real_speed_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@measure("real-speed", "a trained model's prompts and steps beside what people would use", _real_speed_flags)
+@measure("real-speed", "prompt and decode times of a trained model beside other runtimes", _real_speed_flags)
 def real_speed(args: argparse.Namespace) -> int:
     """Compare transformers' caches, the policies of this package, and kvpress and llama.cpp if installed, on the same
     model and text. Reports the time to the first token, the time of each further token, memory, and agreement with
@@ -63,7 +63,7 @@ def _threads_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("threads", "wall time of a token by number of threads, idle and beside a busy process", _threads_flags)
 def threads(args: argparse.Namespace) -> int:
-    """Measure the wall time of a token for several numbers of threads, on an idle machine and next to a busy process.
+    """Measure the wall time of a token for several numbers of threads, on an idle machine and beside a busy process.
     torch is imported before this package."""
     from ..speed.threads import ThreadsConfig, run_threads
 
@@ -85,7 +85,7 @@ def _cpu_kernels_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=30, metavar="N", help="repeats; the fastest counts")
 
 
-@measure("cpu-kernels", "C kernels at each instruction set level against memory and arithmetic", _cpu_kernels_flags)
+@measure("cpu-kernels", "C kernels at each instruction set level against lower time bounds", _cpu_kernels_flags)
 def cpu_kernels(args: argparse.Namespace) -> int:
     """Time each C kernel of a decode step against its lower bounds, at each instruction set level of this processor, or
     only at the level set by OFFLOAD_RT_CPU_LEVEL."""

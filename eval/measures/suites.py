@@ -18,7 +18,7 @@ def _paper_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", nargs="+", metavar="STEP", help="steps to run (default: all but tasks)")
     parser.add_argument("--tasks", action="store_true", help="harness tasks too (files in $OFFLOAD_RT_DATA/tasks)")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="steps side by side (1)")
-    parser.add_argument("--quick", action="store_true", help="small samples, to see that everything runs")
+    parser.add_argument("--quick", action="store_true", help="small samples, to check that everything runs")
 
 
 @measure("paper", "counterparts of the paper's tables and figures (`make paper`)", _paper_flags)
@@ -39,11 +39,11 @@ def paper(args: argparse.Namespace) -> int:
 def _gpu_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", metavar="NAME", help="only this one (default: all in turn)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs; results have no meaning")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, only to check that everything runs")
     parser.add_argument("--out", type=Path, metavar="DIR", help="JSON (eval/results/gpu; out/gpu with --small)")
 
 
-@measure("gpu", "everything that only a CUDA machine can show (`make gpu`)", _gpu_flags)
+@measure("gpu", "all measurements that need a CUDA device (`make gpu`)", _gpu_flags)
 def gpu(args: argparse.Namespace) -> int:
     """Run all measurements that need a CUDA device, in parts of less than ten minutes. Each part writes a JSON file."""
     from ...utils.config_fields import check_choice
@@ -60,8 +60,10 @@ def _real_flags(parser: argparse.ArgumentParser) -> None:
 
     data = Path(os.environ.get("OFFLOAD_RT_DATA", Path("..") / "shared" / "data"))
     parser.add_argument("--models", nargs="+", default=["smollm2", "qwen"], help="folders, or below $OFFLOAD_RT_MODELS")
-    parser.add_argument("--parts", type=words, metavar="A,B", help="perplexity,divergence,needles,tasks,ruler")
-    parser.add_argument("--minutes", type=float, default=50, metavar="N", help="a part begins no row after that (50)")
+    parser.add_argument(
+        "--parts", type=words, metavar="A,B", help="perplexity,divergence,needles,tasks,ruler,extraction"
+    )
+    parser.add_argument("--minutes", type=float, default=50, metavar="N", help="a part starts no row after this (50)")
     parser.add_argument("--out", type=Path, default=Path("eval") / "results", metavar="DIR", help="(eval/results)")
     parser.add_argument("--data", type=Path, default=data, metavar="DIR", help="books/, wikitext-2/, tasks/")
     add_options(parser, RealSize)

@@ -105,7 +105,10 @@ def observe(
 def attention_weights(
     adapter: ModelAdapter, layer: int, q: torch.Tensor, k: torch.Tensor, at: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention weights `[H, P, N]` (float32) of queries `[H, N, d]` at positions `at`, and visible tokens."""
+    """Return attention weights `[H, P, N]` (float32) of queries `[H, N, d]` at positions `at` `[P]`.
+
+    Also returns the number of tokens that each position sees, `[P]`.
+    """
     geometry = adapter.geometry
     ago = at[:, None] - torch.arange(k.shape[1], device=at.device)
     windows = torch.tensor([geometry.window_at(layer, t) or k.shape[1] for t in at.tolist()], device=at.device)

@@ -107,7 +107,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         if llm.tokenizer is None:
-            raise InputError(f"{llm.name} has no tokenizer, and the harness asks in text")
+            raise InputError(f"{llm.name} has no tokenizer, and the harness passes text")
         self.llm = llm
         self.tokenizer: PreTrainedTokenizerBase = llm.tokenizer
         self.max_length = max_length or llm.geometry.max_positions
@@ -242,7 +242,6 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
 
 
 def _mean_shares(shares: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the means of (attended, fetched) fractions."""
     attended, fetched = zip(*shares, strict=True)
     return sum(attended) / len(shares), sum(fetched) / len(shares)
 

@@ -150,7 +150,7 @@ class Models:
 
 
 def measure(model: Any, task: str, config: TasksConfig, length: int | None = None, tokenizer: str = "") -> Row:
-    """Run one task. `length` is that of RULER documents, in tokens of the tokenizer of the model `tokenizer`.
+    """Run one task. `length` is the length of RULER documents in tokens of the tokenizer of model `tokenizer`.
 
     Returns:
         Row with `metrics` {name: [value, standard error]}, counts and mean fractions, and as `samples` the metrics and
@@ -213,7 +213,6 @@ def _task_manager(*folders: str, length: int | None, tokenizer: str, limit: int 
 
 @functools.cache
 def _loaded(manager: Any, task: str, seed: int) -> Any:
-    """Load the task with its documents."""
     # Cached because RULER generates the documents on every load.
     begin_documents(seed)
     with without_downloads(), first_documents((manager.metadata or {}).get("samples")):

@@ -178,9 +178,9 @@ def _shown(row: Row) -> str:
 
 
 NOTES = (
-    "Share of questions whose answers are right in every token, read greedily; ± is the standard error; against full:",
-    "points, with a paired 95 % interval over questions. The question itself goes through the policy, the text before",
-    "it is prefilled exactly.",
+    "Fraction of questions with all answer tokens right under greedy decoding; ± is the standard error. The difference",
+    "from full is in percentage points, with a paired 95 % interval over questions. Questions are decoded with the",
+    "policy; the text before them is prefilled with full attention.",
 )
 
 

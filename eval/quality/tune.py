@@ -140,13 +140,13 @@ class Search:
         )
 
     def cheapest(self, trials: Sequence[Trial]) -> Trial:
-        """Return the trial with the fewest bytes within the limit; if none is, the one with the lowest missed mass."""
+        """Return the trial with the fewest bytes within the limit, else the trial with the lowest missed mass."""
         limit = self.config.max_missed_mass
         kept = [trial for trial in trials if trial.keeps(limit)]
         return min(kept, key=lambda t: t.bytes) if kept else min(trials, key=lambda t: t.worst)
 
     def smallest(self, options: Options, name: str, ladder: Sequence[float]) -> Trial:
-        """Find by bisection the first value of `name` on the ladder that keeps the limit; if none does, the last.
+        """Find by bisection the first value of `name` on the ladder that keeps the limit, else the last value.
 
         Assumes that the missed mass decreases along the ladder.
         """
@@ -171,7 +171,7 @@ class Search:
         return self._last_stage(best)
 
     def _last_stage(self, best: Trial) -> Trial:
-        """Try a `max_fraction` for the threshold that was found, a fixed fraction instead of it, and repairs."""
+        """Try `max_fraction` with the threshold found, a fixed fraction instead of the threshold, and repairs."""
         limit, start = self.config.max_missed_mass, best.options
         others = [
             self.smallest(start | {"alpha": alpha}, "max_fraction", FRACTIONS) for alpha in (start["alpha"], UNLIMITED)
@@ -228,7 +228,7 @@ def run_tune(
     measured = {
         "max_missed_mass": limit,
         "kept": best.keeps(limit),
-        "objective": "bytes read per decode step in selecting layers: fetched KV + scoring keys + resident window",
+        "objective": "bytes read per decode step in sparse layers: fetched KV + scoring keys + resident window",
         "text": name,
         "text_digest": text_digest(text),
         "context": len(cut.tokens),
@@ -269,6 +269,6 @@ COLUMNS = (
 )
 
 NOTES = (
-    "Missed mass is true: attention outside the attended rows, mean over decoded positions, heads, layers that select.",
-    "Bytes are read per decode step in the layers that select; the objective is their sum. Settings in order of trial.",
+    "Missed mass is measured: attention to tokens not attended, mean over decoded positions, heads and sparse layers.",
+    "Bytes are read per decode step in the sparse layers; the objective is their sum. Settings are in order of trial.",
 )

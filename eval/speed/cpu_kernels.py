@@ -1,6 +1,7 @@
-"""Time each C kernel at each instruction set level of this processor against the floors of memory and arithmetic.
+"""Compare the time of each C kernel with its lower bounds, at each instruction set level of this processor.
 
-One thread. The kernels' sources in `kernels/` derive the floors."""
+The bounds follow from memory traffic and arithmetic; the C sources in `kernels/` derive them. One thread is used.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +24,24 @@ from ...utils.native_code import LEVEL_VARIABLE, available_levels
 from ..core.report import Column, Report, Row
 
 HEADS, GROUP, D, VALUE_BITS, SHARE = 3, 3, 64, 4, 0.05
-"""One layer of SmolLM2 135M; the share of tokens that is selected."""
+"""Shape of one layer of SmolLM2 135M, and the fraction of tokens selected."""
 
 LANES = {"scalar": 4, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 16}
 CODE_PRODUCTS = {"scalar": 4, "neon": 8, "avx2": 16, "avx512": 32, "avx512_bf16": 64}
-"""Products of a code and a weight for each vector instruction, additions included."""
+"""Products of a code and a weight per vector instruction, additions included."""
 VALUE_PRODUCTS = {"scalar": 2, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 32}
 EXPONENTIAL, RANKING = 14, 4
-"""Vector instructions for LANES scores."""
+"""Vector instructions per LANES exponentials, and per LANES ranked scores."""
 
 COLD = 96 << 20
-"""Bytes that calls of a kernel go through, so that they come from memory and not from a cache."""
+"""Bytes that successive calls read before they repeat, so that the data is not in a cache."""
 QUERIES = 256
 """Tokens whose queries attend together in prefill."""
 WEIGHT = (1536, 576)
 """Shape of a linear layer of SmolLM2's MLP, read for one row."""
 
 PER_CYCLE = 2
-"""Vector instructions. Some processors do one of 512 bits instead."""
+"""Vector instructions per cycle. Some processors execute only one of 512 bits."""
 
 COLUMNS = (
     Column("level", "level"),
@@ -64,7 +65,7 @@ class Case:
 
 
 def kernel_report(tokens: Sequence[int], repeats: int) -> Report:
-    """Measure every kernel at each level of this processor behind each number of `tokens`."""
+    """Measure every kernel at each level of this processor, for each context length in `tokens`."""
     threads, before = torch.get_num_threads(), os.environ.get(LEVEL_VARIABLE)
     torch.set_num_threads(1)
     rate, clock, rows = _read_rate(repeats), _clock(), list[Row]()
@@ -89,7 +90,7 @@ def kernel_report(tokens: Sequence[int], repeats: int) -> Report:
 
 
 def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
-    """Scores with low-bit keys, selection, and attention over low-bit values; none without a C compiler."""
+    """Yield scores of low-bit keys, selection, and attention over low-bit values; none without a C compiler."""
     torch.manual_seed(0)
     layout, scores = Layout(D, VALUE_BITS), HEADS * GROUP * tokens
     if native.low_bit(D, VALUE_BITS, GROUP) is None:
@@ -120,7 +121,7 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
 
 
 def attention_cases(level: str, tokens: int) -> Iterator[Case]:
-    """Attention to all tokens, of one query per head (decode) and of the last QUERIES tokens (prefill)."""
+    """Yield attention to all tokens, with one query per head (decode) and the last QUERIES tokens (prefill)."""
     for dtype in (torch.bfloat16, torch.float32):
         q = torch.randn(HEADS * GROUP, min(QUERIES, tokens), D).to(dtype)
         k, v = torch.randn(2, HEADS, tokens, D).to(dtype)
@@ -145,7 +146,7 @@ def attention_cases(level: str, tokens: int) -> Iterator[Case]:
 
 
 def linear_cases(level: str) -> Iterator[Case]:
-    """A linear layer of one row."""
+    """Yield a linear layer with one input row."""
     for dtype in (torch.bfloat16, torch.float32):
         weight = torch.randn(WEIGHT).to(dtype)
         weights = weight.repeat(-(-COLD // weight.nbytes), 1, 1)
@@ -169,7 +170,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _products_at_once(level: str, dtype: torch.dtype) -> int:
-    """Return how many products an instruction adds to each number of a vector."""
+    """Return the number of products that one instruction adds to each element of a vector."""
     return 2 if level == "avx512_bf16" and dtype == torch.bfloat16 else 1
 
 
@@ -186,7 +187,7 @@ def _measure(case: Case, rate: float, clock: float, repeats: int) -> Row:
 
 
 def _least(call: Callable[[], object], repeats: int) -> float:
-    """Return the seconds of the fastest of `repeats` calls, after one that is not counted."""
+    """Return the seconds of the fastest of `repeats` calls, after one untimed call."""
     spent = []
     for _ in range(1 + repeats):
         began = time.perf_counter()
@@ -202,7 +203,7 @@ def _read_rate(repeats: int) -> float:
 
 
 def _clock() -> float:
-    """Return the cycles per second of this processor; 3e9 if Linux does not tell."""
+    """Return the cycles per second of this processor; 3e9 if unknown."""
     path = Path("/proc/cpuinfo")
     found = re.search(r"cpu MHz\s*: ([\d.]+)", path.read_text() if path.exists() else "")
     return 1e6 * float(found[1]) if found else 3e9

@@ -29,12 +29,14 @@ SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 
 
 def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) -> list[Row]:
-    """Measure a turn behind `history` tokens from every source, `repeats` times, alternating between sources.
+    """Measure the time to the first token of a turn after `history` tokens, for each source of the history's KV.
+
+    The sources alternate. Recomputation is measured once.
 
     Args:
         make: Creates a runtime with an empty pool.
         history: Number of tokens of the session.
-        repeats: Number of turns from each source.
+        repeats: Number of turns from host memory and from disk (warm and cold).
         store: Folder of the session store; stores share the blocks of equal text, so each history needs its own.
     """
     llm, prompt = fresh(make, history), tokens(history, "history")

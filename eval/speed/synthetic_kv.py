@@ -98,7 +98,7 @@ class SyntheticKV:
     def artifact(self) -> SkewArtifact:
         """Return the skew artifact that a calibration on these keys would find.
 
-        The first column is `c`, the others span the rest. Means and deviations are those of the keys.
+        The first column is `c`, the others span the rest. Means and deviations describe the keys.
         """
         generator = torch.Generator().manual_seed(self.seed)
         layers, kv_heads, d = self.directions.shape

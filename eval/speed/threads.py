@@ -92,14 +92,14 @@ def run_threads(model: str, text: str, config: ThreadsConfig, say: Say) -> Repor
 
 
 def _median(rows: Sequence[Row], row: Row, **other: object) -> float:
-    """Return the median of the row that differs from `row` in `other` only."""
+    """Return the median time of the row that equals `row` except for the values `other`."""
     sought = {key: row[key] for key in ("busy", "threads", "policy")} | other
     return next(float(one["median"]) for one in rows if sought.items() <= one.items())
 
 
 @contextmanager
 def _busy_process(share: float) -> Iterator[None]:
-    """Keep a process that uses `share` of a processor."""
+    """Run a process that uses the fraction `share` of a processor."""
     if not share:
         yield
         return
@@ -163,7 +163,7 @@ def measure_case(case: _Case) -> list[Row]:
 
 
 def _turn(steps: Iterator[object]) -> float:
-    """Return the milliseconds of a token."""
+    """Return the time per token in milliseconds."""
     began = time.perf_counter()
     for _ in range(TURN):
         next(steps)

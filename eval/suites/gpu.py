@@ -107,15 +107,15 @@ def advice(error: Exception) -> str:
     """Return advice for an error of a part."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
-        return "the device has no room for the rest: end what else runs on it, and run this part again"
+        return "the device has too little free memory: stop other programs on it, and run this part again"
     if isinstance(error, MemoryLimitError):
-        return "the host has no room for it, or may not page-lock it (ulimit -l): give it room, and run this part again"
+        return "the host has too little free or page-lockable memory (ulimit -l): free some, and run this part again"
     if "C compiler" in text:
         return "Triton compiles its launchers with a C compiler: install gcc, or set CC, and run this part again"
     if "illegal memory access" in text or "device-side assert" in text:
         return (
             "a kernel accessed invalid memory: run this part again with CUDA_LAUNCH_BLOCKING=1, which names the "
-            "launch, and send us that with the file"
+            "launch, and send us its output with the file"
         )
     return "send us the file: it has the error, the machine and the earlier results"
 
@@ -130,10 +130,10 @@ def run_gpu(part: str | None, device: str, small: bool, out: Path | None) -> int
     """
     if device == "cuda" and not torch.cuda.is_available():
         for name in [part] if part else PARTS:
-            print(f"{name}: skipped, there is no CUDA device here (--device cpu --small shows that it runs)")
+            print(f"{name}: skipped, no CUDA device was found (--device cpu --small checks that it runs)")
         return 0
     if device == "cpu" and not small:
-        raise ConfigError("--device cpu does not measure a GPU: add --small to see that it runs")
+        raise ConfigError("--device cpu does not measure a GPU: add --small to check that it runs")
     out = out or (ROOT / "out" / "gpu" if small else ROOT / "eval" / "results" / "gpu")
     if part:
         warnings.simplefilter("ignore")

@@ -57,7 +57,7 @@ class GpuSize:
 
     Attributes:
         tests: Paths passed to pytest; empty for all tests.
-        decode: Settings of the part "decode"; its shape is also that of the parts "prefill" and "sessions".
+        decode: Settings of the part "decode"; its shape is also used by the parts "prefill" and "sessions".
         host_memory: Host memory limit of prefills and sessions; None takes half of the free memory.
         policies: Flags of `eval perplexity` and `eval retrieval` in the part "accuracy".
     """

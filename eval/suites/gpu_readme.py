@@ -34,7 +34,7 @@ def load(folder: Path) -> dict[str, Record]:
                 found[name]["machine"]["bandwidth"], found[name]["results"]
             except (ValueError, KeyError, TypeError):
                 raise InputError(
-                    f"{str(path)!r} is no result of `make gpu`: delete it and run the part again"
+                    f"{str(path)!r} is not a result of `make gpu`: delete it and run the part again"
                 ) from None
     return found
 

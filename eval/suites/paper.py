@@ -128,7 +128,7 @@ class Paper:
     def _compared(self) -> list[Variant]:
         """Return every policy at every budget and choice of dense layers, and variants with quantized KV.
 
-        The latter are full, and infinigen at a budget of 10 %.
+        The variants with quantized KV are full, and infinigen at a budget of 10 %.
         """
         rounded: list[Variant] = []
         for kv_cache_dtype in FORMATS:

@@ -33,6 +33,12 @@ WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16, "dense_layers": ()}
 ALONE = 1e-4
 """A budget below the window: only resident tokens are exact, all others use low-bit KV."""
 
+KV_INT4 = Variant("full", {}, {"kv_cache_dtype": "int4"})
+"""Full attention over a KV cache of 4 bits."""
+
+RIVALS = ("quest", "landmarks", "snapkv", "h2o", "streaming")
+"""Policies of other publications."""
+
 BUDGETS = (0.05, 0.02)
 CONTEXTS = {"smollm2": (4096, 8192), "qwen": (8192, 16384)}
 """Tokens per window by model. Lengths above the maximum context length are skipped."""
@@ -42,6 +48,9 @@ RULER = (
     "niah_multikey_3", "niah_single_1",
 )  # fmt: skip
 """RULER tasks most sensitive to selecting few tokens."""
+
+EXTRACTION = ("text2json_16", "text2json_64", "text2json_128", "longproc_routes", "longproc_pages")
+"""Tasks with long outputs whose answer needs much of the context."""
 
 TASKS = ("piqa_local", "copa_local", "openbookqa_local", "winogrande_local", "rte_local", "lambada_local")
 
@@ -56,13 +65,13 @@ class RealSize:
     passages: int = option(4, help="passages with needles of each kind", metavar="N")
     contexts: tuple[int, ...] = option((), help="tokens per window (by model)", metavar="4k,8k")
     texts: tuple[str, ...] = option(("novel", "code", "wikipedia"), help="kinds of text", metavar="A,B")
-    tasks: tuple[str, ...] = option((), help="tasks of the parts ruler and tasks (all)", metavar="A,B")
+    tasks: tuple[str, ...] = option((), help="tasks of the parts ruler, extraction and tasks (all)", metavar="A,B")
 
     def __post_init__(self) -> None:
         for kind in self.texts:
             check_choice("text", kind, ("novel", "code", "wikipedia"))
         for task in self.tasks:
-            check_choice("task", task, (*RULER, *TASKS))
+            check_choice("task", task, (*RULER, *TASKS, *EXTRACTION))
 
 
 def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
@@ -76,7 +85,7 @@ def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
         sized = WINDOW | {"budget": budget}
         found += [Variant("infinigen", sized | {"approximate_kv": tail}) for tail in ("int4", "int2", "off")]
         found += [Variant("oracle", sized)]
-    found += [Variant(policy, WINDOW | {"budget": budgets[0]}) for policy in ("quest", "h2o", "streaming")]
+    found += [Variant(policy, WINDOW | {"budget": budgets[0]}) for policy in RIVALS]
     found += [Variant("infinigen", WINDOW | {"budget": ALONE, "approximate_kv": tail}) for tail in ("int4", "int2")]
     return found + [Variant("infinigen", {"preset": name}) for name in ("rows", "paper")]
 
@@ -90,19 +99,19 @@ def diverging() -> list[Variant]:
     found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
     for budget in (0.02, 0.05, 0.1):
         found += [Variant("infinigen", WINDOW | {"budget": budget, "approximate_kv": kv}) for kv in ("int4", "off")]
-    found += [Variant(policy, WINDOW | {"budget": 0.05}) for policy in ("oracle", "quest", "h2o", "streaming")]
-    return found + [Variant("full", {}, {"kv_cache_dtype": dtype}) for dtype in ("int8", "int4")]
+    found += [Variant(policy, WINDOW | {"budget": 0.05}) for policy in ("oracle", *RIVALS)]
+    return [*found, Variant("full", {}, {"kv_cache_dtype": "int8"}), KV_INT4]
 
 
 def looked_up(budget: float = BUDGETS[0]) -> list[Variant]:
     """Return the variants of the retrieval and task tables.
 
-    These are full and the default infinigen, and at `budget` infinigen with and without approximate KV, quest and
-    streaming.
+    These are full and the default infinigen, and at `budget` infinigen with and without approximate KV, quest,
+    landmarks and streaming.
     """
     sized = WINDOW | {"budget": budget}
     ours = [Variant("infinigen", sized | {"approximate_kv": tail}) for tail in ("int4", "off")]
-    rivals = [Variant(policy, sized) for policy in ("quest", "streaming")]
+    rivals = [Variant(policy, sized) for policy in ("quest", "landmarks", "streaming")]
     return [Variant("full"), Variant("infinigen", {"preset": "default"}), *ours, *rivals]
 
 
@@ -183,6 +192,10 @@ class Real:
         lengths = tuple(context for context in self.contexts if context >= 4096)[:1]
         self._tasks("ruler", TasksConfig(self._of(RULER), limit=self.size.limit, lengths=lengths or (4096,)))
 
+    def extraction(self) -> None:
+        """Run the tasks with long outputs, also with a KV cache of 4 bits."""
+        self._tasks("extraction", TasksConfig(self._of(EXTRACTION), limit=self.size.limit), (KV_INT4,))
+
     def tasks(self) -> None:
         """Run the question tasks with five examples."""
         self._tasks("questions", TasksConfig(self._of(TASKS), num_fewshot=5, limit=self.size.limit))
@@ -191,9 +204,10 @@ class Real:
         """Return the requested tasks among `tasks`; all of them if none is requested."""
         return tuple(task for task in tasks if task in self.size.tasks) or tuple(tasks)
 
-    def _tasks(self, name: str, config: TasksConfig) -> None:
-        """Run harness tasks one by one, each under every variant, until the deadline."""
-        done = run_tasks(self.tested, self.chosen or looked_up(), config, self.out / name, say=self.say, late=self.late)
+    def _tasks(self, name: str, config: TasksConfig, more: Sequence[Variant] = ()) -> None:
+        """Run harness tasks one by one, each under every variant and `more`, until the deadline."""
+        variants = self.chosen or [*looked_up(), *more]
+        done = run_tasks(self.tested, variants, config, self.out / name, say=self.say, late=self.late)
         about = {**self.tested.identity, **config.about}
         Report(name, f"{name} under {self.tested.name}", about, TASK_COLUMNS, done.rows).write(self.out)
 
@@ -216,6 +230,7 @@ PARTS: dict[str, Callable[[Real], None]] = {
     "needles": Real.needles,
     "tasks": Real.tasks,
     "ruler": Real.ruler,
+    "extraction": Real.extraction,
 }
 """Parts by name."""
 
@@ -223,9 +238,9 @@ COLUMNS = (
     *WHAT,
     Column("windows", "windows"),
     Column("tokens decoded", "scored_tokens"),
-    Column("exact rows, selecting layers", "sparse_attended", ".1%"),
+    Column("exact fraction, sparse layers", "sparse_attended", ".1%"),
     Column("all layers", "attended", ".1%"),
-    Column("over the link", "link", ".1%"),
+    Column("fetched", "link", ".1%"),
     Column("missed mass", "missed", ".3f"),
     Column("worst layer", "missed_worst", ".3f"),
     Column("perplexity", "perplexity", ".3f"),

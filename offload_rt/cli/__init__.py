@@ -97,7 +97,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def _suggestion(self, message: str) -> str:
-        """Return the option or command that a misspelled one in `message` resembles."""
+        """Return a hint with the known option or command closest to the wrong one in `message`, or ""."""
         if not (wrong := re.search(r"unrecognized arguments: (--[^\s=]+)|invalid choice: '([^']+)'", message)):
             return ""
         choices = [name for action in self._actions for name in (action.choices or ())] if wrong[2] else self._options

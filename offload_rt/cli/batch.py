@@ -267,7 +267,7 @@ def process_on_ray(
     at_once: int,
     workers: int,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Call `process` with `workers` engines on the cluster of RAY_ADDRESS, or on a new local cluster.
+    """Process requests with `workers` engines on the cluster of RAY_ADDRESS, or on a new local cluster.
 
     Each group is one row of the data set, so that one engine computes a common prefix. If an actor dies, Ray Data
     assigns its row to another actor and returns each row once. The groups are in the order of completion.

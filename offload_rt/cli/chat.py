@@ -81,7 +81,7 @@ class Chat:
     def __init__(
         self, llm: LLM, session: Session, params: SamplingParams, console: Console, *, saved: bool = True
     ) -> None:
-        """`saved`: Whether the store outlives the chat."""
+        """`saved`: Whether the store is kept after the chat."""
         self._llm, self._session, self._params, self._console = llm, session, params, console
         self._saved = saved
         self._commands: dict[str, Callable[[str], None]] = {

@@ -60,8 +60,8 @@ def stderr_console(quiet: bool) -> Console:
 def recorded_interrupts() -> Iterator[Callable[[], None]]:
     """Record Ctrl-C inside the block. Yield a function, to be called often, that raises KeyboardInterrupt after Ctrl-C.
 
-    Python drops a KeyboardInterrupt that is raised in a destructor or a weak reference callback. No effect outside the
-    main thread, because only the main thread receives signals.
+    Python drops a KeyboardInterrupt that is raised in a destructor or a weak reference callback. There is no effect
+    outside the main thread, because only the main thread receives signals.
     """
     pressed = False
 

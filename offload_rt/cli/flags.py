@@ -22,7 +22,7 @@ POLICY_OPTION = "policy_option_"
 """Prefix of policy options in the parsed arguments, because the engine and a policy both have an option `skew`."""
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
-"""Sampling of the command line if the checkpoint has none."""
+"""Sampling parameters of the command line if the checkpoint has none."""
 
 STORE_OPTION = "store_option_"
 SAMPLING = "sampling_"
@@ -93,7 +93,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def _reader(kind: Any) -> Any:
-    """Return the converter of a flag value. Types that parse strings themselves (`config.Size`) get the string."""
+    """Return the converter of a flag value. The configuration itself parses types such as `config.Size`."""
     if get_origin(kind) is tuple:
         return _layers
     return kind if kind in (int, float, Path) else str

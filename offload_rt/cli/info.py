@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     plan = None if config.device_memory is None else plan_for(config, shape)
     shape = shape.placed(requested_placement(config, shape)) if plan is None else plan.costs.shape
     costs, placement = (costs_for(config, shape), shape.placement) if plan is None else (plan.costs, plan.placement)
-    # One sequence needs the graph of its length bucket and those of the smaller buckets, each half the size.
+    # Count two graphs for one sequence: the graph of its length bucket, and one for those of all smaller buckets.
     graphs = min(2, max_graphs(config, shape.device, streams=bool(placement)))
     needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, context, graphs)
     Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk, shape))

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 SAMPLED = ("/v1/chat/completions", "/v1/completions")
-"""Paths whose bodies have the names of `SamplingParams`, so that flags are defaults for them."""
+"""Paths whose bodies use the field names of `SamplingParams`, so that sampling flags are defaults for them."""
 
 PATHS = (*SAMPLED, "/v1/responses")
 
 NO_LIMIT = 1 << 30
-"""Seconds, and bytes of a body."""
+"""Timeout in seconds and maximum body size in bytes, both never reached."""
 
 
 @dataclass(frozen=True)

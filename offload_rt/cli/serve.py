@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 DEFAULT_LIMIT = 32 << 30
-"""Largest limit of the default store in bytes."""
+"""Maximum size of the default store in bytes, if no limit is set."""
 
 _log = logging.getLogger("offload_rt.server")
 
@@ -85,7 +85,7 @@ class _Store:
 
 
 def _store(args: argparse.Namespace) -> _Store:
-    """Return the store of the flags. The default store has a size limit."""
+    """Return the store that the flags choose. The default store has a size limit."""
     options = store_options(args)
     if args.no_store:
         if args.store:
@@ -103,7 +103,8 @@ def _store(args: argparse.Namespace) -> _Store:
 def _engine(llm: LLM, max_waiting: int, store: _Store) -> tuple[AsyncLLM, Path | None]:
     """Return an engine with the store, and the folder of its documents.
 
-    The server also starts if it cannot use the default store. If another process writes to it, it is only read.
+    If another process writes to the default store, it is opened read-only. If the default store cannot be used, the
+    server starts without a store.
     """
     from ..async_llm import AsyncLLM
 
@@ -113,7 +114,7 @@ def _engine(llm: LLM, max_waiting: int, store: _Store) -> tuple[AsyncLLM, Path |
     except StoreInUseError as error:
         if store.chosen:
             raise
-        _log.warning("the default store is only read, and sessions are not available: %s", error)
+        _log.warning("the default store is opened read-only, and sessions are not available: %s", error)
         return open_engine(store=store.folder, read_only=True), None
     except (ConfigError, StoreError) as error:
         if store.chosen:

@@ -149,7 +149,7 @@ def _table(title: str, *sections: Rows) -> Table:
 
 
 def summary_table(stats: Stats) -> Table:
-    """Return the lines of the statistics that most users need."""
+    """Return a table of the statistics that most users need."""
     selects = len(stats.dense_layers) < stats.layers
     per_token = stats.h2d_bytes / stats.decoded_tokens if stats.decoded_tokens else 0
     whole = per_token / stats.fetched_fraction if stats.fetched_fraction else 0
@@ -169,7 +169,7 @@ def summary_table(stats: Stats) -> Table:
 
 
 def stats_table(stats: Stats) -> Table:
-    """Return the statistics of a run. Fractions are means over layers and decode steps."""
+    """Return a table of all statistics of a run. Fractions are means over layers and decode steps."""
     rows = (_run_rows, _time_rows, _transfer_rows, _attention_rows, _memory_rows)
     return _table("Statistics", *(make(stats) for make in rows))
 
@@ -195,7 +195,7 @@ def skew_table(model: str, report: SkewReport) -> Table:
 
 
 def _host_weight_rows(shape: ModelShape) -> Rows:
-    """Rows for experts and embedding in host memory."""
+    """Return the rows for experts and embedding in host memory."""
     rows: Rows = []
     if shape.placement.experts is not None and shape.sizes.experts is not None:
         experts = shape.sizes.experts
@@ -219,7 +219,7 @@ def _disk_rows(disk: DiskPlan, needed: Requirements) -> Rows:
 
 
 def _plan_rows(plan: DevicePlan) -> Rows:
-    """Rows for the placement of weights and scoring keys, and for the transfers of a decode step."""
+    """Return the rows for the placement of weights and scoring keys, and for the transfers of a decode step."""
     costs, layers = plan.costs, plan.costs.shape.geometry.layers
     keys = "on the host" if plan.keys_on_host else "on the device" if costs.demand.key_bytes else "none"
     streamed = ", ".join(map(str, plan.streamed))
@@ -244,7 +244,7 @@ def requirements_table(
     disk: DiskPlan | None = None,
     shape: ModelShape | None = None,
 ) -> Table:
-    """Return the memory requirements of one sequence, the free memory, and the placement by a device memory plan.
+    """Return a table of the memory that one sequence needs, the free memory, and the device memory plan.
 
     `shape` adds the weights in host memory.
     """

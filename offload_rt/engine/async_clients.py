@@ -20,7 +20,7 @@ class EngineLoad:
 
     Attributes:
         waiting: Queued prompts.
-        running: Completions that decode, and the prompt that is prefilled.
+        running: Decoding completions, plus the prompt that is being prefilled.
         pool_used_bytes: KV of requests in host memory.
         pool_limit_bytes: Limit on KV in host memory.
         prompt_tokens: Prompt tokens of finished requests.
@@ -73,7 +73,7 @@ class Mailbox:
         self._arrived.set()
 
     async def take(self) -> RequestOutput:
-        """Wait for the next output. Raise it if it is an error."""
+        """Wait for the next output and return it. If it is an error, raise it."""
         await self._arrived.wait()
         self._arrived.clear()
         latest, self._latest = self._latest, None
@@ -84,7 +84,7 @@ class Mailbox:
 
 
 class RequestTracer:
-    """Recorder of the first completion of a prompt."""
+    """Collects the trace of the first completion of a prompt."""
 
     def __init__(self, prompt_tokens: int, layers: int) -> None:
         self._selected = np.zeros(prompt_tokens, np.int64)

@@ -26,7 +26,7 @@ from .runner import Runner
 _NEVER = -1.0e9  # score of beams that do not exist; transformers' value, because ties depend on it
 
 Ended = Callable[[list[int]], tuple[FinishReason | None, StopReason]]
-"""Maps new tokens to the reasons why the last one ends the continuation; (None, None) if it does not."""
+"""Returns the finish reason and the stop reason of new tokens; (None, None) if they do not end the text."""
 
 
 class Beams:
@@ -58,7 +58,7 @@ class Beams:
         self.done = False
 
     def advance(self, logits: torch.Tensor) -> list[tuple[int, int]]:
-        """Take one step from logits `[num_beams, V]` of the running beams.
+        """Advance the search by one token, from logits `[num_beams, V]` of the running beams.
 
         Returns the new running beams, best first, each as (beam it continues, token). `done` is set if no beam can
         improve any more. Raises InputError if the constraints leave no token, LogitsError for NaN logits.
@@ -131,7 +131,6 @@ class BeamSearchRequest(Request):
 
     @property
     def width(self) -> int:
-        """The number of beams."""
         return self.params.num_beams
 
     def start(self, runner: Runner) -> Prefill:
@@ -151,7 +150,7 @@ class BeamSearchRequest(Request):
         runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width))
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """Take one step from logits `[S, V]` (S is 1 after the prefill). Outputs are returned at the end only."""
+        """Advance the search by one token, from logits `[S, V]` (S is 1 after prefill). Return outputs at the end."""
         chosen = self._beams.advance(logits.expand(self.width, -1))
         if self._beams.done:
             self.finish_reason = self._ended(self._beams.finished[0])[0] or "length"
@@ -162,8 +161,8 @@ class BeamSearchRequest(Request):
     def _move(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
         """Replace the sequences by the sequences of the chosen (parent, token) pairs.
 
-        Sequences without a chosen continuation are freed first. The first continuation of a sequence keeps it, the
-        others fork it.
+        Sequences without a chosen continuation are freed first. The first continuation of a sequence takes it over;
+        further continuations fork it.
         """
         before, parents = list(self.sequences), {parent for parent, _ in chosen}
         for i, sequence in enumerate(before):
@@ -175,7 +174,7 @@ class BeamSearchRequest(Request):
             sequence = before[parent]
             if sequence in moved:
                 sequence = self._fork(runner, sequence)
-                self.sequences.append(sequence)  # at once: `drop` must free it if the next fork fails
+                self.sequences.append(sequence)  # now, because `drop` must free it if the next fork fails
             moved.append(sequence)
         for sequence, (_, token) in zip(moved, chosen, strict=True):
             sequence.tokens.append(token)

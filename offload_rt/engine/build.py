@@ -44,7 +44,7 @@ from .runner import Runner
 from .speculative.draft_model import check_same_tokens
 
 Model = str | os.PathLike[str] | PreTrainedModel
-"""A name, a folder, or a loaded model."""
+"""Model name, folder, or loaded model."""
 
 LIMITLESS = 1 << 62
 
@@ -52,8 +52,8 @@ LIMITLESS = 1 << 62
 def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Runner:
     """Return a runner for `model`.
 
-    `runner.config.policy_options` holds all options in effect. They include those chosen by `offload-rt tune` if
-    `config.skew` is its folder.
+    `runner.config.policy_options` holds all options in effect, including those that `offload-rt tune` saved in the
+    folder `config.skew`.
 
     Raises:
         ConfigError, ModelError, ArtifactError, MemoryLimitError: See `LLM`.
@@ -106,7 +106,7 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
     """Return a runner of the draft model, if `config` names one, and its share of KV memory.
 
     The share lets both KV caches hold the same number of tokens. Raises ConfigError if the tokenizers differ, and
-    errors of loading a model.
+    the errors of `load_model`.
     """
     assert config.exact is not None
     if config.exact.model is None:
@@ -128,8 +128,8 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
 def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: object = None) -> Runner:
     """Return a runner with another policy on the model and KV cache of `runner`.
 
-    Prefill is exact under every policy, so both runners share cached prefixes. `exact` replaces the option if it is not
-    None. Raises ConfigError for invalid options, and if `device_memory` is set.
+    Prefill is exact under every policy, so both runners share cached prefixes. If `exact` is not None, it replaces the
+    option of `runner`. Raises ConfigError for invalid options, and if `device_memory` is set.
     """
     if runner.plan is not None:
         raise ConfigError("device_memory is planned for one policy only: create another LLM instead")
@@ -149,8 +149,10 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: o
 
 
 def _plan(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placement]:
-    """Return the plan for `config.device_memory` from the model's dimensions alone, and the weights that stay in host
-    memory. The plan is None without a limit. Raises ConfigError, ModelError, ArtifactError or MemoryLimitError."""
+    """Return the device memory plan, computed from the model's dimensions alone, and the placement of the weights.
+
+    The plan is None without `device_memory`. Raises ConfigError, ModelError, ArtifactError or MemoryLimitError.
+    """
     if config.device_memory is None and config.experts_on_device is None and not config.embedding_on_host:
         return None, ON_DEVICE
     options = default_options(config.skew, config.policy, config.policy_options, fingerprint=None)
@@ -204,7 +206,7 @@ def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader
 
 
 def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
-    """Return the skewing method set by options or preset; None uses the artifact's."""
+    """Return the skewing method set by options or preset. None means the method of the artifact."""
     found: SkewMethod | None = options_class(policy).given(options).get("skew")
     return found
 

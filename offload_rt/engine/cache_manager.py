@@ -24,21 +24,21 @@ T = TypeVar("T")
 
 
 def salt_provenance(cache_salt: str) -> str:
-    """Return the part of a KV provenance key for `cache_salt`. The empty salt, which all requests share, adds no text.
+    """Return the part of a KV provenance key for `cache_salt`: "" for the empty salt, which all requests share.
 
-    The part is a digest of the salt, so that a salt that looks like another suffix ("+cut-...") cannot collide with it.
+    It contains a digest, so that a salt that looks like another part of the key ("+cut-...") cannot collide with it.
     """
     if not cache_salt:
         return ""
-    # JSON clients can send half a surrogate pair, which strict UTF-8 refuses.
+    # JSON clients can send half a surrogate pair, which strict UTF-8 cannot encode.
     data = cache_salt.encode("utf-8", "surrogatepass")
     return f"+salt-{hashlib.blake2b(data, digest_size=16).hexdigest()}"
 
 
 SHARED_BEHIND = 512
-"""Number of tokens before its windows that a prompt also keeps KV of sliding layers for, if there is room.
+"""A prompt also keeps KV of sliding layers for this many tokens before the windows, if there is room.
 
-Another prompt can reuse the prefix if it differs at most this many tokens before the end.
+Another prompt can then reuse the prefix if it differs only in the last tokens, at most this many.
 """
 
 
@@ -53,8 +53,8 @@ class CacheManager:
     def shares(self) -> bool:
         """Whether prefixes are shared.
 
-        Quantised KV is not, because results would depend on earlier requests. KV of hybrid models is not, because
-        recurrent state at the end of a prefix is not kept.
+        Quantised KV is not shared, because results would depend on earlier requests. KV of hybrid models is not shared,
+        because the recurrent state at the end of a prefix is not kept.
         """
         shared = self._config.enable_prefix_caching and self._pool.format.exact
         return shared and not self._recurrent
@@ -65,7 +65,7 @@ class CacheManager:
         return self._config.eviction is not None
 
     def check(self, prompt: int, total: int) -> None:
-        """Raise PoolFullError if an empty pool cannot hold `total` tokens; with eviction, `prompt` tokens and one."""
+        """Raise PoolFullError if an empty pool cannot hold `total` tokens (with eviction: `prompt + 1` tokens)."""
         if not self.evicts:
             self._pool.check_fits(total)
             return
@@ -77,7 +77,7 @@ class CacheManager:
             ) from None
 
     def slots_for(self, computed: int, total: int) -> int:
-        """Return the slots to reserve for `total` tokens; with eviction one more than the `computed` ones."""
+        """Return the number of slots to reserve: `total`, or `computed + 1` with eviction."""
         return computed + 1 if self.evicts else total
 
     def slots(self) -> SlotTable:
@@ -98,7 +98,7 @@ class CacheManager:
     def block_table(self, known: Seq[int], capacity: int, stop: int, provenance: str) -> BlockTable:
         """Return a block table for `capacity` tokens that begins with cached blocks of `known`. Raise PoolFullError.
 
-        `stop` tokens exist or are computed by the next prefill.
+        Sliding layers get slots for the tokens before `stop`.
         """
         blocks = BlockTable()
         if self.shares and not self._policy.wants_queries:
@@ -108,7 +108,7 @@ class CacheManager:
         return self.reserved(blocks, capacity, blocks.length, stop)
 
     def reserved(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
-        """Reserve `capacity` tokens in `blocks`, and in sliding layers the tokens [start, stop). Return `blocks`.
+        """Reserve slots for `capacity` tokens, and in sliding layers for the tokens [start, stop). Return `blocks`.
 
         The block table is released if PoolFullError is raised.
         """
@@ -131,7 +131,7 @@ class CacheManager:
 
         Raises PoolFullError. Draft tokens do not move the windows.
         """
-        # Freed blocks are not in use: `settle` waits for their write-back, decode steps read windows from the device,
+        # Freed blocks are not in use: `settle` waits for their write-back, decode steps read windows on the device,
         # and the first token after a prefill is sampled before another sequence gets blocks.
         blocks = sequence.blocks
         position = sequence.position if sequence.draft_start is None else sequence.draft_start
@@ -160,15 +160,15 @@ class Reclaimable(Protocol):
         ...
 
     def holdings(self) -> list[Holding]:
-        """Return the memory that is held."""
+        """Return the memory that cannot be freed now."""
         ...
 
 
 def retry_after_reclaim(action: Callable[[], T], reclaimables: Iterable[Reclaimable]) -> T:
     """Call `action` and return its result. While it raises PoolFullError, reclaim memory and try again.
 
-    `action` must not change any state if it raises. If no more memory can be reclaimed, raise PoolFullError with the
-    holders of memory.
+    `action` must not change any state if it raises. If no more memory can be reclaimed, raise PoolFullError, whose
+    message names the holders of memory.
     """
     while True:
         try:

@@ -52,7 +52,7 @@ def max_length(positions: int, check: Callable[[int], None]) -> int:
 
 
 def check_keeps_no_state(feature: str, geometry: ModelGeometry) -> None:
-    """Raise ConfigError if `feature` goes back to earlier tokens, and the model has recurrent state."""
+    """Raise ConfigError if the model has recurrent state, because `feature` needs the state after earlier tokens."""
     if geometry.states:
         raise ConfigError(
             f"{feature} needs the state after earlier tokens, but {len(geometry.states)} of the "
@@ -97,7 +97,7 @@ def shown(value: object) -> str:
 
 
 def whole(name: str, value: object, least: int) -> int:
-    """Return an integer of at least `least`, also from other libraries' types. Raise InputError for other values."""
+    """Return `value` as an int. Raise InputError if it is not an integer, or less than `least`."""
     try:
         if isinstance(value, bool) or not isinstance(value, SupportsIndex):
             raise TypeError
@@ -133,7 +133,7 @@ def sampling(given: object, default: SamplingParams) -> SamplingParams:
 
 
 def sampling_of_each(given: object, prompts: int, default: SamplingParams) -> list[SamplingParams]:
-    """Return the sampling parameters of each prompt, from one for all or one per prompt. Raise InputError."""
+    """Return one SamplingParams per prompt. `given` is one for all prompts, or a list. Raise InputError."""
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [sampling(given, default)] * prompts
     if len(given) != prompts:
@@ -149,7 +149,7 @@ def folder_path(name: str, value: object) -> Path:
     try:
         os.fsencode(text)
         return Path(text).expanduser()
-    except (RuntimeError, UnicodeEncodeError) as error:  # an unknown user; a lone surrogate
+    except (RuntimeError, UnicodeEncodeError) as error:  # "~" with an unknown user, or a lone surrogate
         raise InputError(f"{name}={value!r}: {error}") from None
 
 

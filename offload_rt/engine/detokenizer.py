@@ -1,4 +1,4 @@
-"""Convert token ids to text incrementally: never half a character, never past a stop string."""
+"""Convert token ids to text incrementally, in whole characters and up to a stop string."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from transformers import PreTrainedTokenizerBase
 _PENDING = "\N{REPLACEMENT CHARACTER}"
 
 CONTEXT_TOKENS = 6
-"""Prompt tokens that are decoded in front of new tokens."""
+"""Number of prompt tokens that are decoded together with the new tokens."""
 
 _INCOMPLETE = 3
 """Maximum number of bytes, and of tokens, of an incomplete UTF-8 character."""
 
 _MAX_HELD = 8
-"""A run of so many tokens that ends in an invalid byte is more than one incomplete character."""
+"""If this many tokens end in an invalid byte, they are more than one incomplete character."""
 
 _LONGEST_WINDOW = 32
-"""Tokens that are decoded again with each new one, at most, if they are no valid UTF-8."""
+"""Maximum number of tokens that are decoded again with each new token if they are not valid UTF-8."""
 
 
 def decode(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, special: bool = False) -> str:
     """Return the text of `tokens`, without special tokens unless `special`; "" without a tokenizer."""
     if tokenizer is None:
         return ""
-    # Clean-up removes spaces that a stream has returned before, so that later text would be lost.
+    # Clean-up would remove spaces that a stream has already returned, and later text would be lost.
     options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
     return str(tokenizer.decode(list(tokens), **options))
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | None:
-    """Return the text of one token inside a text, special or not; None without a tokenizer."""
+    """Return the text that a token has inside a longer text, also for special tokens; None without a tokenizer."""
     if tokenizer is None:
         return None
-    # Behind itself a token keeps the leading space that SentencePiece tokenizers strip at the start of a text.
+    # SentencePiece strips the leading space of the first token, so decode the token twice and use the second copy.
     alone, twice = (decode(tokenizer, [token] * count, special=True) for count in (1, 2))
     return twice[len(alone) :] if twice.startswith(alone) else alone
 
 
 def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int]) -> list[int]:
-    """Return the last tokens of `prompt` that decide how the next token is decoded, without special tokens.
+    """Return the last tokens of `prompt` that affect how the next token is decoded, without special tokens.
 
     SentencePiece strips a leading space, so the context must start with a token that has text. It must also start at a
     character boundary, because byte fallback decodes every byte of an incomplete UTF-8 sequence to U+FFFD.
@@ -71,21 +71,21 @@ def _first_character(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) 
 
 
 def _has_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> bool:
-    """Return whether a token has a text in any context. A single space has one only after another token."""
+    """Return whether a token has text in any context. A single space has text only after another token."""
     return decode(tokenizer, [token, token]) != ""
 
 
 def known_texts(
     tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, special: bool = False
 ) -> list[str]:
-    """Return the text of `tokens`. If it ends in an incomplete character, the texts of fewer tokens follow."""
+    """Return the text of `tokens`. If it ends in an incomplete character, also return the texts of fewer tokens."""
     text = decode(tokenizer, tokens, special=special)
     counts = range(1, _INCOMPLETE + 1) if text.endswith(_PENDING) else ()
     return [text, *(decode(tokenizer, tokens[:-count], special=special) for count in counts)]
 
 
 def added_text(known: Sequence[str], both: str) -> str:
-    """Remove the first of the `known` texts that is a prefix of `both`, and return the rest."""
+    """Return the rest of `both` after the first of the `known` texts that is a prefix of it."""
     rest = known[0].rstrip(_PENDING)  # fallback; not needed for valid UTF-8
     return both[len(next((text for text in known if both.startswith(text)), rest)) :]
 
@@ -93,10 +93,10 @@ def added_text(known: Sequence[str], both: str) -> str:
 class TextStream:
     """Convert one sequence's new tokens to text, step by step, in constant time per token.
 
-    `push` returns text that can no longer change: an incomplete UTF-8 character, or a possible beginning of a stop
-    string, is held back until more tokens or `flush` decide. Without a tokenizer the text is empty and no stop string
-    is found. With `keep_stop` the text includes the stop string, and with `special` the special tokens. `prompt` holds
-    the tokens before the new ones.
+    `push` returns only text that can no longer change. It holds back an incomplete UTF-8 character and a possible
+    beginning of a stop string until more tokens, or `flush`, decide. Without a tokenizer, the text is empty and no stop
+    string is found. With `keep_stop`, the text includes the stop string; with `special`, the special tokens. `prompt`
+    holds the tokens before the new ones.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class TextStream:
     ) -> None:
         self._tokenizer, self._keep_stop, self._special = tokenizer, keep_stop, special
         self._stop = tuple(stop) if tokenizer is not None else ()
-        # The last tokens, which are decoded again with the next one, because a token's text depends on its neighbours
-        # (spaces, bytes of one character). The text of the first `_shown` tokens (`_known`) has been returned.
+        # The last tokens are decoded again with the next one, because the text of a token depends on its neighbours
+        # (spaces, bytes of one character). `_known` is the text of the first `_shown` tokens; it has been returned.
         self._window = decoding_context(tokenizer, prompt)
         self._shown, self._known = len(self._window), self._texts(self._window)
         self._held = ""
@@ -119,19 +119,19 @@ class TextStream:
         """The stop string that was found."""
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """Return the text that `token` completes. If `may_stop`, set `stopped` to a stop string that is found in it."""
+        """Return the text that `token` completes. With `may_stop`, set `stopped` if it contains a stop string."""
         fresh = self._completed(token)
         return self._release(self._held + fresh) if may_stop else fresh
 
     def flush(self) -> str:
-        """Return the text that is still held back, when no more tokens come."""
+        """Return the text that is still held back. Called after the last token."""
         tail = added_text(self._known, self._decode(self._window))
         self._shown, self._known = len(self._window), self._texts(self._window)
         held, self._held = self._held + tail, ""
         return held if self.stopped is None else ""
 
     def _completed(self, token: int) -> str:
-        """Append `token` to the window and return the text that is certain now."""
+        """Append `token` to the window and return the text that can no longer change."""
         window = self._window
         window.append(token)
         text = self._decode(window)

@@ -34,8 +34,8 @@ class Engine:
     """Serves requests on one runner.
 
     A prefill runs layer by layer between the decode steps of other requests, as many layers per step as
-    `max_num_batched_tokens` of the configuration allows. If no other request runs, it runs at once. An exception in one
-    request ends only this request.
+    `max_num_batched_tokens` of the configuration allows. If no other request runs, all layers run in one step. An
+    exception in one request ends only this request.
 
     Args:
         on_prefill: Called as `on_prefill(request, layers_done)` after each layer of a prefill.
@@ -113,7 +113,7 @@ class Engine:
 
         Raises:
             OffloadError: A request has failed, and there is no `on_failure`. It has left the queue, and the next call
-                continues with the others. An unexpected exception is an EngineError with that exception as its cause.
+                continues with the others. Unexpected exceptions are wrapped in an EngineError.
         """
         scheduler = self.scheduler
         with scheduler.stepping():
@@ -188,7 +188,7 @@ class Engine:
         return [(request, [one]) for request, one in zip(group, rows, strict=True)]
 
     def _decode_failed(self, group: list[Request], error: Exception) -> None:
-        """Fail the request of a group of one.
+        """Handle an exception of a decode step. If the group has one request, fail it.
 
         In a larger group the cause is unknown. All its requests start again, and are decoded one by one until they have
         passed this position.
@@ -199,7 +199,7 @@ class Engine:
         logger.warning("a decode step of %d requests failed: they are decoded alone", len(group), exc_info=error)
         for request in reversed(group):
             self._suspects.add(request)
-            # Resident KV and policy state may be a token ahead in some layers, so nothing of them is kept on disk.
+            # Resident KV and policy state may be a token ahead in some layers, so the sequence is not swapped to disk.
             self.scheduler.preempt(request, swap=False)
 
     def _advance_prefill(self) -> list[TokenOutput]:
@@ -243,7 +243,7 @@ class Engine:
                     self.scheduler.failed.append((request, failure(request, error)))
                     break
                 events += accepted
-        except PoolFullError as error:  # beams that fork; they start again when there is room
+        except PoolFullError as error:  # no room to fork beams: the search starts again later
             self.scheduler.retry_later(request, error)
         except Exception as error:
             self.scheduler.fail(request, error)
@@ -270,7 +270,7 @@ class Suspects:
         self._positions: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def add(self, request: Request) -> None:
-        """Suspect a request that still has the sequences of the failed step."""
+        """Add a request that still has the sequences of the failed step."""
         self._positions[request] = request.sequences[0].position
 
     def groups(self, running: Seq[Request]) -> list[list[Request]]:

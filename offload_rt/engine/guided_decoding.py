@@ -1,7 +1,7 @@
 """Guided decoding (JSON schema, regular expression, choice, grammar) with llguidance.
 
-llguidance compiles a grammar in milliseconds, where xgrammar needs up to 0.6 s for a regular expression. Its masks are
-slower (25 to 250 µs per token), but faster than a decode step.
+llguidance compiles a grammar in milliseconds, while xgrammar needs up to 0.6 s for a regular expression. Its masks take
+longer (25 to 250 µs per token), but less than a decode step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_BYTES = 1 << 18  # larger grammars take seconds to compile
 # happens at chains of 1,000 `$ref`s (5,000 levels of JSON) and of 3,000 rules.
 DEEPEST_SCHEMA, MAX_RULES = 2000, 400
 
-# No whitespace but one space after a separator: a model may otherwise write whitespace until its tokens run out.
+# Allow only one space after a separator: otherwise a model may write whitespace until its tokens run out.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
@@ -54,14 +54,13 @@ class GuidedDecoder:
         self._matcher: LLMatcher = _understood(tokenizer, vocab, tuple(sorted(ends)), grammar).deep_copy()
 
     def copy(self) -> GuidedDecoder:
-        """Return an independent copy."""
         twin = object.__new__(GuidedDecoder)
         twin._vocab, twin._matcher = self._vocab, self._matcher.deep_copy()
         return twin
 
     @property
     def complete(self) -> bool:
-        """Whether the answer is complete, so that only its end may follow."""
+        """Whether the answer is complete, so that only an end token may follow."""
         return self._matcher.is_stopped()
 
     def allowed(self) -> torch.Tensor:
@@ -124,9 +123,9 @@ def _check_size(spec: StructuredOutputs) -> None:
 
 
 def _nesting(schema: Any) -> tuple[int, int]:
-    """Return the depth of a schema, and an upper bound of the places that its references can refer to.
+    """Return the depth of a schema, and an upper bound on the number of targets of its references.
 
-    References are relative to every `$id`.
+    The target of a reference depends on the `$id` around it.
     """
     depth, references, bases, level = 0, set[str](), 0, [schema]
     while level:

@@ -1,4 +1,4 @@
-"""Constraints on logits before temperature and filters, as transformers' logits processors in its order."""
+"""Constraints on logits, applied before temperature and filters: transformers' logits processors, in its order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .guided_decoding import GuidedDecoder
 
 
 class NewTokenPenalties(LogitsProcessor):
-    """Presence and frequency penalties of OpenAI and vLLM, which count tokens of the answer only."""
+    """Presence and frequency penalties as in OpenAI and vLLM: only tokens of the answer count."""
 
     def __init__(self, prompt: int, presence: float, frequency: float) -> None:
         self._prompt, self._presence, self._frequency = prompt, presence, frequency
@@ -35,8 +35,11 @@ class NewTokenPenalties(LogitsProcessor):
 
 
 class AllowedTokens(LogitsProcessor):
-    """Forbid all tokens but `tokens`. Unlike transformers' PrefixConstrainedLogitsProcessor, which forces the allowed
-    tokens if other constraints forbid all of them, this leaves none: the caller gets an error."""
+    """Forbid all tokens except `tokens`.
+
+    If other constraints forbid all of `tokens`, no token is left and the caller raises an error. transformers'
+    PrefixConstrainedLogitsProcessor would force the allowed tokens instead.
+    """
 
     def __init__(self, tokens: Collection[int], device: torch.device) -> None:
         self._tokens = torch.tensor(sorted(set(tokens)), device=device)
@@ -55,7 +58,7 @@ def logits_processors(
     tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device,
 ) -> LogitsProcessorList:
-    """Return all constraints but structured outputs. `prompt`: length of the prompt; `ends`: end-of-text tokens."""
+    """Return all constraints except structured outputs. `prompt`: length of the prompt; `ends`: end-of-text tokens."""
     found = LogitsProcessorList()
     if params.logit_bias:
         found.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias.items()]))
@@ -86,7 +89,7 @@ def check_logits(logits: torch.Tensor) -> None:
 def apply_processors(processors: LogitsProcessorList, history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Return the constrained logits `[B, V]` after tokens `[B, T]`.
 
-    Raises InputError if a user's processor returns something else.
+    Raises InputError if a user's processor returns anything but logits of this shape.
     """
     found: Any = scores
     for processor in processors:
@@ -129,7 +132,7 @@ def check_any_allowed(scores: torch.Tensor) -> None:
 
 
 def _bad_word_ids(params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of each bad word, at the start of a text and after a space."""
+    """Return the token ids of each bad word, without and with a leading space."""
     spelled = [text for word in params.bad_words for text in (word.strip(), f" {word.strip()}")]
     found: Any = tokenizer(spelled, add_special_tokens=False)["input_ids"]
     return [list(ids) for ids in dict.fromkeys(map(tuple, found)) if ids]

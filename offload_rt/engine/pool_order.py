@@ -25,7 +25,7 @@ The memory of an abandoned engine, such as a stream that is not read, will not b
 """
 
 RECHECK_SECONDS = 0.1
-"""Longest wait before an engine looks at a full pool again. Sessions free memory too, and engines may be abandoned."""
+"""An engine checks a full pool again after this time, because sessions free memory too and engines may be abandoned."""
 
 
 class PoolOrder:
@@ -38,12 +38,11 @@ class PoolOrder:
         self.changed = threading.Condition()
         self.frees = self.ends = 0
         self.broken: EngineError | None = None
-        """Reason why no engine of the pool can continue."""
+        """Reason why no engine of the pool can continue, or None."""
         self.reclaimables: list[Reclaimable] = []
         """Holders of memory between requests: the session stores of all engines."""
 
     def join(self, member: PoolMember) -> None:
-        """Add an engine."""
         with self._mutex:
             self._members.add(member)
 
@@ -57,7 +56,7 @@ class PoolOrder:
             return list(self._members)
 
     def freed(self, *, ended: bool) -> None:
-        """Wake up engines that wait for memory: a request was preempted, or has ended."""
+        """Wake up engines that wait for memory, after a request was preempted or has `ended`."""
         with self.changed:
             self.frees += 1
             self.ends += ended
@@ -65,8 +64,10 @@ class PoolOrder:
 
 
 class PoolMember(ABC):
-    """One engine of a pool: the base class of its scheduler. All methods but `stepping` and `wait` need the pool's
-    lock."""
+    """One engine of a pool: the base class of its scheduler.
+
+    All methods except `stepping` and `wait` need the pool's lock.
+    """
 
     def __init__(self, order: PoolOrder) -> None:
         self.order = order
@@ -77,7 +78,7 @@ class PoolMember(ABC):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Count the engine as driven by this thread, from here until `PATIENCE` seconds after the block."""
+        """Mark the engine as driven by this thread, until `PATIENCE` seconds after the block."""
         self._thread, self._in_step, self._seen = threading.get_ident(), True, None
         try:
             yield
@@ -96,7 +97,7 @@ class PoolMember(ABC):
 
     @property
     def claims(self) -> bool:
-        """Whether the pool's oldest request found no room and has not ended since. No other engine admits requests."""
+        """Whether this engine's oldest request claims the pool. Until it ends, no other engine admits requests."""
         return self._claim is not None and self.oldest is not None and self.oldest <= self._claim
 
     def wait_for_others(self) -> bool:
@@ -111,11 +112,11 @@ class PoolMember(ABC):
         return True
 
     def give_way(self) -> None:
-        """Do not admit requests until a request has ended: one that starts again at once only gives way again."""
+        """Admit no requests until a request of the pool has ended. Earlier, they would only be preempted again."""
         self._gave_way_at, self._seen = self.order.ends, self.order.frees
 
     def may_admit(self) -> bool:
-        """Return False if an older request of another engine waits for memory or needs the memory released here."""
+        """Return whether to admit requests. False after `give_way`, and while an older request claims the pool."""
         older = self._older(self._driven_others())
         waits = older and self._gave_way_at == self.order.ends
         if waits or any(other.claims for other in older):

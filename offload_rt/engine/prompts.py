@@ -23,7 +23,7 @@ PromptLike = str | Sequence[int] | Listed | Mapping[str, Any]
 """A text, or token ids `[T]` as a list, tensor, array or tokenizer output."""
 
 TRUNCATE = ("head", "tail", "middle")
-"""Part of a long text that is removed."""
+"""Parts of a text that can be removed if it is too long."""
 
 WANTED = "pass a text, or token ids (a list, tensor or array of integers, or a tokenizer's output)"
 
@@ -63,7 +63,7 @@ def each_prompt(prompts: object) -> list[str | list[int]]:
 
 
 def token_ids(ids: object) -> list[int]:
-    """Return token ids as `one_prompt` does. Raise InputError for a text."""
+    """Like `one_prompt`, but raise InputError for a text."""
     found = one_prompt(ids)
     if isinstance(found, str):
         raise InputError(f"a text instead of token ids: {found!r:.80}")
@@ -80,8 +80,8 @@ def shortened(ids: Sequence[int], room: int, truncate: str | None, what: str) ->
         return list(ids)
     if truncate is None or room < 1:
         raise InputError(
-            f"{what} has {len(ids):,} tokens, and {max(0, room):,} fit beside the answer: use --truncate tail to drop "
-            "its end, head to drop its beginning, or middle"
+            f"{what} has {len(ids):,} tokens, and {max(0, room):,} fit together with the answer: use --truncate tail "
+            "to drop its end, head to drop its beginning, or middle"
         )
     check_choice("truncate", truncate, TRUNCATE)
     first = {"head": 0, "tail": room, "middle": room // 2}[truncate]
@@ -89,7 +89,7 @@ def shortened(ids: Sequence[int], room: int, truncate: str | None, what: str) ->
 
 
 def _encoding(prompts: Any) -> bool:
-    """Return whether this is a tokenizer's output. Raise InputError for chat messages."""
+    """Return whether `prompts` is a tokenizer's output. Raise InputError for chat messages."""
     if not isinstance(prompts, Mapping) and not hasattr(prompts, "input_ids"):
         return False
     if "input_ids" not in prompts:
@@ -137,10 +137,10 @@ def _ids(values: Any) -> list[int]:
     if not isinstance(values, list):
         raise InputError(f"token ids are {values!r:.80}, of type {type(values).__name__}: {WANTED}")
     for wrong in (value for value in values if not _whole(value)):
-        raise InputError(f"token ids have {wrong!r:.80}, of type {type(wrong).__name__}, among them: {WANTED}")
+        raise InputError(f"token ids contain {wrong!r:.80}, of type {type(wrong).__name__}: {WANTED}")
     return [index(value) for value in values]
 
 
 def _whole(value: Any) -> bool:
-    """Return whether this is a token id: an integer, but not a bool."""
+    """Return whether `value` is an integer, but not a bool."""
     return hasattr(type(value), "__index__") and not isinstance(value, bool)

@@ -33,8 +33,9 @@ from .stats import sequence_stats
 
 
 class StartAgainError(Exception):
-    """A prefill cannot continue, but its request can start again immediately. The engine drops the request and puts it
-    first in the queue.
+    """A prefill cannot continue, but its request can start again immediately.
+
+    The engine drops the request and puts it first in the queue.
     """
 
 
@@ -46,7 +47,7 @@ class Request(ABC):
 
     Attributes:
         sequences: Sequences of the next decode step, after the prefill.
-        cached_tokens: Prompt tokens whose KV was cached when the request started first.
+        cached_tokens: Prompt tokens whose KV was cached when the request first started.
         prompt_logprobs: Log-probabilities of the prompt's tokens, or None if not requested.
     """
 
@@ -93,7 +94,7 @@ class Request(ABC):
         """Allocate the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError."""
 
     def next_prefill(self, runner: Runner) -> Prefill | None:
-        """Begin the next part of a prefill in segments after one is done. Return None after the last one.
+        """Begin the next part of the prefill. Return None after the last part.
 
         Raises PoolFullError.
         """
@@ -134,7 +135,7 @@ class Request(ABC):
 
     @abstractmethod
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """Choose tokens from float32 logits `[S, V]` of the sequences, in order. Set `finish_reason` after the last."""
+        """Choose tokens from float32 logits `[S, V]` of `sequences`. Set `finish_reason` if the request is complete."""
 
     def drop(self, runner: Runner) -> None:
         """Free the sequences, so that the request can start again later (preemption)."""
@@ -169,7 +170,7 @@ def request_output(request: Request, ids: list[int], text: str | None = None, na
     Args:
         ids: Token ids of the prompt. The outputs of all steps share this list.
         text: Text of the prompt, if it was given as text.
-        name: Replaces the request's number.
+        name: Request id; by default the request's number.
     """
     finished = all(sample.finish_reason is not None for sample in request.samples)
     return RequestOutput(
@@ -224,7 +225,7 @@ class SampledRequest(Request):
 
     @property
     def sequence(self) -> Sequence | None:
-        """The sequence, if there is one."""
+        """The sequence, or None if the request holds none."""
         return self.sequences[0] if self.sequences else None
 
     @sequence.setter
@@ -233,12 +234,12 @@ class SampledRequest(Request):
 
     @property
     def samples(self) -> list[Request]:
-        """This completion, and for the first one all the others."""
+        """This completion; for the first one, followed by all others."""
         return [self, *self._others]
 
     @property
     def width(self) -> int:
-        """Its own sequence and those that will fork from it."""
+        """One for this sequence, plus the number of forks that are still to be created."""
         return 1 + len(self._pending)
 
     @property
@@ -249,8 +250,8 @@ class SampledRequest(Request):
     def start(self, runner: Runner) -> Prefill:
         """Allocate the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError.
 
-        After a drop, tokens that were generated before are prefilled if that gives the same KV as decoding them did.
-        Otherwise they are decoded again.
+        After a drop, earlier new tokens are prefilled if that gives the same KV as decoding. Otherwise they are decoded
+        again.
         """
         assert self.sequence is None
         prompt = len(self.prompt.token_ids)
@@ -295,9 +296,9 @@ class SampledRequest(Request):
 
     @property
     def draft_room(self) -> int:
-        """Tokens that may follow the next one; 0 while known tokens are decoded again, and with logits processors.
+        """Maximum number of draft tokens. 0 while known tokens are decoded again, and with logits processors.
 
-        A user's logits processors may keep state, so rejected drafts must not pass through them.
+        A user's logits processors may keep state, so they must not see draft tokens that may be rejected.
         """
         assert self.sequence is not None
         known = self.sequence.position + 1 < len(self.sequence.tokens)

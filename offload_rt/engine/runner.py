@@ -1,4 +1,4 @@
-"""Run sequences of one model with one policy: prefill, decode, fork, free. The engine has the queues and samples."""
+"""Run sequences of one model with one policy: prefill, decode, fork, free. The engine does queueing and sampling."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from .thread_choice import ThreadChoice
 
 T = TypeVar("T")
 
-MISSED_MASS_EVERY = 16  # default on a CPU, where all keys are in memory
+MISSED_MASS_EVERY = 16  # steps; default on a CPU if all keys are in host memory
 
 
 class Runner:
     """Own the KV cache and the transfers of one model, and run sequences on them.
 
-    The caller must `free` every sequence. Between calls, block table, resident KV and policy state of each sequence
-    agree.
+    The caller must `free` every sequence. Between calls, the block table, the resident KV and the policy state of a
+    sequence are consistent.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Runner:
         self.modes = StepModes()
         self.steps = steps_for(config, self.adapter.device, self.modes, streams=weights is not None)
         self.reclaimables = self.order.reclaimables
-        # No joint attention over shared prefixes if KV is quantised, because a sequence's own window is not; nor on a
-        # disk, where KV is read block by block.
+        # Shared prefixes are not attended to jointly if KV is quantised (each sequence has an unquantised window), or
+        # if KV is on disk (it is read block by block).
         pays_from = PAYS_FROM_BYTES if pool.format.exact and pool.file is None else NEVER_PAYS
         self.prefixes = SharedPrefixes(geometry.kv_bytes(1, self.adapter.dtype) // geometry.layers, pays_from)
         if config.eviction is not None:
@@ -100,12 +100,12 @@ class Runner:
 
     @property
     def approximates(self) -> bool:
-        """Whether decoding computes other KV than prefill, because of the policy or the KV cache format."""
+        """Whether the KV of decoded tokens differs from prefill, because of the policy or the KV cache format."""
         return self.provenance_key != EXACT or not self.pool.format.exact
 
     @property
     def provenance_key(self) -> str:
-        """KV provenance of decoded tokens: the key of the policy, or exact if full attention verifies them."""
+        """KV provenance key of decoded tokens: the policy's key, or `EXACT` if full attention verifies them."""
         return self.policy.provenance_key if self.config.exact is None else EXACT
 
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
@@ -140,10 +140,10 @@ class Runner:
         return retry_after_reclaim(action, self.reclaimables)
 
     def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
-        """Reserve the slots of the next tokens. Raise PoolFullError.
+        """Reserve slots for the next `tokens` tokens. Raise PoolFullError.
 
-        With eviction, tokens of a full pool are overwritten. PoolFullError then means that the device is full, or that
-        a fork still holds blocks that have left a sliding window.
+        With eviction, a sequence overwrites its own tokens if the pool is full. PoolFullError then means that the
+        device is full, or that a fork still holds blocks that have left a sliding window.
         """
         if not self.cache_manager.evicts:
             self.pool.reserve(sequence.blocks, sequence.position + tokens)
@@ -172,8 +172,8 @@ class Runner:
     def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
         """Return a sequence that shares the computed tokens of `sequence`, with room for `capacity` tokens.
 
-        Full blocks are shared. A partly filled last block is copied. Statistics count the tokens as reused, or continue
-        those of `sequence` with `same_trace`. Raises PoolFullError.
+        Full blocks are shared. A partly filled last block is copied. With `same_trace`, the fork continues the
+        statistics of `sequence`; otherwise it counts the shared tokens as reused. Raises PoolFullError.
         """
         self.transfer.storage.settle(sequence.blocks)
         shared, position = self.pool.fork(sequence.blocks), sequence.position
@@ -191,13 +191,15 @@ class Runner:
         return fork
 
     def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0, *, exact_only: bool = False) -> BlockTable:
-        """Return cached blocks of a session's tokens, computed exactly or with this policy; never all of them.
+        """Return cached blocks of a session's tokens that were computed exactly or with this policy.
+
+        At least one token is left to compute.
 
         Args:
             tokens: Tokens of the session.
             provenance: Part of the KV provenance key from the cache salt and truncations.
             floor: First token that sliding layers can see.
-            exact_only: Leave out blocks that were computed with this policy.
+            exact_only: Return only blocks that were computed exactly.
         """
         if not self.cache_manager.shares:
             return BlockTable(floor=floor)
@@ -217,8 +219,8 @@ class Runner:
     ) -> Sequence:
         """Return a sequence that owns `blocks`. Its first `known` tokens were computed before.
 
-        KV of `blocks.length` tokens is in the block table. All other KV is loaded before the next prefill reaches its
-        layer. The block table is released if PoolFullError is raised.
+        `blocks` holds the KV of the first `blocks.length` tokens. The caller loads all other KV before the next prefill
+        reaches its layer. `blocks` is released if PoolFullError is raised.
         """
         assert self.states is None, "recurrent state of earlier tokens is not kept (check_keeps_no_state)"
         self.cache_manager.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
@@ -233,7 +235,7 @@ class Runner:
         self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
 
     def relearn(self, sequence: Sequence) -> None:
-        """Rebuild resident KV now, and policy state with the next prefill, from the KV in the pool."""
+        """Rebuild resident KV from the pool. The next prefill rebuilds the policy state."""
         self.reload(sequence)
         sequence.state, sequence.learned = self.policy.new_state(sequence.keys), 0
         sequence.unlearned = sequence.position
@@ -258,7 +260,7 @@ class Runner:
         return sequence
 
     def _register(self, sequence: Sequence, origin: Sequence | None) -> None:
-        """Open a sequence in the transfers, with copies of the data of `origin` if given. Undo it on an error."""
+        """Open the storage of a sequence, as a copy of the storage of `origin` if given. Undo this on an error."""
         self._open[sequence.id] = sequence
         try:
             self._check_device()
@@ -291,9 +293,9 @@ class Runner:
         del self._open[sequence.id]
 
     def _publish(self, sequence: Sequence) -> None:
-        """Add full blocks to the prefix tree: prefilled ones as exact, decoded ones with the policy's provenance.
+        """Add full blocks to the prefix tree: exact if the whole sequence is, else with the policy's provenance.
 
-        All KV that was appended must have reached the pool.
+        All appended KV must already be in the pool.
         """
         if self.cache_manager.shares:
             provenance_key = EXACT if sequence.position == sequence.exact else self.provenance_key
@@ -315,9 +317,9 @@ class Runner:
 
         Args:
             want_logits: Compute the logits of the last token.
-            before_layer: Called with a layer before it runs. Returns when KV of earlier tokens is in the pool.
+            before_layer: Called with a layer before it runs. It returns when the KV of earlier tokens is in the pool.
             after_layer: Called with a layer after it has run.
-            every_logits: Called with slices of the logits of all tokens at the end (`Prefill`).
+            every_logits: Called with the logits of all tokens, segment by segment (see `Prefill`).
         """
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         if sequence.unlearned and self.cache_manager.shares and not self.cache_manager.evicts:
@@ -361,7 +363,7 @@ class Runner:
             prefill.after_layer(prefill.layer - 1)
 
     def prefill(self, sequence: Sequence, stop: int, *, want_logits: bool = False) -> torch.Tensor | None:
-        """Prefill in one call. Return logits `[V]` if wanted."""
+        """Prefill tokens [position, stop) in one call. With `want_logits`, return the logits `[V]` of the last one."""
         prefill = self.begin_prefill(sequence, stop, want_logits=want_logits)
         while not prefill.done:
             self.advance_prefill(prefill)

@@ -31,8 +31,8 @@ class Sampler:
     """Sampler of one sequence.
 
     The random numbers of a token depend only on the seed and on the absolute position of the token. A seed therefore
-    gives the same text on every device, in every batch, after a preemption, and if a text is continued by another
-    request. `seed=None` uses a random seed. Completion `sample` uses a seed derived from `seed` (0: `seed` itself).
+    gives the same text on every device, in every batch, after a preemption, and if another request continues the
+    text. `seed=None` uses a random seed. Completion 0 uses `seed`, and other completions use seeds derived from it.
 
     Args:
         ends: Tokens that end an answer.
@@ -156,7 +156,7 @@ def _warpers(params: SamplingParams) -> LogitsProcessorList:
 def logprobs_of(
     logits: torch.Tensor, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Logprobs]:
-    """Return, for each of `tokens` with logits `[n, V]`, its log-probability and the `count` largest (-1: all)."""
+    """For each of `tokens` with logits `[n, V]`, return its log-probability and the `count` largest (-1: all)."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     there = torch.tensor(tokens, device=logprobs.device)[:, None]
     mine = logprobs.gather(1, there)
@@ -189,7 +189,7 @@ class PromptLogprobs:
         self.found: list[Logprobs | None] = [None]
 
     def see(self, first: int, logits: torch.Tensor) -> None:
-        """Add logits `[n, V]` of the positions from `first` on, which follow those seen before."""
+        """Add logits `[n, V]` of positions [first, first + n). Positions must be added in order."""
         assert first == len(self.found) - 1
         check_logits(logits)
         behind = self._tokens[first + 1 : first + 1 + len(logits)]

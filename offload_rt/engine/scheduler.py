@@ -22,12 +22,12 @@ class Scheduler(PoolMember):
 
     A request is admitted if the pool has room for its prompt and one more block for each running sequence. It then
     grows block by block. If the pool runs out of memory, the youngest request is preempted: it keeps its tokens and
-    goes back to the head of the queue. When there is room again, its KV cache is read from disk if there is a `swap`
-    and that is estimated to be faster, or else computed again. The oldest request is never preempted for a younger one,
-    so every request ends. A request that does not fit an empty pool fails at once. Engines of other threads that use
-    the same pool are coordinated by `PoolOrder`.
+    goes back to the head of the queue. When there is room again, its KV cache is read from disk if it was swapped out
+    (`swap`), and computed again otherwise. The oldest request is never preempted for a younger one, so every request
+    ends. A request that does not fit an empty pool fails immediately. `PoolOrder` coordinates engines of other threads
+    that use the same pool.
 
-    An exception in one request fails this request alone. Failed requests are in `failed`, with their error, until the
+    An exception in one request fails only this request. Failed requests are in `failed`, with their error, until the
     engine reports them. If memory of a failed request cannot be freed, all engines of the pool stop.
 
     A request is in at most one of `waiting`, `prefilling` and `running` (in order of admission).
@@ -48,7 +48,7 @@ class Scheduler(PoolMember):
         self.stalled = False
         """Whether the only running request keeps its memory and waits for another engine to free some."""
         self._full = False
-        self.order.join(self)  # last: other threads may ask at once
+        self.order.join(self)  # last, because other threads may read this scheduler from now on
 
     @property
     def requests(self) -> list[Request]:
@@ -82,7 +82,7 @@ class Scheduler(PoolMember):
             self._stay.add(request)
 
     def admit(self) -> None:
-        """Start the prefill of the next request, if none is running, one waits, and there is room for it.
+        """Start the prefill of the next waiting request if there is room and no other prefill is running.
 
         A request that is restored from disk runs immediately.
         """
@@ -112,7 +112,7 @@ class Scheduler(PoolMember):
             self.prefilling = request, prefill
 
     def _not_started(self, request: Request, error: Exception) -> None:
-        """Handle an error of a request's start. A request without room waits if other requests will free memory."""
+        """Handle an error of `start`. If the pool is full, the request waits if other requests will free memory."""
         try:
             request.drop(self._runner)
         except Exception as other:
@@ -167,7 +167,7 @@ class Scheduler(PoolMember):
         return started
 
     def allocate(self) -> None:
-        """Allocate the next step of all running requests, oldest first. If the pool is full, preempt the youngest."""
+        """Allocate slots for the next step, oldest request first. If the pool is full, preempt the youngest request."""
         self.stalled = False
         for request in list(self.running):
             while request in self.running and not self.stalled:
@@ -183,11 +183,11 @@ class Scheduler(PoolMember):
                     self.fail(request, error)
 
     def stall(self, request: Request, error: PoolFullError, *, keep: bool = True) -> None:
-        """Let the only started request, which has no room, wait for other engines. It fails if they hold no memory.
+        """Let the only started request wait until other engines free memory. Fail it if they hold none.
 
         Args:
-            keep: Whether the request may keep its memory while it waits. It does so if it is the oldest of the pool.
-                Otherwise it is preempted.
+            keep: Let the request keep its memory while it waits, if it is the oldest of the pool. Otherwise it is
+                preempted.
         """
         if not self.wait_for_others():
             self.fail(request, self.describe(error))
@@ -199,7 +199,7 @@ class Scheduler(PoolMember):
                 self.give_way()
 
     def retry_later(self, request: Request, error: PoolFullError) -> None:
-        """Send a request that ran out of memory within a step back to the queue. The step is incomplete."""
+        """Send a request back to the queue after it ran out of memory in the middle of a step."""
         if self.running in ([], [request]):
             self.stall(request, error, keep=False)
         else:
@@ -211,7 +211,6 @@ class Scheduler(PoolMember):
         self.failed.append((request, failure(request, error)))
 
     def fail_all(self, error: EngineError) -> None:
-        """End all requests with an error."""
         for request in self.requests:
             self.fail(request, error)
 
@@ -248,8 +247,10 @@ class Scheduler(PoolMember):
             broken.__cause__ = error
 
     def preempt(self, request: Request, *, swap: bool = True) -> None:
-        """Send a request back to the head of the queue and free its memory. `swap`: whether its KV cache may be swapped
-        to disk."""
+        """Send a request back to the head of the queue and free its memory.
+
+        `swap`: whether its KV cache may be swapped to disk.
+        """
         swapped = self._swap_out(request) if swap else None
         if not self.restart(request):
             return
@@ -271,7 +272,7 @@ class Scheduler(PoolMember):
             return None
 
     def restart(self, request: Request) -> bool:
-        """Send a request back to the head of the queue, to start again. Return False if this fails the request."""
+        """Send a request back to the head of the queue to start again. Return False if an error ended it instead."""
         try:
             self.remove(request)
             request.drop(self._runner)
@@ -282,7 +283,7 @@ class Scheduler(PoolMember):
         return True
 
     def remove(self, request: Request) -> None:
-        """Take a request out of its queue."""
+        """Remove a request from its queue."""
         self._full = False
         if self.prefilling is not None and self.prefilling[0] is request:
             self.prefilling = None

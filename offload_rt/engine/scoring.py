@@ -39,7 +39,7 @@ class Score:
 
 @dataclass(eq=False)
 class _Task:
-    # Prompt and continuation. Tokens [scored_from, end) are scored; the last one need not be computed.
+    # `tokens`: prompt and continuation. Tokens from `scored_from` on are scored. The last token is only predicted.
 
     tokens: list[int]
     scored_from: int
@@ -74,7 +74,7 @@ def score(
         continuations: Token ids to score.
         decode_from: Maximum number of prompt tokens to prefill with exact attention. The rest is decoded. None
             prefills all but the last token of each prompt.
-        batch: Maximum number of sequences decoded together. If the pool is full, fewer are.
+        batch: Maximum number of sequences decoded together; fewer if the pool is full.
         on_done: Called after each continuation.
         on_logprobs: Called for each scored token, in order, with the index of the continuation and the
             log-probabilities `[V]` of the whole vocabulary on the model's device.

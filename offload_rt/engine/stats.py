@@ -15,13 +15,13 @@ from .runner import Runner
 
 
 def _mean(rows: list[list[float]], tokens: int) -> float:
-    """Return the sum over steps, divided by layers and `tokens`."""
+    """Return the sum of `rows` `[steps][layers]`, divided by the number of layers and by `tokens`."""
     layers = len(rows[0]) if rows else 0
     return sum(map(sum, rows)) / (layers * tokens) if layers and tokens else 0.0
 
 
 def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:
-    """Return (mean, largest mean of a layer) of the missed attention mass; None if it was not measured."""
+    """Return the missed attention mass as (mean, mean of the worst layer); None if it was not measured."""
     selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
     if not trace.missed or not selecting:
         return None, None
@@ -31,7 +31,7 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 
 @dataclass(frozen=True)
 class Fractions:
-    """Fractions of visible tokens that are fetched (`fetched`) and attended exactly, as means over layers and tokens.
+    """Fractions of visible tokens that are `fetched` and `attended` exactly: means over layers and tokens.
 
     `sparse_*` are means over the layers that select.
     """
@@ -56,7 +56,7 @@ class Fractions:
 
 
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
-    """Return the statistics of a sequence so far, before it is freed."""
+    """Return the statistics of a sequence so far. Call this before the sequence is freed."""
     trace, adapter, pool, config = sequence.trace, runner.adapter, runner.pool, runner.config
     draft, weights, dense = runner.draft, runner.weights, runner.policy.dense_layers
     trace.settle()

@@ -34,7 +34,7 @@ FOLDER = "preempted"  # subfolder of the user's folder, so that other files ther
 
 @dataclass(frozen=True)
 class SwappedSequence:
-    """A sequence on disk: its blocks, also those of sliding layers, and arguments of `Runner.adopt`."""
+    """A sequence on disk: names of its blocks (including sliding layers), and arguments of `Runner.adopt`."""
 
     names: Seq[NamedBlock]
     position: int
@@ -45,7 +45,6 @@ class SwappedSequence:
 
     @property
     def keys(self) -> list[bytes]:
-        """Keys of all blocks."""
         return [name.key for name in self.names]
 
 
@@ -54,8 +53,8 @@ class Swap:
 
     If anything fails (no space, a damaged file), the sequence is computed again. Swap is used only if KV and policy
     state can be restored exactly: KV is not quantised, and the policy learns from keys alone. Blocks of an exact
-    prefill are named by their tokens, so that sequences with a common prompt store it once. The file ends with the
-    process, because it contains users' text.
+    prefill are named by their tokens, so that sequences with a common prompt store it once. The file contains users'
+    text, so it is deleted when the process ends.
 
     Raises:
         StoreError: The folder cannot be used.
@@ -68,7 +67,7 @@ class Swap:
         layers, pool = runner.pool.groups.layers, runner.pool
         slot = layers * layer_bytes(pool, BLOCK_SIZE)
         self._disk = NamelessStore(place, namespace, layers, slot, None if options is None else options.limit)
-        for space in spaces(place):  # files of version 0.1 had names and remained if the process was killed
+        for space in spaces(place):  # version 0.1 used named files, which remained if the process was killed
             shutil.rmtree(space, ignore_errors=True)
         self._saver = Saver(self._disk, runner.pool, runner.transfer.storage)
         self._users: Counter[bytes] = Counter()
@@ -79,13 +78,13 @@ class Swap:
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of all blocks on disk."""
         return self._disk.bytes_used
 
     def swap_out(self, sequence: Sequence, batch: int) -> SwappedSequence | None:
         """Write the KV of a sequence if restoring it is estimated to be faster than computing it again.
 
-        Return None if it must be computed again. `batch` sequences decode together.
+        Return None if it must be computed again. `batch`: number of sequences that decode together.
         """
         if not self._restorable(sequence):
             return None
@@ -175,7 +174,7 @@ class Swap:
         groups, position = self._runner.pool.groups, sequence.position
         provenance_key = SessionProvenance(self._disk.root, f"{FOLDER}-{next(self._ids)}", sequence.provenance)
         names = name_blocks(provenance_key, sequence.tokens, position, [(sequence.exact, position)])
-        # The table may still hold a block that has just left the window. A table that is restored has no slots for it.
+        # The block table may still hold a block that has just left the window. A restored table has no slots for it.
         windows = window_blocks(groups, names, position, sequence.blocks.floor)
         return SwappedSequence(
             [*names, *windows] if groups.full else windows, position, sequence.exact, sequence.shift,

@@ -21,8 +21,8 @@ CHANGED = 1.3  # minimum ratio of step times that counts as a changed load of th
 class ThreadChoice:
     """Run decode steps with all threads or with one, depending on which has been faster recently.
 
-    Beside another busy process, one more thread can make a step slower: with more threads than processors, the step's
-    main thread loses its processor as well. No call of a kernel can see that, but the time of a whole step does. The
+    If another process is busy, several threads can make a step slower: with more threads than processors, the main
+    thread loses its processor at times. Only the time of a whole step shows this, so no kernel can decide it. The
     slower mode is tried again from time to time, less often the longer it stays slower.
     """
 
@@ -40,7 +40,7 @@ class ThreadChoice:
         if device.type != "cpu":
             yield
             return
-        if batch != self._batch:  # times of other batches do not compare
+        if batch != self._batch:  # times of other batch sizes cannot be compared
             self._begin()
             self._batch = batch
         several = self._several ^ (self._trying > 0)

@@ -21,8 +21,8 @@ class Arena:
 
     The kernel allocates pages on first write, so an unused pool needs no memory. Slabs are activated one by one. With
     `pin`, `activate` page-locks the slab and registers it with CUDA, which allocates all its pages and takes a large
-    part of a second per gigabyte. Call it when a sequence is admitted, not during decoding. Without `pin`, `activate`
-    only counts.
+    part of a second per gigabyte. Call `activate` when a sequence is admitted, not during decoding. Without `pin`, it
+    only counts slabs.
 
     The range uses huge pages, for fewer page faults and fewer TLB misses in gathers. A slab in use may therefore take
     its whole size, which the limit includes. The memory is unregistered and unmapped when the arena and all views of
@@ -81,7 +81,7 @@ def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:
         huge_from: Byte from which on huge pages are requested, a multiple of `PAGE`.
 
     Raises:
-        MemoryLimitError: The limits of the process do not allow it.
+        MemoryLimitError: The limits of the process do not allow this size.
     """
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -117,8 +117,8 @@ def page_lock(slab: torch.Tensor, owner: object) -> None:
 def read_in_place() -> bool:
     """Return whether kernels of the current CUDA device can read page-locked memory at its host address.
 
-    Locks a page and asks the driver. WSL 2 does not support it, for example. Raises MemoryLimitError if no page can be
-    locked.
+    This function locks a page and queries the driver. On WSL 2, for example, kernels cannot read it. Raises
+    MemoryLimitError if no page can be locked.
     """
     page = torch.frombuffer(mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     page_lock(page, page)

@@ -54,7 +54,7 @@ class SlotState:
         return SlotState(*(table[:, :slots].clone() for table in self._tables()))
 
     def follow(self, layer: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Apply moves of a layer, (slot, target) pairs, in order."""
+        """Apply moves of a layer in order. A move is a pair (source slot, target slot)."""
         for table in self._tables():
             for slot, target in moves:
                 table[layer, target] = table[layer, slot]

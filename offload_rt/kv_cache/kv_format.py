@@ -14,7 +14,7 @@ import torch
 from ..config import KVFormatName
 from ..utils.config_fields import check_choice
 
-GROUP = 64  # maximum numbers that share a scale
+GROUP = 64  # maximum number of elements that share a scale
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Quantised:
 
     @property
     def groups(self) -> int:
-        """Groups per vector: the minimum with at most `GROUP` elements each."""
+        """Groups per vector: as few as possible with at most `GROUP` elements each."""
         return math.ceil(self.head_dim / GROUP)
 
     @property
@@ -87,7 +87,7 @@ class Quantised:
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Encode rows `[..., d]` as bytes `[..., width]`: the packed codes, then minimum and step of each group."""
-        # The last group is filled with the row's last number, which changes neither its minimum nor its maximum.
+        # Pad the last group with the last element of the row, which changes neither its minimum nor its maximum.
         filling = rows[..., -1:].expand(*rows.shape[:-1], self.groups * self._group_size - self.head_dim)
         grouped = torch.cat((rows, filling), dim=-1).float().unflatten(-1, (self.groups, self._group_size))
         low, high = grouped.aminmax(dim=-1, keepdim=True)

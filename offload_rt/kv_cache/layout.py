@@ -105,7 +105,7 @@ class ArenaLayout:
 
     @property
     def slab_rows(self) -> int:
-        """Distance in rows from one slab to the next: L layers, padded to whole pages."""
+        """Distance in rows from one slab to the next: all layers of a block, padded to whole pages."""
         unit = math.lcm(PAGE, self.row_bytes) // self.row_bytes
         return math.ceil(self.layers * self.layer_rows / unit) * unit
 

@@ -23,10 +23,10 @@ from .process_lock import ProcessLock
 from .stored_rows import StoredRows, blocks_for
 from .window_blocks import WindowBlocks
 
-MOST_TOKENS = 1 << 24  # size of a pool without `limit_bytes`: 16 Mi tokens exceed a batch of the longest contexts
+MOST_TOKENS = 1 << 24  # maximum size without `limit_bytes`: 16 Mi tokens exceed a batch of the longest contexts
 
-# If all layers use sliding windows, blocks of group 0 store no KV and are mere ids. Ids are added `NAMES` at a time;
-# from `MOST_NAMES` on (4 Mi tokens), the pool evicts blocks from the prefix tree before it adds more.
+# If all layers use sliding windows, blocks of group 0 store no KV and are only ids. The pool adds `NAMES` ids at a
+# time. From `MOST_NAMES` ids on (4 Mi tokens), it evicts blocks from the prefix tree first.
 NAMES, MOST_NAMES = 1 << 10, 1 << 16
 
 
@@ -34,9 +34,9 @@ class HostPool(StoredRows):
     """The KV of all sequences, in blocks of 64 tokens, within a fixed number of bytes.
 
     A sequence holds a `BlockTable`. `reserve` allocates slots that only this sequence may write, `write` fills them
-    layer by layer, and `commit` marks tokens as complete in all layers. `runs` and `row_base` return their location.
-    Blocks are reference-counted. A sequence would write into a shared block only if it is its last, partly filled
-    one; `reserve` copies that block first. A full block is never written again unless eviction claims it (`claim`).
+    layer by layer, and `commit` marks tokens as complete in all layers. `runs` returns KV, `row_base` its location.
+    Blocks are reference-counted. The only shared block that a sequence may have to write to is its last, partly filled
+    one; `reserve` copies it first. A full block is never written again unless eviction claims it (`claim`).
 
     Published full blocks stay in the prefix tree after their sequence ends, so that a later sequence with the same
     prefix can reuse them. If memory is needed, they are evicted first, in least-recently-used order from the leaves.
@@ -48,8 +48,8 @@ class HostPool(StoredRows):
     Concurrency: the pool uses no streams and never waits. Only one thread at a time may call it; several threads must
     hold `lock`. `release`, `truncate`, `reserve`, `slide`, `publish` and `claim` may free, copy or exchange blocks.
     Before it calls one of them, the caller must wait for all asynchronous transfers that use these blocks, or order
-    them before the first write of the next holder (with an event on the write-back stream). `runs` may return a token
-    as soon as one layer has written it, but forks and the prefix tree only use tokens below `blocks.length`.
+    them before the first write of the next holder (with an event on the write-back stream). `runs` may return the KV of
+    one layer before the other layers are written. Forks and the prefix tree use only tokens below `blocks.length`.
 
     Args:
         geometry: Layers, KV heads and head size of the model.
@@ -305,8 +305,8 @@ class HostPool(StoredRows):
         Args:
             tokens: Token ids of the prompt.
             *provenance_keys: Accepted KV provenance keys. The first one that matches is used at each block.
-            floor: Sliding-window layers do not see tokens before it. The prefix only counts as cached if their windows
-                are complete from here on.
+            floor: First token that sliding-window layers may see. A prefix counts as cached only if the windows at its
+                end are complete from this token on.
         """
         self._unkey_lost()
         blocks = self._tree.match(tokens, *provenance_keys, usable=lambda path: self._windows.usable(path, floor))
@@ -320,7 +320,7 @@ class HostPool(StoredRows):
         """Insert the full blocks below `blocks.length` into the prefix tree.
 
         If another sequence has published the same tokens with the same provenance, the block table takes over the
-        published block, so that it is stored once.
+        published block, so that the KV is stored once.
 
         Args:
             blocks: The block table of the sequence.
@@ -340,7 +340,7 @@ class HostPool(StoredRows):
         for i, block in instead.items():
             self._drop([blocks.ids[i]])
             blocks.ids[i] = block
-        if self.groups.sliding:  # only blocks without a gap up to the newest token: before a gap, one may be partial
+        if self.groups.sliding:  # only window blocks after the last gap: a block before a gap may be partial
             for i in range(self.window_start(blocks, blocks.length) // BLOCK_SIZE, full):
                 if blocks.ids[i] in self._tree and lost.isdisjoint(blocks.windows[i]):
                     self._windows.keep(blocks.ids[i], blocks.windows[i])

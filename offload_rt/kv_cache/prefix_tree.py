@@ -18,7 +18,7 @@ EXACT = "exact"
 
 
 def root_key(namespace: str) -> bytes:
-    """Return the parent key of first blocks: a digest of `namespace` (the model and its KV format)."""
+    """Return the parent key of the first block of a sequence: a digest of `namespace` (the model and its KV format)."""
     return hashlib.blake2b(namespace.encode(), digest_size=16, person=b"offload-rt root").digest()
 
 
@@ -73,17 +73,17 @@ class PrefixTree:
     """A trie of full blocks, by id.
 
     Nodes are found by digest and then compared by tokens, parent and provenance, so a digest collision is a miss. The
-    tree owns one reference on each of its blocks. The caller counts it: it adds a reference to the blocks that `insert`
-    returns, and drops it from the blocks that `evict` and `unkey` return.
+    tree owns one reference on each of its blocks. The caller counts these references: it adds one to each block that
+    `insert` returns, and drops one from each block that `evict` and `unkey` return.
 
     Invariant: a sequence that holds a block of the tree also holds all its ancestors. A match takes the whole path, a
     fork takes all blocks, and `insert` exchanges a block only if no fork keeps the old path. Descendants of an idle
     block are therefore idle, and eviction from the leaves can free exactly `idle` blocks.
 
-    Idle leaves wait in a heap by last use and recomputation cost (`_Node.rank`), with at most one entry each, so that a
-    short request, such as one for a title, does not evict a long conversation. `evict` validates entries lazily: it
-    drops those that are no longer idle leaves (they are queued again when they become so) and requeues those used
-    since. Finding the idle leaf of the lowest rank thus takes O(log n) on average, without a scan.
+    Idle leaves wait in a heap, with at most one entry each, in the order of last use and recomputation cost
+    (`_Node.rank`). A short request, such as one for a title, therefore does not evict a long conversation. `evict`
+    validates entries lazily: it drops nodes that are no longer idle leaves (they are queued again when they become idle
+    leaves) and requeues nodes that were used since. Finding the idle leaf of the lowest rank takes O(log n) on average.
 
     Not thread-safe.
     """
@@ -134,14 +134,14 @@ class PrefixTree:
     def known_tokens(self, tokens: Sequence[int], *provenance_keys: str) -> int:
         """Return the length of the longest known prefix in tokens, including a part of the last block.
 
-        `match` returns only its full blocks. No references are needed.
+        `match` returns only its full blocks. The caller takes no references.
         """
         parent, known = None, 0
         for data in pack_tokens(tokens, len(tokens)):
             node = next((n for key in provenance_keys if (n := self._find(parent, key, data)) is not None), None)
             if node is None:
                 children = self._tops if parent is None else parent.children
-                # Blocks of other keys may be another client's (cache salts): their tokens must not be visible.
+                # Blocks with other provenance keys may belong to another client (cache salt): do not reveal them.
                 mine = (child for child in children.values() if child.provenance_key in provenance_keys)
                 return known + max((_same_tokens(child.tokens, data) for child in mine), default=0)
             parent, known = node, known + BLOCK_SIZE
@@ -213,7 +213,7 @@ class PrefixTree:
         return gone
 
     def unkey(self, block: int) -> list[int]:
-        """Remove `block` and its descendants, because its content is about to change. Return their ids."""
+        """Remove `block` and its descendants, because its content changes or is lost. Return their ids."""
         return self._remove(self._of[block])
 
     def check_integrity(self, refs: Callable[[int], int]) -> None:

@@ -21,8 +21,8 @@ class ProcessLock:
     def __enter__(self) -> None:
         if os.getpid() != self._process:
             raise InputError(
-                f"this runtime was loaded in process {self._process}, and a fork of it cannot use it: load it after "
-                "the fork, or start workers with multiprocessing's start method 'spawn'"
+                f"this runtime was loaded in process {self._process} and cannot be used in a forked process: load it "
+                "after the fork, or start workers with multiprocessing's start method 'spawn'"
             )
         self._lock.acquire()
 

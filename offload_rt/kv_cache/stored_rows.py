@@ -92,12 +92,9 @@ class StoredRows:
         return range(max(tokens.start, self.window_start(blocks, tokens.stop)), tokens.stop)
 
     def spans(self, blocks: BlockTable, group: int, tokens: range) -> list[SlotSpan]:
-        """Return the slots of `tokens` in a layer group, in token order, in as few spans as possible.
-
-        An empty range has no span, because a sliding-window layer may have no slots there.
-        """
+        """Return the slots of `tokens` in a layer group, in token order, in as few spans as possible."""
         assert tokens.step == 1 and tokens.start >= 0
-        if not tokens:
+        if not tokens:  # a sliding-window layer may have no slots there
             return []
         first = tokens.start // BLOCK_SIZE
         held = self.blocks_of(blocks, group, range(first, blocks_for(tokens.stop)))

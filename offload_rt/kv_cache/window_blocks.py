@@ -65,7 +65,7 @@ class WindowBlocks:
         return found
 
     def release(self, window: tuple[int, ...]) -> None:
-        """Drop the references of a sequence on the window blocks of one place."""
+        """Drop the references of a sequence on the window blocks of one block index."""
         self._table.decref(window)
         block = self._of.get(window[0])
         if block is not None and self._table.refs(window[0]) == 1:

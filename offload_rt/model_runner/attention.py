@@ -36,7 +36,7 @@ def attend(
 
 
 def _known(part: KVPart) -> KVPart:
-    """Return a part without `counts`. Waits for the device if there are counts."""
+    """Remove the padding of a part. Waits for the device if the part has `counts`."""
     if part.counts is None:
         return part
     valid = int(part.counts[0])
@@ -60,7 +60,7 @@ def _attend_part(
 def give_to_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Scale out `[..., d]` for the learned attention sinks, which add to the softmax denominator.
 
-    The log-sum-exp lse `[...]` does not include them. Returns `out` unchanged if `sinks` is None.
+    lse `[...]` is the log-sum-exp without the sinks. Returns `out` unchanged if `sinks` is None.
     """
     return out if sinks is None else (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
 
@@ -68,7 +68,8 @@ def give_to_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | No
 def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None = None) -> torch.Tensor:
     """Return the natural log of sum(exp(scale * q·k)) over all keys, `[H]`, from q `[H, d]` and k `[Hkv, n, d]`.
 
-    Computed on the keys' device. With the lse of the attended tokens it gives the missed attention mass.
+    Computed on the device of the keys. The difference to the lse of the attended tokens gives the missed attention
+    mass.
     """
     grouped = q.to(k.device).view(k.shape[0], -1, k.shape[2])
     return attention_weights(grouped, k, scale, softcap)[1].flatten()
@@ -79,7 +80,7 @@ def group_weights(
 ) -> torch.Tensor:
     """Return softmax weights `[Hkv, n]` of all tokens of `parts`, summed over the query heads of each KV head.
 
-    Takes q `[H, d]` and the lse `[H]` of the union, from `attend`.
+    q is `[H, d]`. lse `[H]` is the log-sum-exp over all parts together, as `attend` returns it.
     """
     kv_heads, d = parts[0].shape[0], q.shape[1]
     grouped, whole = q.view(kv_heads, -1, d), lse.view(kv_heads, -1)

@@ -53,7 +53,7 @@ class DecodeBatch:
         return sequence.slots.context <= self.policy.dense_until
 
     def learns(self, layer: int) -> bool:
-        """Return whether the policy selects in this layer, now or later, and must see its new KV."""
+        """Return whether the policy selects in this layer, now or in a later step, and needs its new KV."""
         return layer < self.geometry.layers and layer not in self.policy.dense_layers
 
     def selects(self, layer: int) -> bool:
@@ -89,7 +89,7 @@ class LayerFetch(Protocol):
 
 
 class StepMode(Protocol):
-    """How the layers of a step store new KV and select tokens."""
+    """Interface of a mode, which stores new KV and selects tokens in each layer of a step."""
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and positions of the step on the device, int64 `[B]` each."""
@@ -100,14 +100,14 @@ class StepMode(Protocol):
         ...
 
     def fetch(self, layer: int, q: torch.Tensor) -> LayerFetch:
-        """Select tokens with the queries q `[H, B, d]` of `layer`, guessed or true, and start fetching them.
+        """Select tokens with the queries q `[H, B, d]` of `layer`, speculated or true, and start fetching them.
 
         Each sequence has a separate selection. KV in shared blocks is fetched once.
         """
         ...
 
     def fetch_all(self, layer: int) -> LayerFetch | None:
-        """Start fetching all visible tokens of a dense layer. Return None to leave it to the decode step."""
+        """Start fetching all visible tokens of a dense layer. If it returns None, the decode step fetches them."""
         ...
 
     def finish(self) -> None:

@@ -33,9 +33,9 @@ from .trace import TransferUse
 
 
 def selects_together(batch: DecodeBatch) -> bool:
-    """Return whether the policy selects for a batch at once, and every sequence is long enough to select.
+    """Return whether the policy can select for the whole batch at once, and every sequence is long enough to select.
 
-    Models with capped scores attend sequence by sequence.
+    False for models with capped scores: they attend sequence by sequence.
     """
     selects = any(batch.selects(layer) for layer in range(batch.geometry.layers)) and batch.geometry.softcap is None
     ready = all(s.position > 0 and s.state.scoring_keys and not batch.sees_all(s) for s in batch.sequences)
@@ -48,9 +48,9 @@ NOTHING = VisibleTokens(range(0), range(0), range(0))
 
 
 class StepInputs:
-    """Inputs of a step's launches for `size` sequences of up to `capacity` tokens, at fixed addresses.
+    """Kernel inputs of a step for `size` sequences of up to `capacity` tokens, at fixed addresses.
 
-    `load` writes their values before a step. A batch may be smaller: padding rows see no tokens and are not stored.
+    `load` writes the values before a step. A smaller batch is padded with rows that see no tokens and are not stored.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class StepInputs:
         lists = size * geometry.kv_heads
         self._newest = torch.zeros(4 * size + lists, dtype=torch.int64, device=device)
         self._bounds = torch.zeros(4 * lists + 2 * size, dtype=torch.int32, device=device)
-        # Newest tokens: ids, positions, slots and places in the resident KV, int64 `[B]` each; slots by head `[P]`.
+        # Newest tokens: ids, positions, slots and indices in the resident KV, int64 `[B]` each; slots per list `[P]`.
         parts = self._newest.split([size, size, size, size, lists])
         self.tokens, self.positions, self.slots, self.places, self.slots_by_head = parts
         starts, stops, limits, contexts, *resident = self._bounds.split([lists, lists, size, size, lists, lists])
         # Candidates of layers without a sliding window.
         self.candidates = Spans(starts, stops, limits, contexts, capacity, rule.most(capacity))
-        # First and end of the places of visible resident KV, int32 `[P]` each.
+        # Start and end of the visible entries in the resident KV, int32 `[P]` each.
         self.resident = resident[0], resident[1]
 
     def load(self, batch: DecodeBatch) -> None:
@@ -105,7 +105,7 @@ class StepInputs:
             q: Scaled queries `[P, G, d]`.
             resident: Resident KV.
             fetched: Fetched KV `[P, n, d]` with its counts.
-            tokens: Their token indices `[P, n]`.
+            tokens: Token indices of the fetched KV `[P, n]`.
             lse: Log-sum-exp `[P, G]` of the attention.
         """
         (sinks, recent), lists = (self._policy.sinks, self._policy.recent), len(q)
@@ -113,7 +113,7 @@ class StepInputs:
         kept = dispatch.read_lists(resident, resident.tensors[0].shape[1], stop[:: self._heads, 0])
         at = torch.arange(kept.shape[1], device=q.device)
         newest = self.slots_by_head.unsqueeze(1)
-        # Position `at` of the ring holds the newest token whose distance to the newest one fits.
+        # Index `at` of the ring holds the last token t <= newest with t = at (mod recent).
         there = torch.where(at < sinks, at, newest - (newest - at) % recent)
         place = torch.arange(tokens.shape[1], device=q.device)
         assert fetched.counts is not None
@@ -188,7 +188,7 @@ class BatchedMode:
         return BatchedFetch(batch, inputs, layer, counts, pending)
 
     def finish(self) -> None:
-        """Record the step in the traces. Wait for the device only if a recorder needs the selection."""
+        """Record the step in the traces. Waits for the device only if eviction or a recorder needs the selection."""
         batch, rows = self._batch, self._inputs.rows
         seeing_all = batch.geometry.layers - len(batch.geometry.sliding)
         for sequence in batch.sequences:
@@ -221,7 +221,7 @@ class BatchedMode:
 class LayerSelection:
     """Selected token indices of a layer, int64 `[P, n]`, padded. The first `counts[b]` entries of each list are valid.
 
-    `tally` is `PendingBatchFetch.tally`: the number of transferred entries.
+    `tally` is `PendingBatchFetch.tally`: numbers of transferred entries and of working-set hits.
     """
 
     layer: int
@@ -285,7 +285,7 @@ class StepModes:
         return PerSequenceMode(batch) if inputs is None else BatchedMode(batch, inputs)
 
     def load(self, batch: DecodeBatch, size: int | None = None) -> StepInputs | None:
-        """Return inputs for `size` sequences that hold the batch. None means the batch size.
+        """Load the batch into inputs for `size` sequences and return them. None means the batch size.
 
         Return None if the policy or the transfer cannot select for a batch at once.
         """

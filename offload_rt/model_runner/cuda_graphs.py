@@ -1,13 +1,13 @@
 """Capture decode steps as CUDA graphs, one per batch size and bucket of context lengths, and replay them.
 
 Sequences, lengths and tokens are data in `batched.StepInputs`, so that a graph serves all batches of its size. Batch
-sizes are rounded up; the remaining rows are padding. A launch takes the host 5 to 25 µs and a step of an 8B model makes
-1,500 of them; on an H100 a replayed step takes 10.6 ms instead of 67 (`eval/results/gpu`).
+sizes are rounded up; the remaining rows are padding. A launch takes the host 5 to 25 µs, and a step of an 8B model has
+1,500 launches. On an H100, a replayed step takes 10.6 ms instead of 67 ms (`eval/results/gpu`).
 
 A step runs eagerly if a launch depends on more than the inputs (policies without a `rule`, columns chosen from the
-prompt, working sets, shared blocks, eviction, streamed weights), or if the host must read values in it (recorders,
-measurement of missed mass). The first step of each size is eager too, because it compiles kernels. If a capture fails,
-all later steps are eager, and one warning says so.
+prompt, working sets, shared blocks, eviction, streamed weights), or if the host must read values during the step
+(recorders, measurement of missed mass). The first step of each size is eager too, because it compiles kernels. If a
+capture fails, all later steps are eager, and one warning is logged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Graph(Protocol):
-    """Launches that can be replayed. Memory allocated by them belongs to the graph."""
+    """A recorded sequence of kernel launches. The graph owns the memory that they allocate."""
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
         """Capture the launches of `body`. Return its results, which are valid after `replay`."""
@@ -66,7 +66,7 @@ class _Captured:
     def __init__(self, graph: Graph, batch: DecodeBatch, inputs: StepInputs) -> None:
         self._graph = graph
         self._layers = [layer for layer in range(batch.geometry.layers) if batch.selects(layer)]
-        # A graph cannot wait for earlier write-backs, so the compute stream waits for them before it.
+        # A graph cannot wait for earlier write-backs, so the compute stream waits for them before the capture.
         inputs.rows.join()
         inputs.rows.written(behind=False)
         self._logits, *self._counts = graph.capture(lambda: _body(batch, inputs))
@@ -76,7 +76,7 @@ class _Captured:
         inputs.rows.join()
         self._graph.replay()
         inputs.rows.written(behind=True)
-        # The next replay overwrites both; these copies are ordered before it.
+        # Copy counts and logits: the next replay overwrites them.
         counts = torch.stack(self._counts).unbind()
         mode.selected = [
             LayerSelection(layer, own.new_empty(0), own, None) for layer, own in zip(self._layers, counts, strict=True)
@@ -154,16 +154,16 @@ class GraphSteps:
         held = [each for each, graph in self._captured.items() if graph is not None]
         for oldest in held[: len(held) + 1 - self._most]:
             self._captured[oldest] = None
-        # Reinsert it, so that the dictionary stays in order of age.
+        # Reinsert the key, so that the dictionary stays ordered by age.
         del self._captured[inputs]
         self._captured[inputs] = captured = _Captured(self._make(), batch, inputs)
         return captured
 
 
 def _capturable(batch: DecodeBatch) -> bool:
-    """Return whether the launches of a step depend only on the inputs, and the host reads no values in it."""
+    """Return whether the launches of a step depend only on the inputs, and the host reads no values."""
     own = (batch.policy.rule is not None and batch.policy.rule.own_bases) or batch.geometry.sliding
-    # Layers that transformers wrote may launch anything, and slots of recurrent state may move.
+    # Layers implemented by transformers may launch anything, and slots of recurrent state may move.
     opaque = batch.geometry.experts or batch.geometry.states
     alone = not (batch.sharing.overlapping or opaque or own)
     watched = any(s.slots.listens or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
@@ -173,8 +173,8 @@ def _capturable(batch: DecodeBatch) -> bool:
 def steps_for(config: EngineConfig, device: torch.device, modes: StepModes, *, streams: bool) -> Steps:
     """Return the runner of decode steps for a configuration.
 
-    `streams` states that the host copies weights in every step, which excludes graphs. Raises ConfigError if graphs are
-    requested on a device without them.
+    `streams` is True if the host copies weights in every step. Then all steps are eager. Raises ConfigError if graphs
+    are requested on a device that does not support them.
     """
     most = max_graphs(config, device, streams=streams)
     if not most:
@@ -185,7 +185,7 @@ def steps_for(config: EngineConfig, device: torch.device, modes: StepModes, *, s
 def max_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:
     """Return the maximum number of graphs; 0 for eager steps. Raises ConfigError like `steps_for`.
 
-    With `device_memory` there is one graph at a time, whose memory is part of the plan (`DeviceCosts.graphs`).
+    With `device_memory`, only one graph is kept, and its memory is part of the plan (`DeviceCosts.graphs`).
     """
     if config.cuda_graphs and device.type != "cuda":
         raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this is {str(device)!r}: remove the option")

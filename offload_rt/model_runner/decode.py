@@ -73,13 +73,13 @@ class DecodeStep:
         return adapter.logits(x)
 
     def _through_stages(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """Run the decoder layers without attention behind `layer` on `x` `[B, D]`."""
+        """Run the decoder layers without attention that follow `layer`, on `x` `[B, D]`."""
         for stage in self.adapter.stages(layer):
             x = stage.run(x)
         return x
 
     def _evict(self, sequence: Sequence) -> None:
-        """In a full pool, move the token that leaves the window to its victim's slot, before any layer selects."""
+        """If the pool is full, move the token that leaves the window to the evicted slot, before any layer selects."""
         for layer in range(self.batch.geometry.layers):
             if (moved := sequence.slots.displaced(layer)) is not None:
                 self.transfer.storage.displace(sequence.blocks, layer, *moved)

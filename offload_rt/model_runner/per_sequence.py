@@ -52,7 +52,7 @@ def append_each(batch: DecodeBatch, layer: int, k: torch.Tensor, v: torch.Tensor
 
 
 class PerSequenceMode:
-    """Select with each sequence's policy state in turn."""
+    """Select for one sequence after the other, each with its policy state."""
 
     def __init__(self, batch: DecodeBatch) -> None:
         self._batch = batch
@@ -90,7 +90,7 @@ class PerSequenceMode:
     def _select(self, layer: int, sequence: Sequence, q: torch.Tensor, visible: VisibleTokens) -> Selection | None:
         """Return the selection for q `[H, d]`, or None to attend to all tokens.
 
-        Wait for device counts only if eviction or a recorder needs them.
+        Waits for the counts on the device only if eviction or a recorder needs them.
         """
         if self._batch.sees_all(sequence):
             return None

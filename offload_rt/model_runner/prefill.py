@@ -29,8 +29,8 @@ class Prefill:
     the policy if needed. Reserve the blocks first. After the last layer, `logits` `[n, V]` holds the logits of the last
     n tokens, and the caller commits the block table.
 
-    If KV is on disk, a layer need not fit in memory. The prompt then passes through the layers segment by segment and
-    attends to earlier KV block by block.
+    If KV is on disk, the KV of a layer need not fit in memory. The prompt then passes through the layers segment by
+    segment and attends to earlier KV block by block.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class Prefill:
         self._begin_segment(sequence.blocks.length)
 
     def _begin_segment(self, start: int) -> None:
-        """Embed the next segment, starting at token `start`."""
         adapter, stop = self._adapter, min(self.stop, start + self._segment_tokens)
         self._start, self._segment_stop, self._layer = start, stop, 0
         self._slices = slices_of(stop - start, self._slice_tokens)
@@ -172,7 +171,7 @@ class Prefill:
         return geometry.keeps_state(geometry.layers - 1)
 
     def _computed(self, last: bool) -> list[slice]:
-        """Return the slices that need outputs of the present layer, which is the last one or not."""
+        """Return the slices whose output is needed: all, but in the `last` layer often only the last slice or none."""
         if not last or self._every_logits is not None or self._keeps_state:
             return self._slices
         return self._slices[-1:] if self._logits_of and self._last else []
@@ -180,7 +179,7 @@ class Prefill:
     def _attend_past(self, rows: PrefilledLayer, slices: list[slice]) -> None:
         """Compute attention and MLP of `slices`, reading earlier KV once for all of them, block by block.
 
-        Earlier KV that is new to the policy is passed to it.
+        Earlier KV that the policy state does not cover yet is passed to it.
         """
         adapter, layer, state, geometry = self._adapter, self._layer, self.sequence.state, self._adapter.geometry
         attending = []
@@ -217,7 +216,8 @@ def learn(state: PolicyState, layer: int, rows: KVPart, at: int, start: int) -> 
         state.on_values(layer, rows.v[:, known:], at + known)
 
 
-# Hidden states, queries and outputs of a segment. Larger segments read earlier KV less often and need more memory.
+# Bytes of hidden states, queries and outputs of a segment. Larger segments read earlier KV less often and need more
+# memory.
 SEGMENT_BYTES = {"cpu": 32 << 20, "device": 512 << 20}
 
 

@@ -12,7 +12,7 @@ from .sequence import Sequence
 
 
 def rebalance(batch: Seq[Sequence], pool: HostPool, storage: KVStorage, policy: Policy) -> None:
-    """Move blocks from the longest sequence of the batch to sequences that need a block and find none free.
+    """Move blocks from the longest sequence of the batch to sequences that need a block when no block is free.
 
     The longest sequence stays at least as long as the others. A sequence that gets no block overwrites its own tokens.
     """

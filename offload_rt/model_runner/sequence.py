@@ -24,8 +24,8 @@ class Sequence:
         blocks: Block table.
         slots: Slots of the tokens in `blocks`.
         position: Number of tokens that are computed in every layer. A decode step computes the next one.
-        exact: Number of first tokens whose KV comes from exact attention.
-        unlearned: Number of first tokens whose KV was cached. The next prefill passes their keys to the policy state.
+        exact: Number of leading tokens whose KV comes from exact attention.
+        unlearned: Number of leading tokens whose KV was cached. The next prefill passes their keys to the policy state.
         learned: Number of `unlearned` tokens that the policy state already covers, because it was copied from another
             sequence.
         shift: Number of tokens removed by truncation. A token t that is not computed yet has position t + shift.
@@ -37,7 +37,7 @@ class Sequence:
         draft_start: First draft token that may be rejected, or None. Its sliding windows are kept until then.
         drafter: Sequence of the same text in the draft model's KV cache.
         state_slots: Recurrent state of all sequences; None if the model has none.
-        state_slot: Slot of this sequence in it.
+        state_slot: Slot of this sequence in `state_slots`.
     """
 
     id: int

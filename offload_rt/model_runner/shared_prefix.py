@@ -1,7 +1,7 @@
 """Find prefixes that sequences of a batch share (ChunkAttention, Hydragen).
 
-The block lists of the sequences in sorted order form a trie. A *segment* is a maximal run of blocks with the same
-sequences below. `kernels.segments.attend_runs` attends over segments and private parts, and reads shared KV once.
+The block lists of the sequences in sorted order form a trie. A *segment* is a maximal run of blocks that the
+same sequences share. `kernels.segments.attend_runs` attends over segments and private parts, and reads shared KV once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Share policy state, such as approximate KV, between sequences with a common prefix.
 
 State of a token depends on its key and value only (`PolicyState.fork_prefix`), which are equal in shared blocks. Only
-state of tokens that a prefill computed is shared. State is not shared with quantised KV or eviction.
+state of tokens that a prefill computed is shared. State is not shared if the KV is quantised or tokens are evicted.
 """
 
 from __future__ import annotations

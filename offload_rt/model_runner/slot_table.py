@@ -42,11 +42,14 @@ class SlotTable(Protocol):
 
     @property
     def grows(self) -> bool:
-        """Whether the sequence takes a new block when the last one is full, possibly one freed by eviction."""
+        """Whether `rebalance` reserves the next block of the sequence when the last one is full."""
         ...
 
     def displaced(self, layer: int) -> tuple[int, int] | None:
-        """Return (slot, victim): KV in `slot` must move to `victim` before the newest token takes `slot`."""
+        """Return (slot, victim), or None.
+
+        The KV in `slot` must move to slot `victim` before the newest token takes `slot`.
+        """
         ...
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
@@ -168,7 +171,10 @@ class InPlaceEviction:
             self._overwrite(blocks, position)
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
-        """Evict victims in every layer. Survivors of the last block fill their slots, and the ring moves down."""
+        """Evict victims in every layer.
+
+        Tokens that remain of the last block fill the freed slots, and the ring moves.
+        """
         remaining, used = blocks.capacity - BLOCK_SIZE, self.context
         first, dropped = remaining - self._recent, used - remaining
         if first <= self._sinks or dropped <= 0 or not self._owns(blocks, first):
@@ -257,6 +263,6 @@ class InPlaceEviction:
 
 
 def _filled(gone: set[int], vacated: range) -> Moves:
-    """Return moves that fill the slots of the victims `gone` with survivors of `vacated`."""
+    """Return moves from `vacated` slots whose tokens remain to the slots of the victims `gone`."""
     holes = sorted(gone - set(vacated))
     return list(zip((slot for slot in vacated if slot not in gone), holes, strict=True))

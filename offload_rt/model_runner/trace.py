@@ -27,7 +27,7 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class TransferUse:
-    """Size of the transfer of a selection: `pair_bytes` per selected token and KV head (`heads`).
+    """Transfer size of a selection: `pair_bytes` per selected token and KV head (`heads`).
 
     Attributes:
         tally: int64 `[2]` on the device: number of entries that were transferred, and number of working-set hits. None
@@ -61,7 +61,7 @@ class Trace:
         drafted: Number of draft tokens.
         accepted: Number of accepted draft tokens.
         draft_steps: Number of decode steps that computed draft tokens.
-        alone_seconds: Estimated time of the tokens without drafts; infinite if unknown.
+        alone_seconds: Estimated decode time of the same tokens without drafts; infinite if unknown.
         diverged_at: First prompt token that was not cached. None without a cache look-up.
         missed: (step, missed attention mass `[layers]`) of sampled steps. The mass is a mean over query heads, and 0 in
             dense layers.
@@ -100,7 +100,7 @@ class Trace:
 
     @property
     def draft_speedup(self) -> float | None:
-        """Estimated time without drafts over the measured time; None if unknown."""
+        """Estimated decode time without drafts divided by the measured time; None if unknown."""
         known = self.decode_seconds and 0 < self.alone_seconds < math.inf
         return self.alone_seconds / self.decode_seconds if known else None
 
@@ -124,7 +124,7 @@ class Trace:
         return float(self.savings[1].sum()) / max(1.0, float(self.savings[3].sum()))
 
     def hit_shares(self) -> list[float]:
-        """Return entries found in the working set over tokens in context, mean over steps, `[layers]`."""
+        """Return working-set hits per KV head divided by the context length, averaged over steps, `[layers]`."""
         self.settle()
         if self.savings is None or not self.fetched:
             return [0.0] * self.layers
@@ -179,7 +179,7 @@ class Trace:
         return replace(self, **rows, savings=savings)  # type: ignore[arg-type]
 
     def restart(self, reused: int) -> Trace:
-        """Return the trace of a sequence that starts with `reused` computed tokens of this one."""
+        """Return a new trace for a sequence that starts with `reused` computed tokens of this one."""
         before = self.disk_before
         return Trace(
             self.layers, self.missed_every, prompt_tokens=self.prompt_tokens, reused_tokens=reused, disk_before=before

@@ -19,7 +19,7 @@ from .sequence import Sequence
 class VerificationPass:
     """Compute the next `counts[b]` tokens of each sequence b with full attention. Slots must be reserved.
 
-    KV, scoring keys and windows are written. Tokens are not committed.
+    The pass writes KV, scoring keys and windows, but commits no tokens.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Adapters: transformers' own modules, called layer by layer. The registry maps architectures to them."""
+"""Model adapters, which call transformers' own modules layer by layer, and their registry by architecture."""

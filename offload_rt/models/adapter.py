@@ -1,4 +1,4 @@
-"""The runtime's interface to a model: its layers in parts, without attention itself.
+"""The runtime's interface to a model: the parts of its layers, except attention itself.
 
 Every call takes T tokens of any sequences, in any order, with their positions. An adapter owns no cache and no loop. It
 calls the modules of a loaded transformers model (norms, projections, rotary embedding, MLP).
@@ -51,7 +51,7 @@ class ModelAdapter(ABC):
         return self.with_state(slots.view([slots.take()]))
 
     def stages(self, layer: int) -> Sequence[Stage]:
-        """Return the decoder layers without attention behind attention layer `layer`, or before the first (-1).
+        """Return the decoder layers without attention after attention layer `layer`, or before the first (-1).
 
         The caller runs them after `mlp` (or `embed`), each for all tokens.
         """
@@ -104,7 +104,7 @@ class ModelAdapter(ABC):
         Raises:
             ModelError: The model uses absolute positions.
         """
-        raise ModelError("this model has absolute positions: cached keys cannot be moved to others")
+        raise ModelError("this model has absolute positions, so cached keys cannot be moved to other positions")
 
     def sinks(self, layer: int) -> torch.Tensor | None:
         """Return the learned sink score of each head, `[H]` in float32 or wider, or None if the model has no sinks.
@@ -134,7 +134,7 @@ class ModelAdapter(ABC):
 
 
 class ForwardingAdapter(ModelAdapter):
-    """Adapter that forwards every call to `inner`. Subclasses override single methods."""
+    """Adapter that forwards every call to `inner`. Subclasses override individual methods."""
 
     def __init__(self, inner: ModelAdapter) -> None:
         super().__init__(inner.geometry, inner.dtype, inner.device)

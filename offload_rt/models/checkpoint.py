@@ -26,6 +26,7 @@ from .multimodal import belongs_to, is_multimodal, text_config, unused_modules, 
 from .packed_checkpoint import read_checkpoint
 from .registry import architectures, unsupported
 from .source import ModelSource
+from .stored_tensors import check_complete, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -132,8 +133,8 @@ def read_weights(
         source: The checkpoint.
         config: Its configuration.
         device: Device to load onto.
-        dtype: Dtype of the weights. None keeps that of the file.
-        moved: Whether weights will be moved between memories.
+        dtype: Dtype of the weights. None keeps the dtype of the file.
+        moved: Whether weights will be moved between host and device memory.
 
     Raises:
         ModelError: A weight is missing, damaged or has the wrong shape. (transformers would initialise it randomly.)
@@ -218,9 +219,13 @@ def build_skeleton(source: ModelSource, config: PreTrainedConfig, dtype: torch.d
 
 
 def _check_weight_files(source: ModelSource) -> None:
-    """Raise ModelError if the checkpoint is a folder without safetensors files."""
+    """Raise ModelError if the checkpoint is a folder without complete safetensors files."""
     folder = source.folder
-    if folder is None or any(folder.glob("*.safetensors")):
+    if folder is None:
+        return
+    if any(folder.glob("*.safetensors")):
+        for file in weight_files(folder):
+            check_complete(file)
         return
     pickled = any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth"))
     what = "only pickled weights, which are never loaded because they can run code" if pickled else "no weights"
@@ -267,7 +272,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 def resolve_dtype(
     dtype: str | torch.dtype, source: ModelSource, config: PreTrainedConfig, device: torch.device
 ) -> torch.dtype | None:
-    """Return the dtype, or None for that of the weights if the configuration does not state one.
+    """Return the dtype, or None for the dtype of the weights if the configuration does not state one.
 
     "auto" is the checkpoint's dtype on CUDA (bfloat16 for GGUF files). On a CPU it is bfloat16 for half-precision
     checkpoints, because decoding is bound by reading weights, and at least float32 for others. Without compiled code it

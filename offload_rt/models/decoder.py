@@ -63,9 +63,9 @@ class AttentionTemperature:
 
 
 class DecoderAdapter(ModelAdapter):
-    """`ModelAdapter` for a transformers decoder with rotary positions. Calls its modules except attention.
+    """`ModelAdapter` for a transformers decoder with rotary positions. It calls the decoder's modules except attention.
 
-    Decoder layers without attention are called as transformers wrote them (`recurrent`).
+    Decoder layers without attention run unchanged (`recurrent`).
     """
 
     def __init__(self, model: Any) -> None:
@@ -192,7 +192,7 @@ class DecoderAdapter(ModelAdapter):
     def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return the output gate of the tokens whose layer input is `hidden`, or None if the model has none.
 
-        In a decode step `qkv` has computed it with the queries of the same tokens.
+        In a decode step, `qkv` has already computed the gate of these tokens.
         """
         if not self._projections[layer].gated:
             return None
@@ -243,7 +243,7 @@ def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.M
             reason="latent_attention",
         )
     rotary = _rotary_module(decoder)
-    # Recurrent layers know the order of tokens, so hybrids may have no positions.
+    # Recurrent layers know the order of tokens, so hybrid models may have no rotary positions.
     if len(at) == len(layers) and not any(hasattr(decoder, each) for each in _ROTARY):
         raise ModelError(f"{name} has no rotary positions (rotary_emb) and no registered adapter", reason="positions")
     types = _layer_types(config, at) or []
@@ -290,8 +290,10 @@ def _scale(attention: Any, head_dim: int) -> float:
 
 
 def _declared(config: Any, name: str) -> Any:
-    """Return a configuration entry, or None if its class has no such field. As in transformers, undeclared entries of
-    a file are ignored."""
+    """Return a configuration entry, or None if the configuration class has no such field.
+
+    As in transformers, undeclared entries of a file are ignored.
+    """
     return getattr(config, name, None) if any(field.name == name for field in fields(config)) else None
 
 

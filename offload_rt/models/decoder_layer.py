@@ -25,8 +25,8 @@ _MLP = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
 class Norms:
     """Names of a layer's norms before and after attention and MLP, each None if there is none.
 
-    If `parallel` is set, the MLP reads the layer's input instead of the residual stream after attention. Without a norm
-    of its own, it uses the norm of the attention's input.
+    If `parallel` is set, the MLP reads the layer's input instead of the residual stream after attention. If it has
+    no separate norm, it uses the norm of the attention's input.
     """
 
     before_attention: str | None
@@ -64,7 +64,7 @@ class DecoderLayer:
     """The computation of one layer before and after its attention."""
 
     def __init__(self, module: Any) -> None:
-        """Raise ModelError if the layer's norms match no placement, or a module with weights is unused."""
+        """Raise ModelError if the layer's norms match no known placement, or a module with weights is unused."""
         self.attention = attention_of(module)
         lone = self.attention is getattr(module, "mixer", None)
         self._mlp: Any = None if lone else first_of(module, _MLP)
@@ -157,7 +157,7 @@ def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _is_llama_norm(module: nn.Module) -> bool:
-    """Return whether the module's `forward` has the same bytecode as that of `LlamaRMSNorm`."""
+    """Return whether the module's `forward` has the same bytecode as `LlamaRMSNorm.forward`."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     ours, theirs = (getattr(kind.forward, "__code__", None) for kind in (type(module), LlamaRMSNorm))
@@ -170,13 +170,13 @@ Norm = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Projections:
-    """Projections of one layer, to `[heads, T, d]`, before rotation.
+    """Projections of one layer. Queries, keys and values are `[heads, T, d]`, before rotation.
 
     If keys and values have different widths, d is the larger one and the other is padded with zeros. Zeros do not
     change scores, and `output` removes them from attention outputs.
 
     An output gate multiplies attention outputs before the output projection. It is computed by `q_proj` (Qwen 3.5, for
-    each head behind its query) or by `g_proj` (LFM3, one number per head).
+    each head after its query) or by `g_proj` (LFM3, one number per head).
     """
 
     def __init__(self, attention: Any, heads: int, kv_heads: int) -> None:

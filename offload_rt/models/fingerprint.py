@@ -76,7 +76,7 @@ def fingerprint(model: Any) -> str:
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return all weights by name. Buffers are included for packed models, because some formats keep numbers there."""
+    """Return all weights by name. Buffers are included for packed models, because some formats keep weights there."""
     buffers = {} if packing_of(model) is None else dict(model.named_buffers())
     return {**dict(model.named_parameters()), **buffers}
 
@@ -191,7 +191,7 @@ def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
 
 
 def file_identity(path: Path) -> tuple[Any, ...]:
-    """Return values that change with the contents of a file. Raise OSError."""
+    """Return values that change with the contents of a file. Raises OSError if it cannot be accessed."""
     status = path.stat()
     # Copying or restoring a file can preserve its mtime, but not its ctime.
     return path.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -27,7 +27,7 @@ def keys_and_values(
 def attend_layer(adapter: ModelAdapter, layer: int, q: torch.Tensor, kv: KVPart, position: int) -> torch.Tensor:
     """Return exact attention `[H, m, d]` of the last m of n tokens, given q `[H, m, d]` and kv `[Hkv, n, d]` each.
 
-    `position` is that of the first query.
+    `position` is the position of the first query.
     """
     geometry, window, sinks = adapter.geometry, adapter.geometry.windows[layer], adapter.sinks(layer)
     scale, cap = geometry.scales[layer], geometry.softcap
@@ -59,7 +59,7 @@ def residual_after_attention(
         hidden: The layer's input, `[m, D]`.
         q: Queries of the m tokens, `[H, m, d]`.
         kv: KV of n tokens, each `[Hkv, n, d]`. Only the first `seen` tokens are attended.
-        seen: Number of tokens in `kv` up to and including the last query's.
+        seen: Number of tokens in `kv` up to and including the last query token.
         position: Position of the first query. Required if `kv` does not begin at the first token.
     """
     part = KVPart(kv.k[:, :seen], kv.v[:, :seen])

@@ -28,13 +28,13 @@ def _nibbles(data: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _bits(data: torch.Tensor, bits: int, size: int) -> torch.Tensor:
-    """Return numbers of `bits` bits: the lowest ones of each `size` bytes, followed by the next ones."""
+    """Return fields of `bits` bits: the lowest field of each of `size` bytes, followed by the next fields."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return (data.reshape(len(data), -1, 1, size) >> shifts & (1 << bits) - 1).flatten(1)
 
 
 def _fifth_bits(data: torch.Tensor) -> torch.Tensor:
-    """Return bit i of 4 bytes as number i."""
+    """Return the 32 bits of each 4 bytes as 32 numbers."""
     return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
 
 

@@ -119,7 +119,6 @@ def _text(file: BinaryIO) -> str:
 
 
 def _skip(file: BinaryIO, kind: int) -> None:
-    """Skip a metadata value."""
     if kind == _ARRAY:
         inner, count = _read(file, "<IQ")
         if inner in _SIZES:

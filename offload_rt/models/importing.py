@@ -14,8 +14,12 @@ import torch
 from ..config import Quantize
 from ..errors import ConfigError
 from ..kernels.packed_format import PackedFormat
+from .checkpoint import read_config
 from .fingerprint import cache_folder, file_identity
+from .folder_import import FolderImport
 from .gguf_import import GGUFImport
+from .importers import IMPORTERS
+from .linear import packing
 from .packed_cache import cached_folder, is_complete
 from .packed_checkpoint import CannotPackError
 from .source import ModelSource
@@ -57,12 +61,16 @@ def conversion_of(source: ModelSource, device: torch.device, quantize: Quantize)
 
     Raises:
         ConfigError: `quantize` does not fit the checkpoint.
+        ModelError: The configuration is damaged or not supported.
     """
-    if source.gguf is None:
-        return None
-    if quantize in ("int4", "int8"):
+    if source.gguf is not None and quantize in ("int4", "int8"):
         raise ConfigError(f"quantize={quantize!r} is for 16-bit checkpoints, and {source} is quantised already")
-    return GGUFImport(source) if quantize == "auto" and device.type == "cpu" else None
+    if quantize != "auto" or device.type != "cpu":
+        return None
+    if source.gguf is not None:
+        return GGUFImport(source)
+    config = read_config(source)
+    return FolderImport(source, config) if packing(config) in IMPORTERS else None
 
 
 def packed_home() -> Path:
@@ -102,6 +110,6 @@ def packed_source(conversion: Conversion) -> ModelSource:
         refused.touch()
         return source
     except OSError as error:
-        _log.warning("the weights of %s are dequantised, because they cannot be cached: %s", source, error)
+        _log.warning("the weights of %s are loaded by transformers, because they cannot be cached: %s", source, error)
         return source
     return replace(source, place=str(folder), gguf=None)

@@ -97,8 +97,9 @@ class OPTAdapter(LearnedPositionsAdapter):
 
 
 class GPT2Adapter(LearnedPositionsAdapter):
-    """`ModelAdapter` for `GPT2LMHeadModel`. A Conv1D for q, k and v has the transpose of a linear layer's weight.
+    """`ModelAdapter` for `GPT2LMHeadModel`.
 
+    q, k and v come from one Conv1D, whose weight is the transpose of a linear layer's weight.
     `geometry.scales` accounts for `scale_attn_by_inverse_layer_idx` and `scale_attn_weights=False`.
     """
 

@@ -30,7 +30,7 @@ from .checkpoint import (
 )
 from .fingerprint import FingerprintCache, LiveWeights, fingerprint
 from .importing import conversion_of, packed_source
-from .linear import GGUF_NOTE, packing, packing_of, use_backends
+from .linear import GGUF_NOTE, backend_of, packing, packing_of, use_backends
 from .linear.quantize import quantize_layers
 from .multimodal import is_multimodal, text_config
 from .registry import adapter_for, architectures, refuse_unverified
@@ -78,13 +78,15 @@ class LoadedModel:
     live: LiveWeights | None = None
 
     def weights_provenance(self) -> str:
-        """Return the part of the KV provenance that separates KV of the present weights from KV of weights before a
-        change in place. Raises ModelError if a module of the model was replaced."""
+        """Return the part of the KV provenance key that changes if the caller changes weights in place.
+
+        Raises ModelError if a module of the model was replaced.
+        """
         changes = 0 if self.live is None else self.live.changes()
         return f"weights-{changes} " if changes else ""
 
     def check_weights_unchanged(self) -> None:
-        """Raise ModelError if the weights are not those of the fingerprint, which stored sessions are named by."""
+        """Raise ModelError if the weights changed after the fingerprint, which identifies stored sessions."""
         if self.weights_provenance():
             raise ModelError(
                 "the model's weights were changed after this LLM was created, and its sessions belong to the previous "
@@ -158,7 +160,7 @@ def _read_checkpoint(
     max_model_len: int | None,
     quantize: Quantize,
 ) -> PreTrainedModel:
-    """Read the weights. Arguments and errors are those of `load_model`."""
+    """Read the weights. See `load_model` for arguments and errors."""
     config = read_config(source)
     _refuse_early(source, config, verify, max_model_len)
     report("reading the weights")
@@ -205,6 +207,8 @@ def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: 
     if packing(model.config) == "gguf" and packing_of(model) is None:
         warnings.warn(GGUF_NOTE, stacklevel=3)
     model.train(False)
+    if (backend := backend_of(model.config)) is not None:
+        backend.prepare(model, None, moved=False)
 
 
 def check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
@@ -282,7 +286,7 @@ def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreT
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the end-of-text ids of the generation configuration, else of the model's, else of the tokenizer."""
+    """Return the end-of-text ids from the first of: generation configuration, model configuration, tokenizer."""
     generation = getattr(model, "generation_config", None)
     sources: tuple[Any, ...] = (generation, model.config, text_config(model.config), tokenizer)
     for each in sources:

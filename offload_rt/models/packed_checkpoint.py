@@ -1,7 +1,7 @@
 """Checkpoint folders with packed weights: how importers write them and how they are loaded.
 
-A folder has config.json, the tokenizer, and model.safetensors, which is mapped, so that its weights need memory once.
-`quantization_config` names the format of each packed weight.
+A folder has config.json, the tokenizer, and model.safetensors. The file is mapped into memory, so its weights are not
+copied. `quantization_config` names the format of each packed weight.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def read_checkpoint(
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
-    damaged = f"the packed weights in '{folder}' are damaged; delete this folder to make it again"
+    damaged = f"the packed weights in '{folder}' are damaged; delete this folder to create it again"
     if not is_intact(folder):
         raise ModelError(damaged)
     auto: Any = AutoModelForCausalLM

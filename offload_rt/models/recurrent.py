@@ -47,7 +47,7 @@ class StateSlots:
         return sum(each.nbytes for tensors in (self.conv, self.recurrent) for each in tensors.values())
 
     def take(self, origin: int | None = None) -> int:
-        """Return a slot with a copy of the state in slot `origin`, or with that of an empty sequence."""
+        """Return a slot with a copy of the state in slot `origin`, or with the state of an empty sequence."""
         if not self._free:
             self._grow(self._size + max(1, self._size // 4))
         slot = min(self._free)
@@ -75,7 +75,7 @@ class StateSlots:
         assert not wrong, f"recurrent layers saw {wrong} tokens instead of {tokens}"
 
     def _grow(self, size: int) -> None:
-        """Allocate `size` slots and copy the present ones. If memory runs out, nothing changes."""
+        """Allocate `size` slots and copy the existing ones. If memory runs out, nothing changes."""
         conv = {one.layer: self._resized(self.conv, one.layer, (size, *one.conv), self._dtype) for one in self._shapes}
         recurrent = {
             one.layer: self._resized(self.recurrent, one.layer, (size, *one.recurrent), torch.float32)
@@ -98,7 +98,7 @@ class StateSlots:
 
 
 class RecurrentState:
-    """The state of the sequences of one step, in the place of transformers' cache.
+    """The state of the sequences of one step, passed to transformers' modules as their cache.
 
     States of adjacent slots are views. Others are copies, which `finish` writes back.
     """
@@ -167,14 +167,17 @@ class RecurrentState:
 
 @dataclass(frozen=True)
 class Stage:
-    """A decoder layer without attention. `run` computes its output `[T, D]` from its input, once for each token."""
+    """A decoder layer without attention.
+
+    `run` computes its output `[T, D]` from its input. Every token must pass it once.
+    """
 
     layer: int
     run: Callable[[torch.Tensor], torch.Tensor]
 
 
 def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentState | None) -> torch.Tensor:
-    """Return the output `[T, D]` of transformers' decoder layer `module`, or of a mixer of it, for inputs `[T, D]`."""
+    """Return the output `[T, D]` of transformers' decoder layer or mixer `module` for inputs `[T, D]`."""
     known = inspect.signature(module.forward).parameters
     given: dict[str, Any] = {"attention_mask": None, "position_ids": None, "position_embeddings": None}
     given |= {"past_key_values": state, "cache_params": state}
@@ -187,7 +190,7 @@ def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentSta
 
 
 def state_shapes(name: str, layers: Sequence[nn.Module], at: Sequence[int]) -> tuple[StateShape, ...]:
-    """Return the states that decoder layers keep per sequence. Those with indices `at` have attention.
+    """Return the states that decoder layers keep per sequence. The layers `at` have attention.
 
     Args:
         name: Name of the model's class, for errors.

@@ -116,7 +116,7 @@ class Rotary:
             self._detect(used[0], attention)
 
     def _detect(self, kind: str, attention: Any) -> None:
-        """Detect the layout of the rotation and that of the module's tables."""
+        """Detect the layouts of the rotation and of the module's tables."""
         inverse = self._inverse(kind)
         cos, sin = self._tables(kind, inverse.float(), torch.arange(5, device=inverse.device))
         pairs = len(inverse)
@@ -200,7 +200,7 @@ def _layout_of(attention: Any, waves: Rotation) -> Layout:
 
 
 def fix_rope_scaling(model: Any, max_model_len: int | None) -> None:
-    """Fix length-dependent rotary frequencies of `model` in place to those for texts of `max_model_len` tokens.
+    """Fix length-dependent rotary frequencies of `model` in place, for texts of `max_model_len` tokens.
 
     If `max_model_len` is at most the training length, `max_position_embeddings` is set to the training length. Models
     with other RoPE types, or with several, are left unchanged.

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,14 +24,13 @@ from .packed_checkpoint import CannotPackError, hold_formats, stated_formats
 from .registry import adapter_for
 from .rotary import fix_rope_scaling
 from .source import DEFAULT_HUB, Hub, ModelSource, find_source
+from .stored_tensors import stored_tensors
 from .weights import ON_DEVICE, Placement, WeightSizes, aligned, weight_bytes, weight_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-_HEADER_LIMIT = 100 << 20
-"""Longest header in bytes that the safetensors library accepts."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,8 @@ def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[s
 def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
     """Return the bytes of a packed checkpoint's weights outside its layers, and of each layer.
 
-    Packed weights count as in the file, plain ones in `dtype`. Weights of layers are aligned.
+    Packed weights count with their size in the file, plain weights with their size in `dtype`. Weights of layers are
+    aligned.
 
     Raises:
         ModelError: The files cannot be read.
@@ -136,10 +133,10 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
     layers, fixed = [0] * depth, sum(buffer.nbytes for buffer in skeleton.buffers())
     unused = unused_modules(skeleton)
     try:
-        stored = list(_stored(source))
+        stored = list(stored_tensors(source))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"cannot read the sizes of the weights of {source}: {error}") from error
-    for name, shape, kind, size in stored:
+    for name, shape, kind, size, _ in stored:
         if any(belongs_to(module, name) for module in unused):
             continue
         plain = kind in ("F64", "F32", "F16", "BF16") and named.get(_short(name)) == shape
@@ -157,32 +154,3 @@ def _short(name: str) -> str:
     # The prefix differs between the files and the modules of multimodal models.
     found = _LAYER.search(name)
     return name[found.start() :].removeprefix(".") if found else ".".join(name.split(".")[-2:])
-
-
-def _stored(source: ModelSource) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
-    """Yield the name, shape, safetensors dtype and bytes of each tensor in the files of a checkpoint."""
-    if source.folder is None:
-        from huggingface_hub import get_safetensors_metadata
-
-        hub = source.hub
-        for file in get_safetensors_metadata(
-            source.place, revision=hub.revision, token=hub.token
-        ).files_metadata.values():
-            for name, info in file.tensors.items():
-                yield name, tuple(info.shape), info.dtype, info.data_offsets[1] - info.data_offsets[0]
-        return
-    for path in sorted(source.folder.glob("*.safetensors")):
-        for name, entry in _header(path).items():
-            if name != "__metadata__":
-                first, last = entry["data_offsets"]
-                yield name, tuple(entry["shape"]), entry["dtype"], last - first
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(_HEADER_LIMIT, path.stat().st_size):
-            raise ValueError(f"{path.name} is damaged: its header has a length of {length} bytes")
-        header: dict[str, Any] = json.loads(file.read(length))
-        return header

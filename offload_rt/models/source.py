@@ -61,7 +61,7 @@ DEFAULT_HUB = Hub()
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where the files of a checkpoint are.
+    """Location of the files of a checkpoint.
 
     Attributes:
         place: Folder or hub id, in the form that transformers accepts.
@@ -91,7 +91,7 @@ class ModelSource:
         raise ModelError(f"{self} has no config.json; {expected}")
 
     def __str__(self) -> str:
-        """Return the quoted place, for messages."""
+        """Return the quoted location, for messages."""
         what = self.place if self.gguf is None else f"{self.place}/{self.gguf}"
         return f"'{what}'" if self.folder else f"'{what}' (not a local folder, so looked up on the hub)"
 

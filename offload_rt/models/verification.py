@@ -39,7 +39,7 @@ _NEUTRAL = ("_name_or_path", "transformers_version", "architectures", "dtype")
 _DECODE_TOKENS = 8
 """Number of last tokens that run one by one."""
 _LONGEST_WINDOW = 512
-"""Sliding windows up to this length are tested with tokens. For longer ones only the argument is compared."""
+"""Sliding windows up to this length are tested with tokens. For longer windows, only the argument is compared."""
 _EXPERTS_SHARE = 0.75
 """Share of tokens that must agree in a mixture of experts, because rounding may change the chosen expert."""
 
@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 def verify_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
     """Call `verify_model` unless the cache folder records an earlier success.
 
-    A record holds for one model, adapter, configuration, and versions of this package and of transformers.
+    A record is valid for one model, adapter, configuration, and versions of this package and of transformers.
 
     Raises:
         ModelError: See `verify_model`.
@@ -95,15 +95,21 @@ def verify_model(model: Any, adapter: ModelAdapter) -> None:
     tested = [window for window in geometry.windows if window is not None and window <= _LONGEST_WINDOW]
     length = min(max(tested, default=16) + 2 * _DECODE_TOKENS, geometry.max_positions)
     _Verification(model, adapter, length, 0).run()
-    # The last positions show effects of the position. Llama 4 (chunked) counts cached tokens instead.
+    # Test the last positions too, because errors can depend on the position. Llama 4 (chunked) counts cached tokens
+    # instead.
     if length < geometry.max_positions and not geometry.chunked:
         _Verification(model, adapter, _DECODE_TOKENS, geometry.max_positions - _DECODE_TOKENS).run()
 
 
 @dataclass
 class _Observed:
-    """Results of transformers: hidden states `[T, D]` before, between and after the layers, logits `[n, V]` of the last
-    n tokens, and the arguments of each attention."""
+    """Results of transformers' own forward.
+
+    Attributes:
+        hidden: Hidden states `[T, D]` before, between and after the layers.
+        logits: Logits `[n, V]` of the last n tokens.
+        arguments: Arguments of each attention call.
+    """
 
     hidden: list[torch.Tensor] = field(default_factory=list)
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -184,8 +190,10 @@ class _Verification:
         return hidden
 
     def _compare(self, what: str, given: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raise ModelError if `actual` and `expected` `[T, D]` differ by more than rounding, relative to the change
-        of `given`."""
+        """Raise ModelError if `actual` and `expected` `[T, D]` differ by more than rounding.
+
+        The tolerance is relative to the difference between `expected` and the layer's input `given`.
+        """
         wide = torch.promote_types(actual.dtype, torch.float32)
         actual, expected, given = (torch.nan_to_num(x.to(wide), 0, 0, 0) for x in (actual, expected, given))
         dtype = self._adapter.dtype

@@ -98,7 +98,7 @@ class HostEmbedding(nn.Module):
     """Replacement of a model's embedding that looks up tokens in host memory and copies only the results."""
 
     def __init__(self, embedding: nn.Module, device: torch.device) -> None:
-        """`device` is the model's device, with token ids and results."""
+        """`device` is the model's device, which has token ids and results."""
         super().__init__()
         self.inner = embedding
         self.bytes = 0
@@ -228,7 +228,7 @@ def _widest_side(layer: nn.Module) -> int:
 
 
 def place_weights(model: nn.Module, device: torch.device, placement: Placement) -> None:
-    """Move weights and buffers from host memory to `device` one by one, except those `placement` keeps there."""
+    """Move weights and buffers from host memory to `device` one by one, except weights that `placement` keeps there."""
     layers = decoder_layers(model)
     embedding = lone_embedding(model) if placement.embedding else None
     stay: list[nn.Module] = [layers[layer] for layer in placement.layers]

@@ -4,8 +4,8 @@ If not everything fits, the plan moves data to host memory in this order:
 
 1. Experts of a mixture of experts. All are in host memory, and each layer caches as many on the device as fit.
 2. Decoder layers. They are streamed through two buffers, and are evenly spaced to keep the transfers busy.
-3. Scoring keys, if not even two layers at a time leave room for them. They are then scored on the host (InfiniGen
-   §6.2), which is slower than any transfer.
+3. Scoring keys, if they do not fit even with two layers at a time on the device. The host then computes the scores
+   (InfiniGen §6.2), which is slower than any transfer.
 """
 
 from __future__ import annotations

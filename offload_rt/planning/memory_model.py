@@ -41,7 +41,8 @@ class DeviceCosts:
         rounded: Whether the KV cache uses a format that must be decoded.
         keys_on_host: Whether scoring keys are kept and evaluated on the host.
         working_set: Fetched KV entries that each KV head of a selecting layer keeps on the device.
-        graphs: Whether steps with padded batch sizes are captured as CUDA graphs, one of which keeps its memory.
+        graphs: Whether steps with padded batch sizes are captured as CUDA graphs. The total then includes the memory
+            that another graph keeps.
     """
 
     shape: ModelShape
@@ -57,7 +58,7 @@ class DeviceCosts:
         return self.demand.guess_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
 
     def fixed(self) -> int:
-        """Return the constant bytes: bases, cos and sin of a slice, and cuBLAS workspaces on CUDA."""
+        """Return the constant bytes: bases, rotary cos and sin of a slice, and cuBLAS workspaces on CUDA."""
         rotation = 2 * self.slice * self.shape.geometry.head_dim * self.shape.dtype.itemsize
         return self.basis() + rotation + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
 
@@ -132,7 +133,7 @@ class DeviceCosts:
         return worst * pair
 
     def prefill(self, context: int) -> int:
-        """Return the bytes of a prefill: hidden states, new and merged K and V of one layer, and work of one slice."""
+        """Return the bytes of a prefill: hidden states, new and merged KV of one layer, and temporaries of a slice."""
         geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._compute
         rows = context * (2 * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + geometry.hidden * size + 16)
         heads = geometry.heads * geometry.head_dim
@@ -174,7 +175,7 @@ class DeviceCosts:
         longest, scored = max(contexts, default=0), 0
         at_once = len(contexts) if self.shape.device.type != "cpu" else 1
         if len(self.demand.dense) < geometry.layers and not self.keys_on_host:
-            # Scores, selection masks, the maximum per group, and a sort of it: values and indices.
+            # Scores, selection masks, the maximum per group, and its sorted values and indices.
             scored = longest * (geometry.heads * (3 * compute + 2) + geometry.kv_heads * (3 * compute + 32))
             scored += longest * geometry.kv_heads * geometry.head_dim  # keys under a mask, or unpacked
             scored += int(longest * self.demand.copied_bytes)
@@ -194,7 +195,7 @@ class DeviceCosts:
 
     @property
     def _compute(self) -> int:
-        """Bytes per number in the widest dtype used in computations."""
+        """Bytes per element of the widest dtype used in computations."""
         return torch.promote_types(self.shape.dtype, torch.float32).itemsize
 
     def _logits(self, sequences: int) -> int:
@@ -217,7 +218,7 @@ class Requirements:
         working_set: Working sets on the device.
         staging: Fetched KV of the current layer, merged with the resident KV, and of the next layer.
         decode: Hidden states, scores, attention weights and logits while decoding.
-        prefill: Replaces `staging` and `decode` during prefill.
+        prefill: Temporary memory of a prefill, in place of `staging` and `decode`.
         graphs: Memory kept by captured CUDA graphs other than the running one.
         states: Recurrent state of a hybrid model, which does not depend on the context.
     """

@@ -218,7 +218,7 @@ class Policy(Protocol):
         ...
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Correct the guess `[T, D]` of the layer's attention input, from which its query is projected."""
+        """Correct the predicted attention input `[T, D]` of the layer, from which its query is projected."""
         ...
 
     def new_state(self, keys: KeyReader) -> PolicyState:

@@ -31,14 +31,14 @@ class GrowingTensor:
     def __init__(
         self, shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device, multiple: int = _ROUND
     ) -> None:
-        """Creates a tensor of `shape` with 0 slots in dimension `dim`. Its capacity is a multiple of `multiple`."""
+        """Create a tensor of `shape` with 0 slots in dimension `dim`. Its capacity is a multiple of `multiple`."""
         self.dim, self._multiple = dim, multiple
         self.data = torch.empty(*shape[:dim], 0, *shape[dim + 1 :], dtype=dtype, device=device)
         self._shared = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated. Storage that forks share counts for each of them."""
+        """Bytes allocated. Storage shared by forks is counted for each fork."""
         return self.data.nbytes
 
     def reserve(self, slots: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ class LayerTensors:
     def __init__(
         self, dim: int, dtype: torch.dtype, device: torch.device, per_slot: int = 1, multiple: int = _ROUND
     ) -> None:
-        """Starts without open layers. `dim` and `multiple` are passed to `GrowingTensor`."""
+        """Create without open layers. `dim` and `multiple` are passed to `GrowingTensor`."""
         self._dim, self._dtype, self._device = dim, dtype, device
         self._per_slot, self._multiple = per_slot, multiple
         self._tensors: dict[int, GrowingTensor] = {}
@@ -79,7 +79,7 @@ class LayerTensors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated. Storage that forks share counts for each of them."""
+        """Bytes allocated. Storage shared by forks is counted for each fork."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     @property

@@ -1,7 +1,7 @@
 """Policy "h2o": recent tokens and heavy hitters, the tokens with the most accumulated attention (H2O).
 
-A dropped token is never selected again. Unlike the publication, the policy is causal: queries after the moment of
-dropping have no influence.
+A dropped token is never selected again. Unlike in the publication, dropping is causal: only queries up to the current
+step count.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class H2O(ScorerPolicy[BudgetOptions]):
 
     @classmethod
     def memory_demand(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Return the demand, with the attention weights of a prompt."""
+        """Return the demand, including the attention weights of a prompt."""
         return replace(super().memory_demand(options, geometry, dtype), weights_at_once=WEIGHED_AT_ONCE)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class H2O(ScorerPolicy[BudgetOptions]):
         return k.new_zeros(*k.shape[:2], 1)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Score tokens by accumulated attention, and the newest candidates above them for half of the budget."""
+        """Score tokens by accumulated attention. The newest tokens, up to half of the budget, get a higher score."""
         half = (keys.contexts.double() * (self.budget / 2) + 1e-9).floor()
         local = (half - (keys.contexts - keys.stops)).clamp(min=0).minimum(keys.limits.double())
         return keys.entries.squeeze(2).masked_fill(keys.tokens >= keys.stops - local, NEWEST)

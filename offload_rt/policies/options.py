@@ -67,15 +67,15 @@ class InfiniGenOptions(PolicyOptions):
         alpha: Select a token if its score is within `alpha` of the largest score of its head. None is the default of
             the model family (4 for OPT and GPT-2, 5 for Llama). `inf` selects by `max_fraction` alone.
         partial_ratio: Fraction of the head dimension that scoring keys keep (scorers "partial" and "int8").
-        max_fraction: Largest fraction of its candidates that a layer selects.
-        source: Where the query of layer i is predicted from: the attention input of layer i-1 ("attention_input",
+        max_fraction: Maximum fraction of the candidates that a layer selects.
+        source: Source of the predicted query of layer i: the attention input of layer i-1 ("attention_input",
             paper), the input of layer i-1 under the norm of layer i ("normed_input"), or the residual of layer i-1
             after its attention ("residual"). "query" selects by the true query of layer i, too late to prefetch.
             "auto" is "attention_input" on a device and "query" on a CPU.
         corrected: Whether the prediction is corrected by the slope and offset of each channel that calibration
             measured (not in the paper).
         scorer: Storage of the scoring keys: some columns in the model's dtype ("partial") or as int8 ("int8"), or all
-            columns as "int4" or "int2". "auto" is the 4-bit keys of the approximate KV if there is one, else "int8".
+            columns as "int4" or "int2". "auto" uses the 4-bit keys of the approximate KV if it is enabled, else "int8".
             The other values need `approximate_kv="off"`.
         approximate_kv: "int4" or "int2" keeps approximate KV of all tokens on the device, with 4-bit keys and values of
             this width. Attention to tokens that are not selected is estimated from it, in one softmax with the exact
@@ -88,9 +88,9 @@ class InfiniGenOptions(PolicyOptions):
             the threshold (to compare policies). `alpha` and `max_fraction` then only limit a repair.
     """
 
-    # Why source="auto" differs by device. On a GPU, "attention_input" lets the transfers of layer i follow those of
-    # layer i-1 without a pause; "residual" predicts as well but is known a whole attention later. On a CPU nothing is
-    # prefetched: "query" saves one product, and its scores also weigh the approximate KV.
+    # Why source="auto" differs by device. On a GPU, "attention_input" lets the transfers of layer i start right
+    # after the transfers of layer i-1; "residual" is as accurate, but available only after the attention. On a CPU,
+    # KV is not prefetched: "query" saves one product, and its scores also weigh the approximate KV.
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
@@ -177,7 +177,7 @@ class InfiniGenOptions(PolicyOptions):
         return 0
 
     def provenance_value(self, name: str) -> Any:
-        # Values that behave as they did before "auto" existed keep their KV provenance key.
+        # "auto" has the text of the earlier defaults, so that existing KV provenance keys stay valid.
         if name == "source" and self.source == "auto":
             return "residual"
         return self.keys if name == "scorer" else super().provenance_value(name)

@@ -20,7 +20,7 @@ class OracleState(ScorerState):
     """State of policy "oracle", which reads keys from the pool instead of storing entries."""
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Ignore keys `[Hkv, m, d]`."""
+        """No-op, because keys are read from the pool."""
 
     def _stored(self, layer: int, pages: range) -> torch.Tensor:
         return self._keys(layer, pages).to(self._policy.device)

@@ -27,7 +27,7 @@ class Quest(ScorerPolicy[QuestOptions]):
         return torch.cat((k, -k), -1)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Score the tokens of a page by its rank, so that the first tokens of the last selected page are selected.
+        """Score tokens by the rank of their page, so that the first tokens of the last selected page are selected.
 
         The bound of a page for a query head is the sum over channels of max(q * low, q * high). The rank of a page is
         its largest softmax weight (over the pages of the candidates) in the query group. A page with tokens that are

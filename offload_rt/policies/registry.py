@@ -1,7 +1,7 @@
 """Registry of selection policies by name.
 
 A policy registers its options and the import path of its class. The options are needed early (flags, `--help`, checks),
-while the module of the class imports torch. It is therefore imported on first use.
+while the module of the class imports torch. The module is therefore imported on first use.
 
     @register_policy("every-other", f"{__name__}:EveryOther")
     @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PolicyOptions:
     """Named sets of option values. If no preset is given, "default" is used."""
 
     def __post_init__(self) -> None:
-        """Checks the types of plain fields. Subclasses with further checks call it first."""
+        """Check the types of plain fields. Subclasses with further checks call it first."""
         check_types(self)
 
     @classmethod

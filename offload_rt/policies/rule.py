@@ -1,4 +1,4 @@
-"""The engine's part of a selection: how many tokens a layer selects, and from which candidates."""
+"""Limits of a selection: how many tokens a layer selects, and from which candidates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..kernels.selection import floor_share, selection_limit
 
 ANY_SCORE = torch.finfo(torch.float32).max / 2
-"""An `alpha` that every finite score passes, but not -inf."""
+"""Value of `alpha` that accepts every finite score, but not -inf."""
 
 
 def dense_layers(named: Iterable[int], geometry: ModelGeometry) -> frozenset[int]:
@@ -38,13 +38,13 @@ def budget_tokens(budget: float, visible: VisibleTokens) -> int:
 
 @dataclass(frozen=True)
 class Rule:
-    """Select the best tokens within `alpha` of the maximum of a head, up to a limit for each sequence.
+    """Rule of selection: the best tokens within `alpha` of the maximum of a head, up to a limit for each sequence.
 
     Attributes:
         alpha: Largest distance of a selected score from the maximum of its head.
         max_fraction: Largest fraction of the candidates to select.
-        budget: If given, the fraction of the context to attend to, resident tokens included, instead.
-        own_bases: Launches depend on matrices of each sequence, so that no CUDA graph can be captured.
+        budget: Fraction of the context to attend to, resident tokens included. If given, it replaces `max_fraction`.
+        own_bases: Whether each sequence has its own matrices. If so, no CUDA graph can be captured.
     """
 
     alpha: float

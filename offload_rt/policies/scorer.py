@@ -48,7 +48,7 @@ class TokenLists:
         entries: Stored entries `[P, m, w]`. Entry j belongs to the `page` tokens from `first + j * page` on.
         first: First token of the first entry.
         page: Number of tokens per entry.
-        spans: The candidates. Their slots count from token 0.
+        spans: The candidates, as slots counted from token 0.
     """
 
     entries: torch.Tensor
@@ -92,9 +92,10 @@ class TokenLists:
         return (self.tokens >= self.starts) & (self.tokens < self.stops)
 
     def group_ranks(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the largest log-softmax of the group, `[P, m]`, for scores `[P, G, m]` of the entries.
+        """Return the largest log-softmax over the query heads, `[P, m]`, for scores `[P, G, m]` of the entries.
 
-        The softmax is over the entries with candidates.
+        The softmax is over the entries with candidates. With one query head, the scores are returned: the order is the
+        same.
         """
         if scores.shape[1] == 1:
             return scores[:, 0]
@@ -112,7 +113,7 @@ class ScorerPolicy(Generic[Chosen]):
     """Base of policies that define `score`. Subclasses define `name`, and `query_source` unless it is "query".
 
     The budget is the fraction of the visible context that a sparse layer attends to, resident tokens included. At equal
-    budgets, policies are compared at equal numbers of attended bytes.
+    budgets, all policies attend to the same number of bytes.
     """
 
     name: str
@@ -122,7 +123,10 @@ class ScorerPolicy(Generic[Chosen]):
     wants_queries = False
     dense_until = 0
     drops = False
-    """Whether `score` returns -inf for candidates that must not be selected, as many for every list of a sequence."""
+    """Whether `score` returns -inf for candidates that must not be selected.
+
+    All lists of a sequence need equal numbers.
+    """
 
     def __init__(self, options: Chosen, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> None:
         """Raises ConfigError if an option does not fit the model."""
@@ -149,7 +153,7 @@ class ScorerPolicy(Generic[Chosen]):
         """Return the demand: sinks, window, the budget of every sparse layer, and the stored entries."""
         shape = cls.entry_shape(options, geometry, dtype)
         keys = float(shape.width * shape.dtype.itemsize * geometry.kv_heads) / shape.page
-        # A batch reads the entries into one tensor, and a score may widen them.
+        # A batch copies the entries into one tensor, and `score` may convert them to a wider dtype.
         copied = keys + keys / shape.dtype.itemsize * torch.promote_types(dtype, torch.float32).itemsize
         dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
         resident = options.sinks + options.recent
@@ -160,7 +164,7 @@ class ScorerPolicy(Generic[Chosen]):
         return attention_input
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return entries `[P, m, w]` of new keys k `[P, m, d]`, by default the keys."""
+        """Return the entries `[P, m, w]` to store for new keys k `[P, m, d]`, by default the keys."""
         return k
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
@@ -177,7 +181,7 @@ class ScorerPolicy(Generic[Chosen]):
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
         """Update entries `[Hkv, m, w]` of a prompt by queries q `[H, m, d]`. Called if `wants_queries`.
 
-        The arguments are those of `PolicyState.on_queries`.
+        For the arguments, see `PolicyState.on_queries`.
         """
 
     def on_attended(self, layer: int, keys: TokenLists, weights: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -291,7 +295,7 @@ class ScorerState(PolicyState):
         """Return None: no matrices are applied."""
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """Return the entries `[Hkv, capacity, w]` for writing `slots`, which are counted as written."""
+        """Return the entries `[Hkv, capacity, w]` for writing `slots`. Extends the layer to include them."""
         return self._entries.reserve(layer, slots.stop)
 
     def enter(
@@ -323,5 +327,5 @@ class ScorerState(PolicyState):
         return twin
 
     def check_integrity(self) -> None:
-        """Assert that every layer has entries of its tokens."""
+        """Assert that every layer has entries for all its tokens."""
         self._entries.check_integrity()

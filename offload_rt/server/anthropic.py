@@ -187,7 +187,7 @@ def _conversation(body: CountRequest) -> Conversation:
     for i, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
             where = f"tools.{i}.type"
-            raise refused(f"{where}: {tool.type!r} is not supported: only client tools are", where)
+            raise refused(f"{where}: {tool.type!r} is not supported: send client tools only", where)
         parameters = tool.input_schema or {}
         functions.append({"name": tool.name, "description": tool.description or "", "parameters": parameters})
     choice = body.tool_choice or ToolChoice(type="auto")

@@ -1,4 +1,4 @@
-"""The FastAPI application: error handlers, the web page, and the routes that belong to no protocol's file."""
+"""The FastAPI application: error handlers, the web page, and routes outside the protocols."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ async def prepare(
         conversation: The conversation.
         max_tokens: Requested maximum number of new tokens, or None.
         sampling: Fields of `SamplingParams` that the request sets.
-        structured: The field `structured_outputs`, or nothing. It takes precedence over a required tool call.
+        structured: Dictionary with the field `structured_outputs`, or empty. It takes precedence over a required tool
+            call.
     """
     text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
     forced = {} if structured else forced_call(conversation)

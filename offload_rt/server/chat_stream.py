@@ -40,7 +40,7 @@ class Step:
         finish_reason: "stop", "length" or "tool_calls" in the last step, else None.
         stop_reason: Stop string or token that ended the completion.
         usage: Token counts of the whole request so far.
-        traced: Output with the trace data of a traced request, in a separate step.
+        traced: Output with trace data. It comes in a separate step.
     """
 
     index: int

@@ -33,8 +33,8 @@ class ClientGoneError(Exception):
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Call `until_disconnect` for a request.
 
-    Raises TimeoutError shortly after the request's deadline if `work` did not raise it, and before the connection is
-    aborted.
+    If `work` does not end by the deadline of the request, raises TimeoutError shortly after it. The connection is
+    aborted later.
     """
     async with asyncio.timeout_at(request.state.deadline + DELIVERY_SECONDS / 2):
         return await until_disconnect(request.receive, work)

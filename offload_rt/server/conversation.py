@@ -54,7 +54,7 @@ class Conversation:
 
 
 def continues_last(messages: Sequence[Mapping[str, Any]], param: str, wanted: bool | None = None) -> bool:
-    """Return whether the response continues the last message: if it is an assistant message with text.
+    """Return whether the response continues the last message, which must be an assistant message.
 
     Args:
         messages: Messages of the conversation.
@@ -162,7 +162,7 @@ def content_text(content: Any, where: str) -> str:
 
 
 def call_message(name: str, arguments: str | Mapping[str, Any], call_id: str, where: str) -> dict[str, Any]:
-    """Return a tool call of an earlier response in the form that assistant messages contain."""
+    """Return a tool call of an earlier response in the format of assistant messages."""
     return _call({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}, where)
 
 
@@ -179,9 +179,9 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def parsed_arguments(text: str) -> dict[str, Any] | None:
-    """Parse the arguments of a tool call. Text that ends early is completed. Return None for anything but an object.
+    """Parse the arguments of a tool call. Incomplete JSON is completed. Return None if the result is no object.
 
-    A response that `max_tokens` cut off has such arguments, and the client sends it back with the next request.
+    Arguments are incomplete if `max_tokens` cut off a response that the client sends back with the next request.
     """
     try:
         found = from_json(text, allow_partial="trailing-strings", cache_strings=False)
@@ -195,7 +195,7 @@ MAX_CALLS = 8
 
 
 def forced_call(conversation: Conversation) -> dict[str, Any]:
-    """Return the `structured_outputs` field of `SamplingParams` that forces tool calls, or no field.
+    """Return the field `structured_outputs` of `SamplingParams` that forces tool calls, or {} if none is required.
 
     The response is one call, or a list of calls if several may be made.
     """

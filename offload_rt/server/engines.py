@@ -95,7 +95,7 @@ class Engines:
         engine = self._others[key]
         await engine.close()
         load = engine.load()
-        del self._others[key]  # no await before its totals are added below, so that `load` counts them once
+        del self._others[key]  # no await until its totals are added, so that `load` counts them once
         self._users.pop(key, None)
         for name in _ADDED:
             self._past[name] += getattr(load, name)

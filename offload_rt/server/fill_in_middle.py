@@ -1,4 +1,4 @@
-"""Fill-in-the-middle prompts: the tokens with which models mark the text before and after a gap."""
+"""Fill-in-the-middle prompts: special tokens mark the text before and after a gap."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MARKS: Sequence[Sequence[tuple[str, Part]]] = (
 """Tokens of each family in the order of the prompt, each with the text that follows it."""
 
 ENDS = ("<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<file_sep>", "▁<EOT>")
-"""Tokens that end a completion, in addition to those of `MARKS`."""
+"""Tokens that end a completion, in addition to the tokens in `MARKS`."""
 
 
 async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[list[int], list[int]]:
-    """Return the token ids of a prompt, and those that end its completion.
+    """Return the token ids of a prompt, and the token ids that end its completion.
 
     Raises:
-        RefusedError: The model has no such tokens.
+        RefusedError: The model has no fill-in-the-middle tokens.
     """
     vocabulary = prompts.tokenizer.get_vocab()
     marks = next((marks for marks in MARKS if all(token in vocabulary for token, _ in marks)), None)

@@ -1,4 +1,4 @@
-"""Tools for models whose chat template knows none: they become part of the system message and of texts."""
+"""Tools for models whose chat template does not support them: tools, calls and results become text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ The user then sends the results. If no tool is needed, respond with text."""
 def describe_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, system: bool
 ) -> list[dict[str, Any]]:
-    """Return a conversation without tools, tool calls and tool messages, which contains them as text.
+    """Return a conversation in which tools, tool calls and tool results are text.
 
     Args:
         messages: Messages of a conversation.

@@ -1,4 +1,4 @@
-"""Structured log on stderr: one JSON object per line. It contains prompts and responses only with `--log-prompts`."""
+"""Log on stderr, as text or JSON lines. It contains prompts and responses only with `--log-prompts`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Format records for a terminal: the time, and the `text` of `extra`, or the message with its `fields`."""
+    """Format records for a terminal: the time, then the `text` of `extra` or else the message with its `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = dict(getattr(record, "fields", {}))
@@ -47,14 +47,14 @@ class TextLines(logging.Formatter):
         said = getattr(record, "text", f"{record.getMessage()} {shown}")
         line = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {level}{said}"
         trace = f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""
-        # Clients choose some of the values: no control characters may reach the terminal.
+        # Some values come from clients, so no control characters may reach the terminal.
         return "".join(c if c.isprintable() else " " for c in line).rstrip() + trace
 
 
 class Repetitions(logging.Filter):
     """Pass only the first `limit` warnings, errors and refused requests of each kind per interval.
 
-    The field `suppressed` of the first record after an interval contains the numbers of dropped records.
+    The field `suppressed` of the first record after an interval contains the numbers of dropped records by kind.
     """
 
     def __init__(self, limit: int = 20, seconds: float = 10.0) -> None:

@@ -39,19 +39,21 @@ class ServerOptions:
 
     Attributes:
         api_keys: Each request must send one of these keys. Empty: requests need no key.
-        served_model_names: Empty: the hub id, or the last part of the path. The first one is used in metrics.
-        max_waiting: Further requests get 429 with Retry-After.
-        max_tokens_limit: Requests for more tokens get this number. None: the model's context length.
-        max_engines: Each policy (with its options) has an engine. The default policy counts.
-        max_body: Larger requests get 413.
-        timeout: From the arrival of a request to the last byte of the response.
-        max_connections: If all are in use, a new connection replaces the one whose client has been silent for longest.
-            It is refused if every client waits for a response.
-        share_prefixes: By default a key reuses only its own KV, so that `cached_tokens` and latency do not reveal
-            prompts of other keys.
+        served_model_names: Model names for clients. The first one is used in metrics. Empty: the hub id, or the last
+            part of the path.
+        max_waiting: Maximum number of waiting requests. Further requests get 429 with Retry-After.
+        max_tokens_limit: Maximum number of new tokens. Requests for more tokens get this many. None: the model's
+            context length.
+        max_engines: Maximum number of engines: one for each policy with its options, including the default policy.
+        max_body: Maximum size of a request body. Larger requests get 413.
+        timeout: Maximum time from the arrival of a request to the last byte of the response.
+        max_connections: Maximum number of open connections. A further connection replaces the one whose client has been
+            silent for longest. It is refused if every client waits for a response.
+        share_prefixes: Share cached prefixes among API keys. By default a key reuses only its own KV, so that
+            `cached_tokens` and latency do not reveal prompts of other keys.
         documents: Folder for conversations and responses. None: in memory.
-        allowed_hosts: A server on a local address refuses other names to prevent DNS rebinding.
-        log_prompts: By default the log contains only sizes and times.
+        allowed_hosts: Additional host names. A server on a local address refuses other names to prevent DNS rebinding.
+        log_prompts: Write prompts and responses to the log. By default it contains only sizes and times.
     """
 
     host: str = option("127.0.0.1", help="address to listen on; 0.0.0.0 for all", metavar="ADDRESS", group="server")

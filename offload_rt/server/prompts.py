@@ -25,7 +25,7 @@ LONG = 1 << 18
 """Length in characters above which a text is long. Long texts are tokenized one after another."""
 
 TOKEN_SIZE = 4
-"""Characters that a token id counts as for the choice of a thread. A message counts as 16 token ids plus its text."""
+"""A token id counts as this many characters when a thread is chosen. A message counts as 16 ids plus its text."""
 
 SHORT_THREADS = 2
 """Threads for short texts."""
@@ -145,7 +145,7 @@ class Prompts:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, size: int, work: Callable[[Event], T]) -> T:
-        """Run `work` in a thread for a text of `size` characters. Its event is set if the caller is cancelled."""
+        """Run `work` in a thread for texts of `size` characters. The event passed to it is set on cancellation."""
         cancelled, loop = Event(), asyncio.get_running_loop()
 
         def long() -> T:
@@ -179,7 +179,7 @@ class Prompts:
             system = "System role not supported" not in self.template
             messages, tools = describe_tools(messages, tools, system=system), ()
         continues = conversation.continues
-        if continues and not conversation.prefill.strip():  # an empty message cannot be continued: begin it
+        if continues and not conversation.prefill.strip():  # an empty message cannot be continued: begin a new one
             messages, continues = messages[:-1], False
         try:
             return render_chat(

@@ -91,7 +91,7 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def awaits_client(self) -> bool:
-        """Whether the server waits for request data, as opposed to the client for a response."""
+        """Whether the server waits for the client to send data, and not the client for a response."""
         if self.transport.get_write_buffer_size():  # the response is complete, but not sent
             return False
         return self.cycle is None or self.cycle.response_complete or self.conn.their_state is h11.SEND_BODY
@@ -208,8 +208,8 @@ def default_connections() -> int:
 class LimitedServer(uvicorn.Server):
     """uvicorn's server with a long listen queue.
 
-    asyncio uses one number for the listen queue and for the connections that it accepts at once. The second must be
-    small, so the queue is lengthened after the start.
+    asyncio uses one number for the length of the listen queue and for the connections that it accepts at once. It must
+    accept few connections at once, so this class lengthens the queue after the start.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -24,7 +24,7 @@ PREFIX = 2048
 """Length in characters of the prefix by which long prompts are routed."""
 
 MIN_PREFIX = 256
-"""Length in characters of the prefix used for shorter prompts. Prompts below it are routed to any replica."""
+"""Length in characters of the prefix used for shorter prompts. Even shorter prompts are routed to any replica."""
 
 _FIELDS = ("system", "instructions", "messages", "prompt", "input")
 """Prompt fields of all protocols, in the order of a chat template."""

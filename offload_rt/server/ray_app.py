@@ -2,7 +2,7 @@
 
 Requests with the same `x-session-id`, session or prompt prefix are routed to the same replica by consistent hashing,
 unless its load is much higher than that of the others. Conversations are stored in a shared folder, so that every
-replica can continue them. Each replica stores KV in a separate folder, which its replacement takes over after failures.
+replica can continue them. Each replica stores KV in a separate folder, and its replacement takes over the folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_ONGOING = {ENGINE: 64, PROXY: 10_000}
 """Maximum number of running requests per replica of a deployment. The proxy only waits for the engines."""
 
 MAX_FOLDERS = 1000
-"""Maximum number of KV folders to try. If all fail, locks of other replicas cannot be the only reason."""
+"""Maximum number of KV folders to try. They cannot all be locked by other replicas, so there is another error."""
 
 
 SCALING = {"target_ongoing_requests": 8, "upscale_delay_s": 10, "downscale_delay_s": 300}
@@ -63,7 +63,7 @@ class Cluster:
 
     @property
     def size(self) -> dict[str, Any]:
-        """Deployment options for the number of replicas."""
+        """Options of the deployment for the number of replicas."""
         if self.max_replicas is None:
             return {"num_replicas": self.replicas}
         return {"autoscaling_config": SCALING | {"min_replicas": self.replicas, "max_replicas": self.max_replicas}}

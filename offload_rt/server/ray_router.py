@@ -15,8 +15,8 @@ MAX_AHEAD = 4
 class BalancedRouter(ConsistentHashRouter):  # type: ignore[misc]
     """Route requests of one session id to one replica, unless its load is much higher than that of another replica.
 
-    Serve's router uses the next replica on the ring only if the first one is full. This router also uses it if the
-    first one has more than `MAX_AHEAD` running requests more than another, by the latest cached queue lengths.
+    Serve's router uses the next replica on the ring only if the first one is full. This router also sorts the replicas
+    by load if the first one has over `MAX_AHEAD` running requests more than another (cached queue lengths).
     """
 
     async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:

@@ -90,7 +90,7 @@ class LoadingProgress:
     """Log each task of loading when it begins, and its progress every `INTERVAL` seconds.
 
     Attributes:
-        state: The current task with its finished and total amounts, for clients that ask meanwhile.
+        state: The current task with its finished and total amounts, for responses to clients.
     """
 
     INTERVAL = 5.0

@@ -92,7 +92,7 @@ class Service:
             return EngineArguments(body.policy, body.policy_options, None, trace, salt)
         if not self.remembers:
             raise refused(
-                "this server does not store sessions: remove session, or start the server with a --store of its own",
+                "this server does not store sessions: remove session, or start the server with its own --store folder",
                 "session",
             )
         if body.policy is not None:
@@ -166,7 +166,7 @@ class Service:
         return self.remembers and await self.engine.delete_session(session)
 
     def forget(self, sessions: Sequence[str]) -> None:
-        """Delete the KV of evicted conversations in the background, except of those in use, which are stored again."""
+        """Delete the KV of evicted conversations in the background, except those in use, which are stored again."""
         for session in [name for name in sessions if self.remembers and not self.is_locked(name)]:
             task = asyncio.ensure_future(self._forget(session))
             self._forgetting.add(task)
@@ -265,14 +265,14 @@ class Service:
 
 
 def _copied(output: RequestOutput, copies: int) -> RequestOutput:
-    """Return an output with copies of its only completion."""
+    """Return `output` with `copies` copies of its only completion."""
     if copies == 1:
         return output
     return replace(output, outputs=[replace(output.outputs[0], index=i) for i in range(copies)])
 
 
 def _salt_key(folder: Path | None) -> bytes:
-    """Return the secret key of cache salts. It is kept in `folder`, so that prompts are found after a restart.
+    """Return the secret key of cache salts. It is stored in `folder`, so that cached prompts outlive a restart.
 
     Raises ConfigError if the folder cannot be used.
     """
@@ -292,7 +292,7 @@ def _salt_key(folder: Path | None) -> bytes:
 
 
 def _write_once(path: Path, data: bytes) -> None:
-    """Write a file that other processes may write at the same time: one of them wins. Raise OSError."""
+    """Write a file unless it exists. If several processes do this at once, one of them wins. Raise OSError."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         with open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:

@@ -167,7 +167,7 @@ class TextTokenizer:
 
     @cached_property
     def _bpe(self) -> tuple[Any, _Steps] | None:
-        """Backend and steps of a BPE tokenizer without stripping added tokens, or None for other tokenizers."""
+        """Backend and steps of a BPE tokenizer whose added tokens strip no whitespace, else None."""
         # Other tokenizers may map any amount of text to one unknown token, or strip whitespace around added tokens.
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None or type(backend.model).__name__ != "BPE" or backend.model.dropout:

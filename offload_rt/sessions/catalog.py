@@ -39,7 +39,7 @@ class StoredSession:
         blocks: Files of the blocks that exist on disk.
         own_bytes: Bytes of the blocks that no other session uses.
         used: Time of the last use in seconds since 1970.
-        damage: Why the newest history cannot be read; `history` is then the one before it. Empty if it is intact.
+        damage: Why the newest history cannot be read. `history` is then the previous one. Empty if it can be read.
     """
 
     document: str
@@ -54,7 +54,7 @@ class StoredSession:
         return sum(block.bytes for block in self.blocks)
 
     def bytes_unused_since(self, time: float) -> int:
-        """Return the bytes of blocks last used before `time`, which a time to live would remove. The text is kept."""
+        """Return the bytes of blocks last used before `time`. A time to live would remove them, but not the text."""
         return sum(block.bytes for block in self.blocks if block.used < time)
 
     def is_called(self, name: str, model: str | None) -> bool:
@@ -175,7 +175,7 @@ def _find(folder: Path, name: str, model: str | None) -> StoredSession | Damaged
         return found[0]
     known = ", ".join(f"{one.history.name!r} of {one.history.model}" for one in catalog.sessions) or "none"
     if found:
-        raise InputError(f"more than one session {name!r} in {str(folder)!r}: say which with --model (there: {known})")
+        raise InputError(f"more than one session {name!r} in {str(folder)!r}: choose one with --model (there: {known})")
     raise InputError(f"no session {name!r} in {str(folder)!r} (there: {known})")
 
 
@@ -232,7 +232,7 @@ def clear_prompts(folder: Path) -> int:
     _check_folder(folder)
     store = DiskStore(folder, "", 0)
     try:
-        # No session has an empty name.
+        # No session has an empty name, so all sessions and their blocks are kept.
         return sum(remove_session(store, space.name, document_name("")).bytes for space in spaces(folder))
     finally:
         store.close()

@@ -41,7 +41,7 @@ def render_chat(
         InputError: The tokenizer has no chat template, an argument is invalid, or the template rejects the messages.
     """
     if getattr(tokenizer, "chat_template", None) is None:
-        raise InputError("the tokenizer has no chat template: give it one, or send a prompt that is written out")
+        raise InputError("the tokenizer has no chat template: give it one, or send a plain prompt")
     for name, value, kind in (
         ("tools", tools, Sequence), ("chat_template_kwargs", chat_template_kwargs, Mapping),
         ("add_generation_prompt", add_generation_prompt, bool),
@@ -105,7 +105,7 @@ def _message(message: object) -> dict[str, Any]:
 def _part(part: object) -> str:
     text = part.get("text") if isinstance(part, Mapping) else part
     if not isinstance(text, str):
-        raise InputError(f"a part of a message is {part!r:.80}: only text is understood")
+        raise InputError(f"a part of a message is {part!r:.80}: only text is supported")
     return text
 
 
@@ -113,8 +113,8 @@ def _template_options(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, An
     """Return template variables. Raise InputError for one that is a parameter of `apply_chat_template`."""
     wrong = next((name for name in given if not isinstance(name, str)), None)
     if wrong is not None:
-        raise InputError(f"chat_template_kwargs has the name {wrong!r:.80}: variables are named by text")
+        raise InputError(f"chat_template_kwargs has the name {wrong!r:.80}: names of variables must be strings")
     taken = sorted(given.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys())
     if taken:
-        raise InputError(f"chat_template_kwargs has {', '.join(taken)}: only variables of the template may stand there")
+        raise InputError(f"chat_template_kwargs has {', '.join(taken)}: only variables of the template are allowed")
     return dict(given)

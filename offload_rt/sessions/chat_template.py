@@ -41,9 +41,9 @@ def turn_tokens(
 ) -> TurnTokens:
     """Return the tokens that a user message adds to a session.
 
-    With a chat template, the added tokens are all that the template renders from the end of the last answer to the
-    start of the next one. If the template does not render the last answer unchanged, the whole conversation is rendered
-    and compared with the session's tokens. Tokens from the first difference on are recomputed, with a warning.
+    With a chat template, these are the tokens of the text that the template renders between the last answer and the
+    next one. If the template does not render the last answer unchanged, the whole conversation is rendered and compared
+    with the session's tokens. Tokens from the first difference on are recomputed, with a warning.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -63,8 +63,8 @@ def turn_tokens(
         added = encode_rendered(tokenizer, _render_turns(tokenizer, [*_system(history), ("user", text)]))
     elif (behind := _behind_answer(tokenizer, history, text)) is not None:
         added = encode_rendered(tokenizer, behind)
-        # `added` begins with the template's own end of a turn, which may differ from the token that ended the answer.
-        # That token has no KV yet.
+        # `added` begins with the template's own end of a turn, so drop the token that ended the answer. The two tokens
+        # may differ, and the dropped one has no KV yet.
         dropped = int(tokens[-1] in ends)
     else:
         turns = [*_system(history), *history.turns, ("user", text)]

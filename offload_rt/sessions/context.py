@@ -43,9 +43,9 @@ class SessionContext:
     def segment_stop(self, start: int, stop: int) -> int:
         """Return the end of the prefill segment of tokens [start, stop) that begins at `start`.
 
-        Segments have whole slices (`prefill_chunk_size`), so that the same tokens are computed together as in one
-        prefill. Streamed weights are copied once per segment, and the KV of rounded formats depends on where prefills
-        begin: there is one segment in these cases.
+        A segment consists of whole prefill chunks (`prefill_chunk_size`), the same as without segments. The whole
+        prefill is one segment if weights are streamed, because each segment copies them again, or if the KV format is
+        rounded, because its KV depends on where prefills begin.
         """
         if self.private or self.runner.weights is not None:
             return stop

@@ -29,8 +29,8 @@ class Removed:
             return ""
         return (
             f"{len(self.unreadable):,} other documents of this model cannot be read ({', '.join(self.unreadable)}): "
-            "which blocks were theirs is not known, so these were deleted too and will be computed again if you put a "
-            "copy of the file back; a file that was renamed before it was damaged may hold text of the deleted session"
+            "their blocks cannot be identified, so these were deleted too and will be computed again if you put a copy "
+            "of the file back; a file that was renamed before it was damaged may hold text of the deleted session"
         )
 
 

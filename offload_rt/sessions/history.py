@@ -50,7 +50,7 @@ class History:
         floor: First token that sliding-window layers may see.
         tail_windows: Keys of the partly filled blocks of the sliding-window layers.
         system: System message.
-        salt: Part of the KV provenance key from the cache salt of the first turn (`salt_provenance`).
+        salt: Part of the KV provenance key, derived from the cache salt of the first turn (`salt_provenance`).
     """
 
     name: str
@@ -108,7 +108,7 @@ class History:
 
     @property
     def provenance(self) -> str:
-        """KV provenance key: part of every block key, from the cache salt and the truncations."""
+        """The part of every block key that encodes the cache salt and the truncations (KV provenance)."""
         return self.salt + self.truncation_id
 
     @property

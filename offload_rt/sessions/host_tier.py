@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass
 class TierStats:
-    """Sources of the history tokens of all turns of a store.
+    """Where the KV of history tokens came from, summed over all turns of a store.
 
     New tokens of a turn are not counted. A restarted turn is counted again.
 

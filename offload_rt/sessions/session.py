@@ -138,10 +138,10 @@ class Session:
         if system == history.system:
             return
         if history.tokens:
-            told = f"was told {history.system!r:.80}" if history.system else "began without being told anything"
-            raise InputError(f"session {self.name!r} {told}: that cannot change any more; begin a new session")
+            told = f"the system message {history.system!r:.80}" if history.system else "no system message"
+            raise InputError(f"session {self.name!r} has turns with {told}: open a new session for another one")
         if getattr(tokenizer, "chat_template", None) is None:
-            raise InputError(f"{history.model} has no chat template to tell it {system!r:.40} with: say it in a turn")
+            raise InputError(f"{history.model} has no chat template for system={system!r:.40}: put it into a turn")
         history.system = system
 
     def send(self, prompt: str | Seq[int], params: SamplingParams | None = None) -> Iterator[TokenOutput]:
@@ -179,7 +179,7 @@ class Session:
         return tokens
 
     def _check_fits(self, tokens: TurnTokens, params: SamplingParams) -> None:
-        """Raise the errors of `encode` for a turn of these tokens."""
+        """Validate a turn of these tokens. Raises the errors of `encode`."""
         check_turn(params, self.kv.runner.model)
         new = len(tokens.added) + params.max_tokens
         self._check_overflow(new - tokens.dropped)
@@ -228,17 +228,18 @@ class Session:
     ) -> Generator[TokenOutput]:
         """Continue a text: replace its last `replaced` tokens by `tokens`, and stream up to `max_tokens` new ones.
 
-        If the iterator is closed before the last token, the session stays as it was. At every point, the session on
-        disk is that before or after the whole call, with all its KV.
+        If the iterator is closed before the last token, the session stays as it was. At any time, the disk holds the
+        session with all its KV as it was before the call, or as it is after the call.
 
         Args:
             tokens: Token ids, at least one.
             params: Sampling parameters.
-            replaced: 0 or 1. The last token has no KV yet, so that 1 with this token first continues the text as is.
+            replaced: 0 or 1. The last token of the session has no KV yet. To continue the text unchanged, replace it by
+                itself: pass 1, and begin `tokens` with it.
             on_prefill: Called with the number of finished layers of the prefill.
 
         Raises:
-            InputError, ModelError, PoolFullError: As `send`.
+            InputError, ModelError, PoolFullError: See `send`.
         """
         self.check_idle()
         added = self._tokens(tokens).added
@@ -361,7 +362,7 @@ class Session:
     def close(self) -> None:
         """Save the session and release its memory. It can be opened again.
 
-        End an answer that is being streamed. A closed session is not changed.
+        An answer that is being streamed ends. Closing a closed session has no effect.
 
         Raises:
             InputError: A queue is computing a turn of the session.
@@ -382,8 +383,8 @@ class Session:
         """Close the session without saving it, and delete it from the store.
 
         Delete its text and every block that no other session needs, including blocks left over from edits, truncations
-        and crashes of any session. End an answer that is being streamed. A closed session is not changed. Warn if other
-        sessions of the store cannot be read.
+        and crashes of any session. An answer that is being streamed ends. Warn if other sessions of the store cannot be
+        read. If the session is closed already, nothing is deleted.
 
         Returns:
             The deleted data.

@@ -138,7 +138,7 @@ class SessionKV:
         self.sequence = None
 
     def relearn(self) -> None:
-        """Call `Runner.relearn`. If the disk cannot provide the KV, drop the sequence."""
+        """Rebuild resident KV and policy state (`Runner.relearn`). Drop the sequence if KV cannot be read back."""
         assert self.sequence is not None
         try:
             self.runner.relearn(self.sequence)
@@ -170,7 +170,7 @@ class SessionKV:
         return sequence
 
     def _match(self) -> BlockTable:
-        """Return the cached blocks of the history."""
+        """Return the blocks of the history that the prefix tree holds."""
         return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
 
     def adopt(self, blocks: BlockTable, capacity: int, known: int) -> Sequence:
@@ -195,9 +195,9 @@ class SessionKV:
             read_through(self.context.storage, name)
 
     def _find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
-        """Find stored blocks that continue `blocks`. Return them and the number of tokens they extend to.
+        """Find stored blocks that continue `blocks`. Return them and the number of tokens whose KV is then known.
 
-        The blocks in the sliding windows of the next token are complete.
+        All sliding-window blocks that the next token sees are among them or in `blocks`.
         """
         found, known = self._find_full(blocks.length)
         names, find_one = self.names(known), cache(self._find_one)
@@ -222,8 +222,8 @@ class SessionKV:
     def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
         """Find consecutive stored blocks of full-attention layers from token `known` on.
 
-        Return the full blocks and the last, partly filled one, with the number of tokens they extend to. Leave at least
-        one token to compute.
+        Return the blocks, of which the last may be partly filled, and the number of tokens whose KV is then known. At
+        least one token is left to compute.
         """
         history = self.history
         # A prefill attends to its own KV before rounding. With a rounded format, stored KV of an unfinished turn
@@ -254,7 +254,7 @@ class SessionKV:
         return name_blocks(self._provenance, self.history.tokens, stop, self.history.decoded)
 
     def _shown(self, stop: int) -> list[NamedBlock]:
-        """Return the sliding-layer blocks within the windows of token `stop`."""
+        """Return the sliding-window blocks that token `stop` sees."""
         return window_blocks(self.runner.pool.groups, self.names(stop), stop, self.history.floor)
 
     def stored(self, stop: int) -> list[NamedBlock]:

@@ -118,7 +118,7 @@ class SessionStore:
     def on_disk(
         cls, runner: Runner, folder: Path, options: StoreOptions | None = None, *, read_only: bool = False
     ) -> Self:
-        """Open the store in `folder`. Until `close`, no other process can write to it, unless it is `read_only`.
+        """Open the store in `folder`. Unless `read_only`, no other process can write to the folder until `close`.
 
         A read-only store reuses stored KV and never writes. It must not be used for sessions.
 
@@ -159,7 +159,7 @@ class SessionStore:
 
     def _check_number_format(self, name: str) -> None:
         """Raise StoreError if the session `name` of this model is stored in another number format."""
-        # Another default or option must not silently start the session again with an empty history.
+        # A changed default or option must not silently start the session again with an empty history.
         if (folder := self._folder) is None:
             return
         file, siblings = document_name(name) + DOCUMENTS, self._namespace.siblings()
@@ -193,7 +193,7 @@ class SessionStore:
             )
         if document.damage:
             warnings.warn(
-                f"session {name!r} was opened as it was saved the time before last, with {len(history.turns) // 2:,} "
+                f"session {name!r} was opened in its previous version, with {len(history.turns) // 2:,} "
                 f"turns, because {document.damage}; the last turn may be lost",
                 stacklevel=4,
             )
@@ -205,7 +205,7 @@ class SessionStore:
         return session
 
     def session(self, name: str, *, prompts_are_whole: bool = False) -> Session:
-        """Return the session `name`, and open it if needed. Arguments and errors are those of `open`."""
+        """Return the session `name`, and open it if needed. See `open` for the arguments and errors."""
         check_name(name)
         return self._open.get(name) or self.open(name, prompts_are_whole=prompts_are_whole)
 
@@ -298,6 +298,6 @@ def _check_restorable(runner: Runner) -> None:
         )
     if runner.config.eviction is not None:
         raise ConfigError(
-            "eviction overwrites tokens in place, so that blocks are no longer what their names say: open sessions "
-            "without eviction, and truncate them where they grow too long"
+            "eviction overwrites tokens in place, so stored blocks would not match their keys: disable eviction, and "
+            "truncate sessions that grow too long"
         )

@@ -1,7 +1,7 @@
 """Prompts without a session name: the prefix cache of all requests, in host memory and on disk.
 
 Such a prompt is a session that lasts for one request and has no history on disk. Its blocks are named by their tokens,
-so any later prompt finds them, also after a restart. Only exact KV is reused, as from the prefix tree: the answer does
+so any later prompt finds them, also after a restart. As in the prefix tree, only exact KV is reused, so an answer does
 not depend on earlier requests.
 """
 
@@ -40,15 +40,15 @@ class PromptKV(SessionKV):
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
 
     def keep(self, computed: int) -> None:
-        """Enqueue the full blocks of the first `computed` tokens, which have exact KV, for writing."""
+        """Enqueue for writing the full blocks of the first `computed` tokens. Their KV must be exact."""
         assert self.sequence is not None
         self.history.tokens, self.history.computed = list(self.sequence.tokens), computed // BLOCK_SIZE * BLOCK_SIZE
         self.write_rest()
 
     def keep_windows(self) -> None:
-        """Enqueue the window blocks that the next token sees, and keep them until `drop`, also outside the windows.
+        """Enqueue for writing the sliding-window blocks that the next token sees.
 
-        Call it at the end of a full block.
+        They stay in memory until `drop`, even after they leave the windows. Call at the end of a full block.
         """
         pool, sequence = self.runner.pool, self.sequence
         if self._stores_windows and sequence is not None and self._windows is None:
@@ -80,7 +80,7 @@ class PromptKV(SessionKV):
         return [name for name in super().all_names() if not name.group or name.index in held]
 
     def write_out(self) -> list[NamedBlock]:
-        # A session may have been deleted since: its text must not be written again.
+        # Write nothing: a session with the same text may have been deleted since, and must stay deleted.
         self.context.saver.flush()
         return []
 
@@ -88,7 +88,7 @@ class PromptKV(SessionKV):
 class StoredPrompt(StoredRequest):
     """A request without a session name.
 
-    If it ends early, complete segments of its prefill are kept. `release` frees the memory when the blocks are written.
+    If it ends early, complete segments of its prefill are kept. `release` frees the memory after blocks are written.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class StoredPrompt(StoredRequest):
         recorder: Recorder | None,
         cache_salt: str,
     ) -> None:
-        """Create a request. Arguments as `WholePrompts.turn`."""
+        """Create a request. See `WholePrompts.turn` for the arguments."""
         kv = PromptKV(context, cache_salt)
         super().__init__(kv, host, Prompt(number, tuple(prompt), cache_salt), params, recorder)
         self.kv: PromptKV = kv
@@ -122,7 +122,7 @@ class StoredPrompt(StoredRequest):
         return self._begin_prefill(runner, len(tokens), in_memory=False, diverged_at=diverged)
 
     def _segment_stop(self, start: int) -> int:
-        # A later prompt continues after a full block, and needs complete windows there.
+        # A later prompt continues after a full block and needs complete windows there, so a segment ends there.
         stop, full = super()._segment_stop(start), self._stop // BLOCK_SIZE * BLOCK_SIZE
         return min(stop, full) if self.kv.runner.pool.groups.sliding and start < full else stop
 
@@ -179,10 +179,11 @@ class StoredPrompt(StoredRequest):
         self.kv.context.storage.touch([name.key for name in self.kv.names(history.computed)])
 
     def release(self) -> bool:
-        """Free the memory after the blocks were written. Call it with the lock of the pool.
+        """Free the memory after the blocks were written. The caller must hold the lock of the pool.
 
         Returns:
-            True if further blocks were enqueued instead, which did not fit in the write buffer before.
+            True if blocks that did not fit in the write buffer before were enqueued now. The memory is then still in
+            use.
         """
         if self.kv.sequence is None:  # evicted, or never started
             return False

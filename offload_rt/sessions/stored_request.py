@@ -57,7 +57,7 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _save_decoded(self, stop: int) -> None:
-        """Enqueue the block that decoding has filled up to token `stop` for writing."""
+        """Enqueue the last block for writing. Decoding has just filled it; it ends at token `stop`."""
 
     def _begin_prefill(self, runner: Runner, stop: int, *, in_memory: bool, diverged_at: int | None) -> Prefill:
         """Begin the prefill of `sequence` up to token `stop`.
@@ -155,7 +155,7 @@ class StoredRequest(SampledRequest):
         self.kv.recheck()
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """Sample the next token, and enqueue a block that decoding has filled for writing."""
+        """Sample the next token. If decoding has just filled a block, enqueue it for writing first."""
         assert self.sequence is not None
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
         if position % BLOCK_SIZE == 0 and position > prompt:

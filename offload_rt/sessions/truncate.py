@@ -58,8 +58,7 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
 
 
 def last_kept(held: int, new: int, positions: int) -> int:
-    """Return how many of the last of `held` tokens to keep in addition to the first SINKS, before `new` tokens are
-    added.
+    """Return how many last tokens to keep besides the first SINKS, before `new` tokens are added to `held` ones.
 
     If all tokens fit in `positions`, or truncation would not shorten the session, return `held`. Otherwise return half
     of the positions (CachedAttention §4.1, truncation ratio 0.5), or fewer if the new tokens need the space.
@@ -156,7 +155,7 @@ def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
 
 
 def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
-    """Rotate the sinks' keys across the gap if their distance in a context of `length` tokens exceeds the trained one.
+    """Rotate the sinks' keys if their distance to the last of `length` tokens exceeds the trained context length.
 
     If their original keys are missing, the tokens of the session become a new text and are recomputed.
 

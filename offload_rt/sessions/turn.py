@@ -37,7 +37,7 @@ def check_turn(params: SamplingParams, model: LoadedModel) -> None:
     if params.n > 1 or params.num_beams > 1:
         raise InputError("a session has one answer to a turn: n and num_beams must be 1")
     if params.prompt_logprobs is not None:
-        raise InputError("a session's earlier turns are not computed again: leave prompt_logprobs or the session out")
+        raise InputError("prompt_logprobs would need a session's earlier turns again: use it without a session")
     check_answerable(params, model)
 
 
@@ -139,7 +139,7 @@ class Turn(StoredRequest):
         most = self.kv.runner.adapter.geometry.max_positions
         warnings.warn(
             f"session {history.name!r} would outgrow the {most:,} positions of {history.model}: its oldest {gone:,} "
-            "tokens but the first were forgotten (overflow='error' refuses instead)",
+            "tokens, except the first ones, were removed (overflow='error' raises an error instead)",
             stacklevel=2,
         )
 
@@ -168,7 +168,7 @@ class Turn(StoredRequest):
     def drop(self, runner: Runner) -> None:
         """Release the turn's memory and restore the session.
 
-        The session's KV is released too, unless the prefill has not changed it and no block is damaged.
+        The session's KV stays in memory only if the prefill has not changed it and no block is damaged.
         """
         if self.sequence is None:
             return
@@ -255,8 +255,8 @@ class Turn(StoredRequest):
 class WholeTurn(Turn):
     """A turn that counts only if it is complete: if it is cancelled, the session stays as before the turn.
 
-    Its KV is on disk before the history that refers to it. If the process is killed at any point, the stored session
-    is that after this turn or before it, with all KV. Then nothing is computed in another way than without the kill.
+    The KV is written to disk before the history that refers to it. If the process is killed, the disk holds the session
+    with all its KV as before or as after this turn. Later turns therefore compute the same values as without the kill.
     """
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:

@@ -1,6 +1,6 @@
 """Requests of clients that send the whole conversation each time, with and without a session name.
 
-The KV of the part that was computed before is reused from host memory or disk.
+KV that was computed before is reused from host memory or disk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WholePrompts:
 
     Args:
         store: The store.
-        call_soon: Calls a function on the engine's thread later. Any thread may call it.
+        call_soon: Schedules a function on the engine's thread. Thread-safe.
     """
 
     def __init__(self, store: SessionStore, call_soon: Callable[[Callable[[], None]], None]) -> None:
@@ -62,8 +62,8 @@ class WholePrompts:
     def keeps(self, params: SamplingParams) -> bool:
         """Return whether the store keeps the KV of prompts without a session name.
 
-        Beam search and log-probabilities of prompts do not use it. KV that is not shared is not kept either (see
-        `CacheManager.shares`), nor that of weights that were changed in place.
+        It keeps no KV of beam search and prompt log-probabilities, no KV that is not shared (`CacheManager.shares`),
+        and no KV of weights that were changed in place.
         """
         runner = self.store.context.runner
         usual = params.num_beams == 1 and params.prompt_logprobs is None
@@ -72,7 +72,9 @@ class WholePrompts:
     def prompt(
         self, number: int, prompt: Seq[int], params: SamplingParams, recorder: Recorder | None, cache_salt: str
     ) -> StoredPrompt:
-        """Create a request without a session name. Call `prompt_ended` when it has ended. Arguments as `turn`.
+        """Create a request without a session name. Call `prompt_ended` when it has ended.
+
+        See `turn` for the arguments.
 
         Raises:
             InputError: A token id or a parameter is invalid.
@@ -83,7 +85,7 @@ class WholePrompts:
         return StoredPrompt(context, self.store.host, number, prompt, params, recorder, cache_salt)
 
     def prompt_ended(self, request: StoredPrompt) -> None:
-        """Free the memory of an ended request when its blocks are written."""
+        """Free the memory of an ended request after its blocks are written."""
         self._ending.add(request)
         self.store.context.saver.notify(lambda: self._call_soon(lambda: self._release(request)))
 
@@ -157,7 +159,7 @@ class WholePrompts:
             self._opened.pop(oldest).close()
 
     def look_ahead(self) -> None:
-        """Run the look-ahead of the host tier before each step, without waiting turns."""
+        """Run the look-ahead of the host tier, with no waiting turns. Call before each step."""
         self.store.host.look_ahead(())
 
     def delete(self, name: str) -> bool:
@@ -172,7 +174,8 @@ class WholePrompts:
         opened = self._opened.pop(name, None)
         known = self.store.exists(name)
         if opened is None and not known:
-            return False  # deleting removes every block that no session uses: nobody else's prompts for an unknown name
+            # A deletion removes all blocks without a session. An unknown name must not delete the KV of other prompts.
+            return False
         self._drop_ending()  # so that none of their blocks is written after the deletion
         self.store.delete(name)
         return known

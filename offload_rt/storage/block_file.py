@@ -27,7 +27,7 @@ import xxhash
 from ..kv_cache.disk.direct_file import write_all
 
 LAYOUT_VERSION = 2
-"""Version of the key derivation and of the histories. It is part of every namespace, so other versions are misses."""
+"""Version of the block keys and of the histories. It is part of the namespace, so other versions are not found."""
 
 FILE_VERSION = 3
 """Version of the file format. Versions 1 and 2 held tokens in clear text; `storage.folder` refuses such stores."""
@@ -173,7 +173,7 @@ class FileBlockWriter:
         offset: Byte of the file where layer 0 begins.
         open: Opens the file for writing and returns its descriptor. Raises OSError.
         finish: Makes the block visible, given the checksums of its layers. Raises OSError.
-        give_up: Called instead, with the error if a write failed.
+        give_up: Called instead of `finish` if the block is discarded, with the error of a failed write, or None.
     """
 
     def __init__(
@@ -210,7 +210,6 @@ class FileBlockWriter:
         self._checksums[layer] = checksum(block)
 
     def commit(self) -> bool:
-        """Make the block durable, then visible. Return False if a write failed or a layer is missing."""
         if len(self._checksums) < self.layers:
             self.abort()
         if self._open:
@@ -222,7 +221,6 @@ class FileBlockWriter:
         return done
 
     def abort(self) -> None:
-        """Discard the block. Has no effect after `commit`."""
         if self._open:
             self._end(None)
 

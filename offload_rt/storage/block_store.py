@@ -149,7 +149,7 @@ class StorageTier(BlockSink, Protocol):
 
     @property
     def root(self) -> bytes:
-        """Parent key of first blocks, derived from the model, the KV data type and the layout."""
+        """Parent key of the first block of every sequence. Derived from the model, the KV data type and the layout."""
         ...
 
     @property
@@ -190,7 +190,7 @@ class StorageTier(BlockSink, Protocol):
         ...
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark `keys`, a path from the first block on, as used now. Later blocks are evicted before earlier ones."""
+        """Mark the blocks `keys` of a sequence, first block first, as used now. Later blocks are evicted first."""
         ...
 
     def expect(self, keys: Sequence[bytes]) -> None:

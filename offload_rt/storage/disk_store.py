@@ -41,7 +41,7 @@ class DiskBlockWriter(FileBlockWriter):
     """Write one KV block as one file."""
 
     def extent(self) -> StoredExtent | None:
-        """Open the file, so that an on-disk KV pool can write layers to it in place of `write`, each once.
+        """Open the file, so that an on-disk KV pool can write each layer to it once, instead of calling `write`.
 
         The file stays readable after the block is evicted. Return None if its disk space cannot be allocated.
         """
@@ -107,7 +107,6 @@ class DiskStore(NamespaceDocuments):
     # ---------------------------------------------------------------------------------------------------------- blocks
 
     def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> DiskBlock | None:
-        """Return the block with these tokens (little-endian int64) that follows `parent`, or None for a miss."""
         key = block_key(parent, provenance_key, tokens)
         path = self._path(key)
         if not self._folder.read_only and path not in self._index:

@@ -24,7 +24,7 @@ from .index import BEFORE, DOCUMENTS
 class NamespaceDocuments:
     """Documents of the namespace in the folder `own` (`block_store.StorageTier`).
 
-    They count towards the limit of the store's `folder`.
+    Documents count towards the limit of the store's `folder`.
     """
 
     def __init__(self, folder: StoreFolder, own: Path, options: StoreOptions) -> None:
@@ -46,7 +46,7 @@ class NamespaceDocuments:
         newest, before = self._paths(name)
         record = seal(data)
         if len(record) > LARGEST_DOCUMENT:
-            raise StoreError(f"{str(newest)!r} would have {format_size(len(record))}: begin another session")
+            raise StoreError(f"{str(newest)!r} would be too large ({format_size(len(record))}): start another session")
         with self._writing, folder.usable():
             folder.make_subfolder(self._own)
             temporary = self._take_room(newest, len(record))
@@ -86,7 +86,7 @@ class NamespaceDocuments:
             folder.finish(temporary, newest, len(record))
 
     def _keep(self, newest: Path, before: Path, record: bytes) -> None:
-        """Make the content of `newest` the previous generation, without removing it from its own name."""
+        """Make the content of `newest` the previous generation too. The file `newest` stays."""
         temporary = self._folder.temporary(before)
         try:
             os.link(newest, temporary)

@@ -43,7 +43,7 @@ def open_regular(path: Path) -> int:
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return handle
     os.close(handle)
-    raise OSError(f"{str(path)!r} is no regular file")
+    raise OSError(f"{str(path)!r} is not a regular file")
 
 
 def seal(data: bytes) -> bytes:
@@ -71,7 +71,7 @@ def read_document(path: Path) -> Reading:
     except FileNotFoundError:
         return Reading(None)
     except OSError as error:
-        return Reading(None, f"cannot be read ({error.strerror or 'it is no regular file'})")
+        return Reading(None, f"cannot be read ({error.strerror or 'it is not a regular file'})")
     try:
         with os.fdopen(handle, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size

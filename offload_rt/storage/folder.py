@@ -24,7 +24,7 @@ BLOCKS, DAMAGED = ".kv", ".damaged"
 SPACE = re.compile(r"[0-9a-f]{32}")
 """Folder name of a namespace: its digest."""
 
-SERVER_FOLDER = "server"  # of conversations and responses, inside the folder of a store
+SERVER_FOLDER = "server"  # subfolder of a store for the server's conversations and responses
 _TEMPORARY, _LOCK = ".tmp", "lock"
 _FAN = re.compile(r"[0-9a-f]{2}")
 _OLD_CHUNK, _OLD_HISTORY = re.compile(r"[0-9a-f]{32}\.kv"), re.compile(rb'\{"format": 1,')
@@ -33,8 +33,8 @@ NAME = re.compile(r"[a-z]+-[0-9a-f]{32,64}(?:-[0-9a-f]{1,4})?")
 DOCUMENT_FILE = re.compile(rf"{NAME.pattern}(\.doc|\.before|\.damaged|\.\d+\.\d+\.tmp)")
 """Patterns of document names and of document files.
 
-No part of a name is text chosen by a user, so no such text is parsed. Other files in the folder match no pattern. They
-are neither counted nor changed.
+Names contain no text chosen by a user. Files that match no pattern do not belong to the store: they are neither counted
+nor changed.
 """
 
 
@@ -114,7 +114,7 @@ class StoreFolder:
             return victims is not None and not any(path in self.index for path in victims)
 
     def make_disk_room(self, size: int) -> bool:
-        """Remove block files in eviction order until a full disk has `size` more bytes.
+        """Remove block files in eviction order to free `size` bytes on a full disk.
 
         Returns False and keeps all files if evicting every block file would not free enough space.
         """
@@ -141,7 +141,8 @@ class StoreFolder:
     def hold(self, path: Path, size: int) -> Path:
         """Reserve `size` bytes for the file `path`, which may replace an existing one.
 
-        The caller has made the space. Returns the temporary file to write; pass it to `finish` or `give_up`.
+        The caller must have made the space (`make_room`). Returns the temporary file to write, for `finish` or
+        `give_up`.
         """
         with self.mutex:
             self.index.reserved += size
@@ -182,7 +183,7 @@ class StoreFolder:
         """Remove a damaged or unneeded file. Has no effect in a read-only store."""
         if self.read_only:
             return
-        with self.mutex, contextlib.suppress(OSError):  # a file that cannot be removed still counts
+        with self.mutex, contextlib.suppress(OSError):  # if it cannot be removed, it still counts
             self._check_inside(path)
             path.unlink(missing_ok=True)
             self.index.forget(path)

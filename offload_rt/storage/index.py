@@ -19,11 +19,11 @@ DOCUMENTS, BEFORE = ".doc", ".before"
 _STAYING = (DOCUMENTS, BEFORE)
 
 NS_PER_TOKEN = 10**9
-"""Nanoseconds of more recent use that outweigh one token to compute again. With one second, the KV of a conversation of
-5,000 tokens stays until that of a request of 300 tokens is used two and a half hours later."""
+"""Nanoseconds that one token of recomputation cost adds to the last use of a file. With one second, the KV of a
+conversation of 5,000 tokens outlives the KV of a request of 300 tokens, even if that was used two hours later."""
 
 LONGEST_KEEP = 30 * 86400 * 10**9
-"""Largest difference between rank and last use of a file that is found at start, in nanoseconds."""
+"""Largest difference between rank and last use of a file that is found when the store is opened, in nanoseconds."""
 
 
 @dataclass
@@ -44,9 +44,9 @@ class _File:
 class DiskIndex:
     """Index files by path, in the eviction order of `policy`.
 
-    With "lookahead", each token that would have to be computed again (`recomputation_cost`) counts as much as
-    SECONDS_PER_TOKEN of more recent use. The file system keeps both times: the last use as the modification time, the
-    rank as the access time.
+    With "lookahead", the rank of a file is its last use plus `NS_PER_TOKEN` for each token of its recomputation cost
+    (`recomputation_cost`). The file system keeps both times: the last use as the modification time, the rank as the
+    access time.
 
     Time stamps increase monotonically, so a clock that goes backwards does not change the order. Time stamps in the
     future are replaced by the current time. Thread-safe: callers hold `mutex` to combine several calls.
@@ -150,15 +150,15 @@ class DiskIndex:
         Args:
             size: Bytes needed.
             pinned: Also evict pinned files, if nothing else is left.
-            cost: Tokens to compute again without the new file. With "lookahead", no file of a higher rank is evicted
-                for it. None is a document, for which any file may be evicted.
+            cost: Tokens to compute again without the new file, or None for a document. With "lookahead", no file with a
+                higher rank than the new file is evicted. For a document, any file may be evicted.
 
         Returns:
             The files to evict, or None if evicting all candidates is not enough.
         """
         horizon = self._clock() - int(self._ttl * 1e9) if self._ttl is not None else -1
         used, limit = self.bytes_used + size, self.limit_bytes
-        # Like the stamps of uses, the time of the new file never runs backwards.
+        # The time stamp of the new file increases monotonically too.
         now = max(self._clock(), self._stamp + 1)
         rank = None if cost is None or not self._weighs else now + cost * NS_PER_TOKEN
         gone, spared = dict[Path, None](), []

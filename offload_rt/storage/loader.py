@@ -23,8 +23,8 @@ from .disk_store import DiskBlock
 READERS = min(4, os.cpu_count() or 1)
 """Threads that read, verify and copy the blocks of a layer.
 
-On an H100 host, one thread reads cached files at 0.86 GB/s, which is slower than recomputing 8,192 tokens. Two threads
-take 0.6 of the time of one, on two busy cores.
+On an H100 host, one thread reads cached files at 0.86 GB/s, which is slower than recomputing 8,192 tokens. On two busy
+cores, two threads take 0.6 times as long as one.
 """
 
 
@@ -63,7 +63,7 @@ class BlockLoader:
     (`kv_cache.disk.extents`), and loading a layer only verifies its checksum.
 
     The block table must hold the blocks, must not be shared, and must not be released before `close`. Each block of a
-    layer is written by one reader thread. The KV of a layer may be read only after `wait` returns for it, when all
+    layer is written by one reader thread. The KV of a layer may be read only after `wait(layer)` has returned, when all
     blocks of the layer are loaded.
 
     Args:

@@ -17,7 +17,7 @@ class SessionProvenance:
     """KV provenance shared by all blocks of a sequence.
 
     Attributes:
-        root: Parent key of first blocks (`StorageTier.root`).
+        root: Parent key of the first block (`StorageTier.root`).
         policy: KV provenance of decoded tokens (`Runner.provenance_key`).
         suffix: Cache salt and truncations of the session (`History.provenance`).
         owner: Session id if only the session and its forks may use the blocks. Empty if all sessions share them.
@@ -36,7 +36,7 @@ def name_blocks(
 
     The KV of a decoded token, and all KV after it, depends on where decoding began. Therefore the provenance of every
     block from the first decoded token on includes a mask of its decoded tokens. With exact attention, KV does not
-    depend on it, and there is no mask.
+    depend on where decoding began, and there is no mask.
 
     Args:
         provenance: KV provenance shared by all blocks.

@@ -38,7 +38,7 @@ def eviction_window(host_bytes: int, disk_bytes: int, mean_bytes: float) -> int:
 def recomputation_cost(tokens: int, start: int) -> int:
     """Return the cost of losing a block, in tokens to compute again.
 
-    Losing any block of a long sequence costs more than losing one of a short sequence, such as the request for a title.
+    Losing any block of a long sequence costs more than losing one of a short sequence, such as a request for a title.
     Within a sequence, an earlier block counts more, because the later ones are useless without it.
 
     Args:
@@ -53,7 +53,7 @@ class EvictionOrder(Generic[K]):
 
     The item of the lowest rank is evicted first. By default that is the least recently used item; with "fifo", the
     oldest item. With "lookahead", items in the eviction window are evicted after all others, starting with the item
-    that is needed last (CachedAttention §3.3.2). A live store cannot look beyond the request queue.
+    that is needed last (CachedAttention §3.3.2). Only requests in the queue are known in advance.
 
     Args:
         policy: One of `LIVE_POLICIES`. Raises ConfigError for any other policy.
@@ -65,11 +65,11 @@ class EvictionOrder(Generic[K]):
         self._uses = itertools.count()
         self._others: dict[K, tuple[int, int]] = {}
         self._heap: list[tuple[int, int, K]] = []
-        """Entries (rank, number of the use, item). Those that differ from `_others` are outdated."""
+        """Entries (rank, number of the use, item). Entries that differ from `_others` are outdated."""
         self._wanted: OrderedDict[K, None] = OrderedDict()
 
     def enter(self, item: K, rank: int = 0) -> None:
-        """Add an item or record its use. Items in the window stay there. Among equal ranks, the last use decides."""
+        """Add an item or record its use. Items in the window stay there. Equal ranks are ordered by the last use."""
         if item not in self._wanted and (self._renew or item not in self._others):
             self._rank(item, rank)
 

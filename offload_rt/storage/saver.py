@@ -35,7 +35,7 @@ class Entry:
         identity: Pool id of the block.
         span: Position of the block in the pool.
         cost: Tokens to compute again without the block.
-        writer: Writer of the store, when it is open.
+        writer: Open writer of the store, or None.
         extent: File of the store, if the KV pool writes the block directly to it.
         refused: Whether the store did not accept the block.
         moved: Whether the block table has since replaced the block. If so, it is not committed.
@@ -84,8 +84,9 @@ class Saver:
     until `flush`. The written slots of a block never change. If the block table replaces a block, `recheck` gives up
     its pending writes.
 
-    At most `buffer_bytes` wait. `begin` accepts only as many blocks as fit, and the computation never waits for the
-    others. The caller submits them again later; sessions do so at the end of a turn and when they are saved.
+    At most `buffer_bytes` wait to be written. `begin` accepts only as many blocks as fit, so the computation never
+    waits for the buffer. The caller submits the other blocks again later: sessions do so at the end of a turn and when
+    they are saved.
 
     For a pool on disk, blocks are saved after their last layer. If the store keeps each block in a separate file, the
     pool writes full blocks directly to that file, and later reads them from it (`kv_cache.disk.extents`):
@@ -96,7 +97,7 @@ class Saver:
       pool's own file, blocks beyond the limit of open files, and blocks that have left their stored extent.
 
     A block is not committed if any of its writes failed. Its unnamed file remains the extent of the pool block, unless
-    the KV was never complete (`abort`). Files are created on the compute thread, which waits for the disk in any case.
+    the KV was never complete (`abort`). The compute thread creates these files, because it waits for the disk anyway.
 
     Call `begin`, `layer_done`, `flush`, `abort` and `close` on the compute thread. The worker reads the pool, after
     `KVStorage.settle`, and writes to the store.
@@ -122,7 +123,7 @@ class Saver:
         for block in named:
             tokens = range(block.index * BLOCK_SIZE, block.index * BLOCK_SIZE + block.count)
             [span] = self._pool.spans(blocks, block.group, tokens)
-            # A table of windows alone has no capacity.
+            # The capacity of a block table that holds only window blocks is 0.
             cost = recomputation_cost(max(blocks.capacity, tokens.stop), tokens.start)
             entry = Entry(block, self._identity(blocks, block), span, cost)
             if not self._attach(saving, entry):
@@ -138,9 +139,9 @@ class Saver:
         return saving
 
     def layer_done(self, saving: Saving, layer: int) -> None:
-        """Mark `layer` of the blocks as complete, at the latest when pending transfers end.
+        """Mark `layer` of the blocks as complete. Call in the order of the layers.
 
-        Call it in the order of the layers.
+        Its KV may still be in transfer to the pool: the worker waits for pending transfers before it reads.
         """
         if self._file is not None:
             if layer < self._last:

@@ -1,6 +1,6 @@
 """Interface of KV transfers between the host pool and the compute device.
 
-It has three parts, and callers are typed on the part that they need. `KVStorage` stores new KV, `RowFetch` fetches KV
+It has three parts, and callers depend only on the part that they need. `KVStorage` stores new KV, `RowFetch` fetches KV
 of single sequences, and `BatchedRows` fetches KV of whole batches, for which counts stay on the device.
 
 All byte counts assume separate device memory. On a CPU, where KV is read in place, they are the same as on CUDA.
@@ -101,7 +101,7 @@ class PendingFetch(Protocol):
 
 
 class KVStorage(Protocol):
-    """Stores new KV of open sequences. Some stays resident on the device, and all of it is written to the pool."""
+    """Stores new KV of open sequences. All KV is written to the pool, and part of it stays resident on the device."""
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         """Open a sequence. Its first `sinks` and last `recent` tokens stay on the device.
@@ -151,7 +151,7 @@ class KVStorage(Protocol):
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
         """Like `prefill_layer`, for a few new tokens.
 
-        Earlier KV that is read in place and is not contiguous with them is returned in `past`.
+        If earlier KV is read in place and is not contiguous with the new KV, it is returned in `past`.
         """
         return self.prefill_layer(blocks, layer, start, [new])
 
@@ -164,9 +164,7 @@ class RowFetch(Protocol):
     ) -> PendingFetch:
         """Start fetching the selected candidates, or all candidates if `selection` is None.
 
-        Resident tokens are not transferred.
-
-        The KV of a selection with counts is a separate part with the same counts.
+        Resident tokens are not transferred. The KV of a selection with counts is a separate part with the same counts.
         """
         ...
 
@@ -189,7 +187,7 @@ class RowFetch(Protocol):
         return [self.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        """Start fetching the tokens of a repair, in addition to those of an earlier fetch."""
+        """Start fetching `extra`, the additional tokens of a repair. An earlier fetch contains the other tokens."""
         ...
 
 
@@ -221,7 +219,7 @@ class Transfer(Protocol):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of resident KV, working sets and staging buffers of all open sequences on the device."""
+        """Bytes of resident KV and working sets of all open sequences on the device. A CPU adds scratch buffers."""
         ...
 
     def working_set_bytes(self, blocks: BlockTable) -> int:

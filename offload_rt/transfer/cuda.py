@@ -1,8 +1,8 @@
 """Transfers over PCIe: pinned host KV, a prefetch stream, a write-back stream, and resident KV on the device.
 
 Per sparse layer, step and sequence, 2 * Hkv * n * d elements are copied to the device and 2 * Hkv * d to the host,
-where n is the number of selected tokens that are neither resident nor in the working set. On CUDA, a kernel gathers
-them directly from pinned memory, so the host never needs the indices. Without Triton, or on a CPU, the host gathers.
+where n is the number of selected tokens that are neither resident nor in the working set. On CUDA, a kernel gathers the
+KV directly from pinned memory, so the host never needs the indices. Without Triton, or on a CPU, the host gathers it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class CudaStorage(KVStorage):
         state = self._state
         state.pending_writes.release()
         first = state.pool.groups.first_seen(start, blocks.floor) if state.pool.groups.group[layer] else 0
-        # Load before the slices, so that it only waits for earlier write-backs.
+        # Start loading before the slices are appended, so that the load waits only for earlier write-backs.
         loaded = self._rows.fetch_range(blocks, layer, range(first, start)) if first < start else None
         fresh, stop, written = [], start, 0
         for part in slices:

@@ -65,7 +65,6 @@ class DiskState:
         return self._staging.empty(shape, self.pool.format.storage)
 
     def close(self, blocks: BlockTable) -> None:
-        """Remove a sequence."""
         self.open.pop(id(blocks), None)
         if not self.open:
             self._staging.clear()
@@ -94,7 +93,7 @@ class DiskState:
 
     def run(self, blocks: BlockTable, layer: int, tokens: range) -> BlockRun:
         """Start reading all KV of `tokens`, block by block."""
-        # A block never spans two extents of the pool: concatenating pieces would leave memory with the allocator.
+        # Also split at the spans of the pool, so that a block is one part. Joining parts would allocate new memory.
         size, at = self.block_tokens, tokens.start
         edges = {tokens.start, *range(tokens.start // size * size + size, tokens.stop, size), tokens.stop}
         for span in self.pool.spans(blocks, self.pool.groups.group[layer], tokens):

@@ -32,7 +32,6 @@ class Residency:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held on the device."""
         return sum(rows.nbytes for rows in self._rows)
 
     def sizes(self, layer: int) -> tuple[int, int]:
@@ -109,12 +108,12 @@ class Residency:
 
 
 def place(token: int, sinks: int, recent: int) -> int:
-    """Return the position of a resident token."""
+    """Return the position of a resident token in the resident KV (`Residency`)."""
     return token if token < sinks else sinks + (token - sinks) % recent
 
 
 def places(visible: VisibleTokens, sinks: int, recent: int) -> range:
-    """Return the positions of the resident tokens of `visible`, in ascending order.
+    """Return the positions of the resident tokens of `visible` in the resident KV, in ascending order.
 
     If a sliding window hides the sinks and later tokens, the ring must be full (`recent` tokens).
     """

@@ -1,7 +1,7 @@
 """Buffers used by two streams.
 
 The prefetch stream fills buffers that the compute stream reads, and the write-back stream reads buffers that the
-compute stream fills. Both are kept alive here instead of by the allocator's `record_stream`.
+compute stream fills. This module keeps these buffers alive, in place of the allocator's `record_stream`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Staging:
     """Holds the buffers of a fetch until the compute stream waits for it.
 
     Buffers are allocated in the compute stream before the fetch, which starts after all compute work queued so far.
-    They are released after the compute stream waits for the fetch, so they are free in the order of that stream.
-    `record_stream` would keep the memory until the device reaches that point. Here, only fetches that have not been
-    waited for use memory, however far the host runs ahead, and a captured graph reuses the same memory in every layer.
-    Buffers of interrupted steps are held until the prefetch stream is idle.
+    They are released once the wait for the fetch is queued in the compute stream, because later work of that stream can
+    reuse the memory. `record_stream` would keep it until the device reaches that point. With this class, only fetches
+    without a queued wait use memory, however far the host runs ahead, and a captured graph reuses the same memory in
+    every layer. Buffers of interrupted steps are held until the prefetch stream is idle.
     """
 
     def __init__(self, prefetch: Stream) -> None:
@@ -52,18 +52,18 @@ class Staging:
 
 
 HELD_BACK = 1 << 20
-"""Bytes of pending write-backs of decode steps before compute waits for the oldest.
+"""Maximum bytes of pending write-backs in decode steps. Beyond it, compute waits for the oldest ones.
 
-This is more than any step writes, so compute only waits for old write-backs.
+No step writes this many bytes, so compute waits only for write-backs of earlier steps.
 """
 
 
 class PendingWriteBacks:
     """Holds buffers that the write-back stream reads, until the compute stream waits for the write-back.
 
-    They are then free in the order of the compute stream, as in `Staging`, so the memory held does not depend on how
-    far the host runs ahead. A prefill releases the slices of a layer when the next layer starts, after attention and
-    MLP have overlapped with their write-back.
+    Later work of the compute stream can then reuse the memory, as in `Staging`, so the memory held does not depend on
+    how far the host runs ahead. A prefill releases the slices of a layer when the next layer starts, after attention
+    and MLP have overlapped with their write-back.
     """
 
     def __init__(self, write_back: Stream) -> None:

@@ -44,7 +44,7 @@ class Stream(Protocol):
         ...
 
     def hold_compute(self, event: Event, *tensors: torch.Tensor) -> None:
-        """Make later compute work wait for `event`. It uses `tensors`, which were allocated in this stream."""
+        """Make later compute work wait for `event`. That work uses `tensors`, which were allocated in this stream."""
         ...
 
 

@@ -68,7 +68,6 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table."""
         return self._tokens.nbytes + self._scores.nbytes
 
     @property

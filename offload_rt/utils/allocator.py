@@ -30,7 +30,7 @@ class RecycledMemory:
         """Recycle tensors of at least `least` bytes. Smaller ones use torch's allocator."""
         self._least = max(1, least)
         self._free: list[mmap.mmap] = []
-        # Not needed for returning memory: a finalizer may run while this thread holds the lock.
+        # Finalizers return memory without this lock, because one may run while this thread holds it.
         self._taking = threading.Lock()
 
     @property
@@ -57,7 +57,7 @@ class RecycledMemory:
         assert len({id(memory) for memory in self._free}) == len(self._free)
 
     def _take(self, size: int) -> mmap.mmap:
-        """Return the smallest free piece that is large enough, else replace the largest free piece by a new one."""
+        """Return the smallest free piece that is large enough. If none is, replace the largest by a new one."""
         with self._taking:
             waiting = sorted(self._free, key=len)  # a copy: other threads return memory meanwhile
             fits = next((memory for memory in waiting if len(memory) >= size), None)

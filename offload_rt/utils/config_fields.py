@@ -43,7 +43,7 @@ class Option:
         group: Heading of the flag in the help of commands that run a model. None: available in Python only.
         plans: Whether `info` has the flag, because memory demand depends on it.
         neutral: Value that behaves as before the option existed. It is left out of KV provenance keys, so that stores
-            written before stay valid.
+            of earlier versions stay valid.
         stored_name: Former name of the field, under which KV provenance keys contain it. None: the field's name.
     """
 
@@ -94,7 +94,7 @@ def check_types(config: Any) -> None:
 
 
 def _number(value: Any, kinds: set[type]) -> int | float | None:
-    """Convert a number of another library to int or float, as far as `kinds` allow. Return None if it is none."""
+    """Convert a number of another library to int or float, as `kinds` allow. Return None for other values."""
     try:
         if kinds & {int, float} and hasattr(type(value), "__index__") and type(value) is not bool:
             number = index(value)
@@ -152,7 +152,7 @@ def check_keys(cls: type, options: Mapping[str, Any]) -> None:
 
 
 def from_mapping(cls: type[T], options: Mapping[str, Any]) -> T:
-    """Return an instance of the dataclass `cls`. Raise ConfigError for unknown keys and other types."""
+    """Return an instance of the dataclass `cls`. Raise ConfigError for unknown keys or if it is not a mapping."""
     check_mapping(cls.__name__, options)
     check_keys(cls, options)
     return cls(**options)

@@ -11,8 +11,10 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of all groups of this process that `controller` ("memory", "cpu") may limit, and whether each
-    has version 2."""
+    """Yield (folder, is_version_2) of each control group of this process that `controller` may limit.
+
+    Controllers are "memory" and "cpu".
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -40,8 +42,10 @@ def processor_limit(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | N
 
 
 def _quota(folder: Path, two: bool) -> int | None:
-    """Return the processors of one group. None if it has no limit or cannot be read: a container sees only its own
-    group, at the root."""
+    """Return the processors of one group, or None if it has no limit or cannot be read.
+
+    A container sees only its own group, at the root.
+    """
     names = ("cpu.max",) if two else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     try:
         time, period = " ".join((folder / name).read_text() for name in names).split()

@@ -1,7 +1,7 @@
 """Load the C code of this package: prebuilt in the wheel, else compiled on first use into the user's cache.
 
-Code is compiled for instruction set levels instead of one processor, so that a wheel and a shared home folder can hold
-it for all of them. If there is no compiler and no library, callers use torch or numpy instead.
+Code is compiled for instruction set levels instead of one processor, so that a wheel, or a home folder shared by
+several machines, can hold it for all processors. Without a compiler and a library, callers use torch or numpy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LEVEL_FLAGS = {
 """Compiler flags of each level. A level's code runs on every processor of this or a higher level."""
 
 PREBUILT = Path(__file__).parents[1] / "native"
-"""Libraries that the wheel's build compiled, named as in the user's cache."""
+"""Folder of the libraries that the wheel build compiled. They have the same names as in the user's cache."""
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def processor_level() -> str:
 
 
 def machine_levels() -> tuple[str, ...]:
-    """Return all levels of this machine's architecture, lowest first, whatever its processor runs."""
+    """Return all levels of this machine's architecture, lowest first, even if its processor does not run them."""
     architecture = platform.machine().lower()
     if architecture in ("aarch64", "arm64"):
         return ("neon",)
@@ -88,7 +88,7 @@ def machine_levels() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LibraryPath:
-    """Where a compiled library is looked for, in this order."""
+    """Paths that may have a compiled library, in the order of search."""
 
     prebuilt: Path
     cached: Path
@@ -117,7 +117,7 @@ class _Field(ctypes.Structure):
 
 
 def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> None:
-    """Compare a structure that Python fills with the one in the library, which has its name without underscores.
+    """Check that a structure has the same fields in Python and in C. The C structure has no leading underscore.
 
     Raises:
         RuntimeError: Fields differ in name, offset or size, so that C would read other values than Python wrote.
@@ -138,8 +138,11 @@ def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> 
 
 
 def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CDLL | None:
-    """Return the library that `source` compiles to with `flags` at the processor's level. Return None if it is neither
-    prebuilt nor can be compiled; a warning then reports so once, and the log names each library and its `fallback`."""
+    """Return the library of `source` and `flags` for the processor's level: prebuilt, cached or compiled now.
+
+    Return None if the library cannot be loaded or compiled. One warning is then logged for all libraries, and an info
+    message for this one, with its `fallback`.
+    """
     level = processor_level()
     path = library_path(source, flags, level)
     try:
@@ -175,7 +178,7 @@ def library_name(source: Path, flags: Sequence[str], level: str) -> str:
 
 
 def compile_library(source: Path, flags: Sequence[str], level: str, target: Path) -> None:
-    """Compile `source` to `target`, which appears whole or not at all.
+    """Compile `source` to `target` atomically.
 
     Raises:
         OSError: There is no compiler, or the folder of `target` cannot be written.
@@ -194,7 +197,7 @@ def compile_library(source: Path, flags: Sequence[str], level: str, target: Path
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of the C compiler, None if there is none: `$CC`, which may have arguments, else `cc`."""
+    """Return the command of the C compiler: `$CC`, which may have arguments, else `cc`. None if it does not exist."""
     name, *options = _compiler_command()
     compiler = shutil.which(name)
     return None if compiler is None else [compiler, *options]

@@ -1,4 +1,4 @@
-"""Declare the C libraries of this package: once, for the code that loads them and for the wheel's build (`setup.py`).
+"""The C libraries of this package, declared once for the code that loads them and for the wheel build (`setup.py`).
 
 This module imports only the standard library, because the build runs without torch.
 """
@@ -23,8 +23,8 @@ KERNEL_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=f
 SYSTEM_FLAGS = ("-O2", "-std=gnu11", "-pthread")
 
 PAGE_BLOCKS = 8
-"""Blocks of a page of low-bit KV: as many as one program of a kernel reads, so that it looks up one address. 8, 16 and
-32 are equally fast on a CPU. A fork that writes copies half a page on average."""
+"""Blocks per page of low-bit KV. One program of a kernel reads one page, so it looks up one address. 8, 16 and 32 are
+equally fast on a CPU. Small pages help forks, whose first write copies half a page on average."""
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
 """Head dimensions whose kernels are prebuilt. Other multiples of 32 are compiled on first use."""
@@ -38,7 +38,7 @@ class NativeLibrary:
         source: Path below the package.
         flags: Compiler flags, in addition to those of the level.
         fallback: Consequence of a missing library, for the log.
-        constants: Macros of the source and the values that are prebuilt.
+        constants: Macros of the source, each with the values to prebuild.
     """
 
     source: str
@@ -48,7 +48,6 @@ class NativeLibrary:
 
     @property
     def path(self) -> Path:
-        """The C file."""
         return PACKAGE / self.source
 
     def flags_for(self, constants: Mapping[str, int]) -> tuple[str, ...]:
@@ -88,8 +87,7 @@ LIBRARIES = {
 
 
 def load(name: str, **constants: int) -> ctypes.CDLL | None:
-    """Return the library `name` for these constants at the processor's level. Return None if it is neither prebuilt nor
-    can be compiled."""
+    """Return the library `name` for these constants and the processor's level, or None (see `load_library`)."""
     library = LIBRARIES[name]
     return load_library(library.path, library.flags_for(constants), library.fallback)
 
@@ -104,7 +102,7 @@ def prebuilt_libraries() -> Iterator[tuple[Path, tuple[str, ...], str]]:
 
 @dataclass(frozen=True)
 class NativeStatus:
-    """Which C code this process uses.
+    """Level and origin of the C code that this process uses.
 
     Attributes:
         level: Instruction set level, as in `OFFLOAD_RT_CPU_LEVEL`.
@@ -120,7 +118,6 @@ class NativeStatus:
 
 
 def native_status() -> NativeStatus:
-    """Return the level of the C code and where it comes from."""
     level = processor_level()
     return NativeStatus(level, _origin(level))
 

@@ -74,7 +74,7 @@ def thread_setter() -> Callable[[int], Any]:
 
 @cache
 def mkl_thread_setter() -> Callable[[int], int]:
-    """Return a function that sets MKL's number of threads for the calling thread and returns the one before (0: none).
+    """Return a function that sets MKL's number of threads for the calling thread and returns the old one (0: none).
 
     After `torch.set_num_threads`, MKL does not follow OpenMP's number.
     """

@@ -9,7 +9,7 @@ import sys
 def quiet_transformers() -> None:
     """Limit transformers' log to errors and disable its progress bars.
 
-    If it is not imported yet, set environment variables that it reads, unless they are set already.
+    If transformers is not imported yet, set the environment variables that it reads, unless they are set already.
     """
     if "transformers" in sys.modules:
         from transformers.utils import logging

@@ -1,4 +1,4 @@
-"""A document on disk before a model is loaded: its settings, checked against those that are given now."""
+"""Load the settings of a document and compare them with the given settings, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..utils.texts import check_writable
 from .files import DocumentFolder, Settings, Written
 
 NAMES = {"chapter_tokens": "chapter length"}
-"""Names of settings in messages, if they differ from the fields'."""
+"""Names of settings in messages, if they differ from the field names."""
 
 NOT_SUPPORTED = (
     "n",
@@ -35,9 +35,9 @@ class Draft:
 
     Args:
         path: Text file of the document. If it exists without a session folder, its text is the beginning.
-        folder: Folder of settings and KV; None is `path` with ".session" appended.
-        sampling: Sampling parameters given now. They must equal those that the document was begun with.
-        **given: Fields of `Settings` given now. Empty ones are taken from the document.
+        folder: Folder of settings and KV; None means `path` with ".session" appended.
+        sampling: Sampling parameters. They must equal the parameters that the document was begun with.
+        **given: Fields of `Settings`. Empty fields are taken from the document.
 
     Raises:
         InputError: The document was begun with other settings, or a file cannot be read or written.
@@ -97,17 +97,17 @@ class Draft:
         )
 
     def chapters(self, wanted: int = 0) -> int:
-        """Return the number of chapters to write: `wanted`, or as many as there are headings or chapters."""
+        """Return the number of chapters to write: `wanted`, or one per heading, or as many as are written already."""
         return wanted or max(len(self.settings.headings), len(self.written.chapters))
 
     def complete(self, max_tokens: int, chapters: int = 0) -> bool:
-        """Whether the document was complete when it was saved, so that no model needs to be loaded."""
+        """Return whether the document was complete when it was saved, so that no model needs to be loaded."""
         total = self.chapters(chapters)
         enough = len(self.written.chapters) >= total if total else self.written.new_tokens >= max_tokens
         return bool(self.written.complete) and (enough or (not total and self.written.complete == "stop"))
 
     def params(self) -> SamplingParams:
-        """Return the sampling parameters of a document that was begun before."""
+        """Return the sampling parameters in the settings."""
         return SamplingParams(**self.settings.sampling)
 
 

@@ -34,7 +34,7 @@ def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
 
 
 class TextFile:
-    """The text of a document on disk. It grows by whole pieces, each written by one call.
+    """The text of a document on disk. It grows in whole pieces, each written by one call of `append`.
 
     After a restart the file may be shorter than the saved tokens, or contain text that was not saved yet. `restore`
     makes it equal to the saved text or longer. Pieces that are in the file already are compared, not written again.
@@ -70,7 +70,7 @@ class TextFile:
 
     @property
     def ahead(self) -> bool:
-        """Whether the file still contains text that was not compared."""
+        """Whether the file contains text that has not been compared yet."""
         return bool(self._ahead)
 
     def append(self, text: str) -> None:
@@ -127,7 +127,7 @@ class Settings:
         beginning: Text that the document begins with.
         headings: Headings of the chapters (an outline).
         chapter_tokens: Length of a chapter in tokens.
-        sampling: Fields of `SamplingParams` that differ from the defaults, with the seed.
+        sampling: Fields of `SamplingParams` that differ from the defaults, and the seed.
     """
 
     model: str = ""
@@ -148,9 +148,9 @@ class Written:
         tokens: All tokens so far: the context of the first turn, headings and new tokens.
         given: Number of tokens that the model has not written: prompt and beginning.
         chapters: Position in `tokens` of each heading's first token.
-        unread: Number of tokens of the beginning that the model has not read, because they are too many.
-        new_tokens: Tokens written so far, also those that are in the text file only.
-        complete: Why the document was complete when it was saved last, or "".
+        unread: Number of tokens that were cut from the start of a beginning that is too long for the model.
+        new_tokens: Tokens written so far, including tokens that are only in the text file.
+        complete: Finish reason if the document was complete when it was last saved, else "".
     """
 
     tokens: list[int] = field(default_factory=list)

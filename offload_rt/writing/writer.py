@@ -31,13 +31,13 @@ from .files import TextFile, Written
 SESSION = "document"
 
 LONGER_TURNS = 16_384
-"""Tokens per additional block of a turn. Its first token attends to the whole context exactly, which takes longer in
-long contexts."""
+"""A turn gets an additional block per this number of context tokens, because its first token attends to the whole
+context exactly, which takes longer in long contexts."""
 
 SEPARATOR = "\n\n"
 
 RATE_TOKENS = 64
-"""Number of newest tokens for measuring the speed."""
+"""Number of newest tokens over which the speed is measured."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class WritingProgress:
         chapter: Number of the current chapter; 0 if the document has none.
         tokens_per_second: Speed of the newest tokens; 0 at first.
         repeated: Whether the token is in the file already. An interrupted turn is repeated.
-        prefilled: Fraction of the layers that have read the context, before the first token.
+        prefilled: Fraction of the layers that have prefilled the context; 1 from the first token on.
     """
 
     new_tokens: int
@@ -75,7 +75,7 @@ class Document:
         path: File with the text.
         new_tokens: Tokens written, also by earlier runs.
         chapters: Number of chapters.
-        finish_reason: "length", "stop" (end of text or stop string), or "abort" (interrupted).
+        finish_reason: "length", or "stop" (end of text or stop string).
         context_tokens: Tokens in the context at the end.
         removed_tokens: Oldest tokens that were removed from the context, because it would have exceeded the model's
             context length.
@@ -108,7 +108,7 @@ def write_document(
 ) -> Document:
     """Write a long document to a file, or continue one.
 
-    The text is written as it grows. The folder `path` + ".session" keeps the KV cache, so that a later call with the
+    The file grows token by token. The folder `path` + ".session" keeps the KV cache, so that a later call with the
     same arguments continues without computing the text again. An interrupted document continues with the text that it
     would have had without the interruption.
 
@@ -118,14 +118,14 @@ def write_document(
         prompt: Instruction. It is rendered with the chat template if the model has one, else it precedes the text. It
             is not part of the document.
         sampling_params: None uses those of the document, or the model's defaults. A document keeps its seed.
-        max_tokens: Total number of new tokens, without chapters.
+        max_tokens: Total number of new tokens of a document without chapters.
         beginning: Text that a new document begins with.
         outline: Headings of the chapters.
-        chapters: Number of chapters; 0 is the number of headings.
-        chapter_tokens: Length of a chapter; 0 is 1000. A chapter ends at the end of a KV block, so it is up to 64
+        chapters: Number of chapters; 0 means the number of headings.
+        chapter_tokens: Length of a chapter; 0 means 1000. A chapter ends at the end of a KV block, so it is up to 64
             tokens longer.
         system: System message, for models with a chat template.
-        folder: Replaces the session folder.
+        folder: Session folder; by default `path` + ".session".
         on_progress: Called after each layer of the first prefill and after each token.
 
     Raises:
@@ -159,9 +159,9 @@ def write_draft(
         draft.settings = replace(draft.settings, model=llm.name, fingerprint=fingerprint, sampling=sampling)
     elif fingerprint != draft.settings.fingerprint:
         raise InputError(
-            f"{str(draft.path)!r} was begun with {draft.settings.model} and another number format or policy than now, "
-            f"or with another model: use the same options, or delete the folder {str(draft.folder.path)!r} to continue "
-            "its text"
+            f"{str(draft.path)!r} was begun with {draft.settings.model}, with other weights or another number format "
+            f"or policy than now: use the same model and options, or delete the folder {str(draft.folder.path)!r} to "
+            "continue its text"
         )
     writer = _Writer(llm, draft, max_tokens, draft.chapters(chapters), on_progress)
     with closing(writer), warnings.catch_warnings():
@@ -234,7 +234,7 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------------ resuming
 
     def _restored(self) -> Written:
-        """Return the progress that the stored session has, and restore the text file to it."""
+        """Return the progress of the stored session, and restore the text file to it."""
         written = self._draft.written
         written.tokens = self._all_tokens(written.tokens)
         written.chapters = [place for place in written.chapters if place < len(written.tokens)]
@@ -251,7 +251,7 @@ class _Writer:
         """
         history = self._session.history
         since = history.shift + history.sinks if history.shift else 0
-        common = min(len(saved), history.shift + len(history.tokens)) - 1  # the last one may have been replaced
+        common = min(len(saved), history.shift + len(history.tokens)) - 1  # the last token may have been replaced
         tail = history.tokens[history.sinks :] if history.shift else history.tokens
         if saved[since : max(since, common)] != tail[: max(0, common - since)]:
             raise InputError(
@@ -305,7 +305,7 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def _next_turn(self) -> tuple[list[int], list[int]] | None:
-        """Return the tokens that the next turn begins with: known ones, and those of a new heading; None at the end.
+        """Return the first tokens of the next turn: known tokens, and the tokens of a new heading. None at the end.
 
         The known tokens are the context, or the last token, which has no KV yet. An end-of-text token is left out. The
         progress is saved before a turn that begins the document or a chapter.
@@ -370,7 +370,7 @@ class _Writer:
         return "stop" if reason == "length" and self._ended else reason
 
     def _room(self, added: int, replaced: int) -> int:
-        """Return the number of new tokens of a turn, after which the session has n blocks and one token without KV."""
+        """Return the number of new tokens after which the session has full blocks and one token without KV."""
         kv = self._session.kv
         held = len(kv.history.tokens)
         room = _to_boundary(held - replaced + added)
@@ -422,6 +422,6 @@ class _Writer:
 
 
 def _to_boundary(length: int) -> int:
-    """Return how many tokens to add to `length`, so that all blocks but the last are full, and the last has one."""
+    """Return the number of tokens to add to `length` so that the last block has one token and all others are full."""
     more = BLOCK_SIZE * (length // LONGER_TURNS)
     return ((1 - length) % BLOCK_SIZE or BLOCK_SIZE) + more

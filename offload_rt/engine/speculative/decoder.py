@@ -1,9 +1,8 @@
 """Speculative decoding: draft tokens cheaply, and verify them with one pass of full attention.
 
-A draft token is accepted if the request samples the same token from the verified logits, with its own random numbers.
-Random numbers depend on the position alone, so that similar distributions give equal tokens. The text therefore
-equals that of full attention, also at a temperature, up to rounding in products of several rows. No resampling is
-needed.
+A draft token is accepted if the request samples the same token from the verified logits. Random numbers depend only on
+the position, so similar distributions usually give equal tokens, and no resampling is needed. The text therefore equals
+that of full attention at any temperature, except for rounding: matrix products with several rows round differently.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Draft:
 
     @property
     def sequence(self) -> Sequence:
-        """The sequence of a request that drafts."""
+        """The only sequence of the request."""
         [sequence] = self.request.sequences
         return sequence
 
@@ -68,12 +67,12 @@ class Draft:
 class SpeculativeDecoder:
     """Rounds of drafting and verification for the requests of an engine.
 
-    Between rounds, sequences hold verified tokens and the newest one, as without speculation.
+    Between rounds, a sequence holds verified tokens and the newest token, as without speculation.
     """
 
     def __init__(self, runner: Runner, options: DraftOptions) -> None:
         self._runner, self._options = runner, options
-        # Drafts must stay in the recent window, where nothing selects them, so that no copy of a rejected one is left.
+        # Tokens in the recent window are never selected, so no copy of a rejected draft token can remain.
         self._most = min(options.tokens, runner.policy.recent) if options.by_policy else options.tokens
         vocab = runner.adapter.geometry.vocab
         self._model = None if runner.draft is None else DraftModel(runner.draft, vocab)
@@ -81,7 +80,7 @@ class SpeculativeDecoder:
         self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
 
     def round(self, running: Seq[Request]) -> list[Draft]:
-        """Draft for all requests, and verify. Return the drafts with their logits; nothing is accepted yet."""
+        """Draft tokens for all requests and verify them. Return the drafts with their logits; none is accepted yet."""
         drafts = [self._begin(request) for request in running]
         self._decode([draft for draft in drafts if draft.decoded])
         self._verify(drafts)
@@ -90,8 +89,8 @@ class SpeculativeDecoder:
     def accepted(self, draft: Draft) -> Iterator[torch.Tensor]:
         """Commit tokens one by one and yield the logits after each, `[1, V]` (`[S, V]` for several sequences).
 
-        The request samples a token from each before it takes the next. Ends at the first token that differs from its
-        draft.
+        The request must sample a token from each result before it takes the next one. Ends at the first token that
+        differs from its draft.
         """
         request, runner, right = draft.request, self._runner, 0
         for row in range(len(draft.tokens) + 1):
@@ -109,7 +108,7 @@ class SpeculativeDecoder:
         self._learn(draft, right)
 
     def _begin(self, request: Request) -> Draft:
-        """Choose the number of drafts and reserve slots; no drafts if there is no room."""
+        """Choose the draft tokens or their number, and reserve slots. If there is no room, draft none."""
         start = request.sequences[0].position
         most = min(self._most, request.draft_room)
         if most <= 0:
@@ -123,8 +122,10 @@ class SpeculativeDecoder:
         return draft
 
     def _choose(self, draft: Draft, known: _Known, most: int) -> None:
-        """Choose up to `most` drafts: looked up or to be decoded. With `adaptive`, choose the source with more
-        tokens/s."""
+        """Look up draft tokens, or set the number to decode, at most `most`.
+
+        With `adaptive`, choose the source and the number with the most expected tokens per second.
+        """
         options = self._options
         tokens = known.lookup.propose(draft.sequence.tokens, most) if options.looks_up else []
         decodable = most if options.decodes else 0
@@ -143,7 +144,7 @@ class SpeculativeDecoder:
         return True
 
     def _decode(self, drafts: Seq[Draft]) -> None:
-        """Decode drafts of all requests together, then discard their KV.
+        """Decode draft tokens of all requests together, then discard their KV.
 
         KV is also discarded on an interrupt, so that no draft is returned as an answer.
         """
@@ -208,7 +209,7 @@ class SpeculativeDecoder:
             draft.logits = torch.cat([next(of_requests) for _ in draft.request.sequences])
 
     def _alone(self, draft: Draft, seconds: float) -> float:
-        """Return the request's shortest share of a pass without drafts; `seconds` is its share of this one."""
+        """Return the shortest time share of the request in a pass without drafts. `seconds`: its share of this pass."""
         if (known := self._known.get(draft.request)) is None:
             return math.inf
         if not draft.tokens:

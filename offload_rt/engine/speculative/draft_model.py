@@ -13,13 +13,13 @@ from ...models.loading import LoadedModel
 from ..runner import Runner
 from .verification import accept, rewind, verify
 
-CATCH_UP = 64  # tokens that the draft model may be behind in a step; more are prefilled before
+CATCH_UP = 64  # missing tokens that a draft step computes at most; more are prefilled first
 
 
 def check_same_tokens(model: LoadedModel, draft: LoadedModel) -> None:
     """Raise ConfigError if the vocabularies differ. Added tokens are ignored.
 
-    Without both tokenizers only the sizes can be compared.
+    If one model has no tokenizer, only the sizes are compared.
     """
     mine, theirs = model.tokenizer, draft.tokenizer
     sizes = model.adapter.geometry.vocab, draft.adapter.geometry.vocab
@@ -28,7 +28,7 @@ def check_same_tokens(model: LoadedModel, draft: LoadedModel) -> None:
     else:
         ids, added = theirs.get_vocab(), mine.get_added_vocab()
         wrong = next((t for t, i in mine.get_vocab().items() if t not in added and ids.get(t) != i), None)
-        same, problem = wrong is None, f"another tokenizer than {model.name}: {wrong!r} has another id there, or none"
+        same, problem = wrong is None, f"another tokenizer than {model.name}: {wrong!r} is missing or has another id"
     if not same:
         raise ConfigError(f"the draft model {draft.name} has {problem}; choose a smaller model of the same family")
 

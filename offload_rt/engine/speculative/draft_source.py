@@ -42,7 +42,7 @@ class Lookup:
 
 @dataclass
 class _Cost:
-    """Seconds of a pass over m tokens as `a + b * m`, by least squares over decaying observations."""
+    """Seconds of a pass over m tokens, estimated as `a + b * m` by least squares with decaying weights."""
 
     weight: float = 0.0
     tokens: float = 0.0
@@ -75,7 +75,7 @@ class Costs:
         self._step = _Cost()
 
     def saw_verification(self, tokens: int, sequences: int, seconds: float) -> None:
-        """Record a verification pass, whose cost the sequences share."""
+        """Record a verification pass. Each sequence counts as an equal share of it."""
         self._verification.saw(tokens / sequences, seconds / sequences)
 
     def saw_drafts(self, tokens: int, seconds: float) -> None:

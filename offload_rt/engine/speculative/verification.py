@@ -16,7 +16,7 @@ from ..runner import Runner
 def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tensor]:
     """Compute the next `count` tokens of each sequence with full attention, reading the weights once.
 
-    Slots must be reserved. KV of drafts in them is overwritten. Nothing is committed: `accept` commits token by token.
+    The slots must be reserved; KV of draft tokens in them is overwritten. Commit the tokens one by one with `accept`.
 
     Returns:
         float32 logits `[count, V]` for each sequence.

@@ -1,4 +1,4 @@
-"""Extents: where the KV of each block lies on disk.
+"""Extents: the location of the KV of each block on disk.
 
 Every block has an extent in the pool's own file. A file of a session store can replace it, so that KV of a session is
 written once and read in place. In both, one layer of a block is `[Hkv, 64, 2 (K, V), width]`, padded to whole disk
@@ -51,7 +51,7 @@ class StoredExtent:
 
 @dataclass(eq=False)
 class _Entry:
-    """A stored extent, the number of its file in the file table, and the layers that were assigned to it."""
+    """A stored extent, its file number (`FileTable`), and the indices of the layers that it holds or will hold."""
 
     extent: StoredExtent
     number: int
@@ -70,7 +70,7 @@ class Extents:
     def __init__(self, file: DirectFile, layout: FileLayout) -> None:
         self._file, self._layout = file, layout
         self._stored: dict[int, _Entry] = {}
-        # Place of layer 0 of each block, and the distance from one layer to the next.
+        # Position of layer 0 of each block (`requests.place`), and the distance from one layer to the next.
         self._base = layout.base(np.arange(layout.arena.blocks, dtype=np.int64))
         self._step = np.full(layout.arena.blocks, layout.step, np.int64)
         self._left: list[_Entry] = []

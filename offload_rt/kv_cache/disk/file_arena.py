@@ -26,7 +26,7 @@ from .write_behind import ExtentWrite, WriteBehind
 
 AT_ONCE = 2  # layers that are read concurrently: keeps the disk busy while one layer looks up its KV entries
 GAP = 4 * DISK_PAGE  # bytes that take as long to read as a new request (10 µs at 2 GB/s): shorter gaps are read through
-LARGEST_READ = 1 << 20  # bytes per request: copying out of one overlaps with reading the next
+LARGEST_READ = 1 << 20  # bytes per request: copying from one overlaps with reading the next
 
 
 @dataclass
@@ -224,7 +224,7 @@ class FileArena:
             stored = [range(block, block + 1) for block in blocks if block in self._extents]
             own = list(ranges_of(block for block in blocks if block not in self._extents))
             pieces = []
-            for run in (*stored, *own):  # adjacent blocks in the pool's file are adjacent there too
+            for run in (*stored, *own):  # consecutive ids are adjacent in the pool's file
                 part = data[run.start - blocks.start : run.stop - blocks.start]
                 pieces.append(ExtentWrite(*self._extents.target(run.start, place), part.flatten()))
             for run in own:

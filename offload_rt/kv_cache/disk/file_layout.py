@@ -27,7 +27,7 @@ from ..layout import SLAB_TOKENS, ArenaLayout
 from .requests import DISK_PAGE, Offsets
 from .row_cache import SLOT_BYTES
 
-LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20  # bytes of a staging buffer: a few requests to more than a full queue
+LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20  # bytes of a staging buffer: a few requests, more than a full queue
 
 Ids = TypeVar("Ids", int, Offsets)
 
@@ -89,7 +89,7 @@ class FileLayout:
         return first + heads * BLOCK_SIZE
 
     def layers(self, ids: Offsets) -> Iterator[tuple[int, Offsets]]:
-        """Group ids by layer. Yield the place of each layer and the indices into `ids`."""
+        """Group ids by layer. Yield the index of each layer within a block, and the indices into `ids`."""
         places = ids // self.layer_pairs % self.arena.layers
         for place in np.unique(places).tolist():
             yield place, np.flatnonzero(places == place)

@@ -1,4 +1,4 @@
-/* Scattered pieces of a file as few requests of whole blocks, as requests.py defines them. */
+/* Merge scattered pieces of a file into few requests of whole blocks. requests.py defines the result. */
 #include <stdint.h>
 #include <stdlib.h>
 
@@ -11,9 +11,9 @@ static int by_offset(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Six lists of n + 1 each, one behind the other in `lists`. Of the n pieces, in the order of the file: which they are,
-   and where they begin in the buffer. Of each request its first piece, and n behind them; where it begins in the file,
-   its size, and where it begins in the buffer. Returns how many requests there are; -1 without memory. */
+/* Fill six consecutive lists of n + 1 numbers in `lists`. For the n pieces, in the order of the file: their numbers,
+   and their offsets in the buffer. For the requests: the first piece of each (followed by n), the offset in the file,
+   the size, and the offset in the buffer. Returns the number of requests, or -1 if memory allocation fails. */
 int64_t merge(int64_t n, int64_t piece, int64_t block, int64_t gap, int64_t most, const int64_t *offsets,
               int64_t *lists) {
     int64_t *order = lists, *places = order + n + 1, *first = places + n + 1, *offset = first + n + 1;

@@ -1,4 +1,4 @@
-/* Many reads of open files at once, through a submission ring of the kernel (io_uring), without liburing. */
+/* Concurrent reads of open files with io_uring, without liburing. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdint.h>
@@ -25,14 +25,14 @@ void ring_close(struct ring *r) {
     free(r);
 }
 
-/* Of one thread: what has come is looked at when it waits, and does not interrupt it (Linux 6.1). */
+/* The ring is used by one thread. Completions are processed when it waits and do not interrupt it (Linux 6.1). */
 #if defined(IORING_SETUP_SINGLE_ISSUER) && defined(IORING_SETUP_DEFER_TASKRUN)
 #define ONE_THREAD (IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN)
 #else
 #define ONE_THREAD 0
 #endif
 
-/* A ring with room for `depth` requests of this thread; NULL where the kernel gives none. */
+/* Open a ring for `depth` requests of this thread. Returns NULL if the kernel does not support it. */
 struct ring *ring_open(unsigned depth) {
     struct io_uring_params p;
     memset(&p, 0, sizeof p);
@@ -65,7 +65,7 @@ struct ring *ring_open(unsigned depth) {
     return r;
 }
 
-/* Whether requests are of files that there are and lie within the buffer, and rows within it and within `out`. */
+/* Return whether requests refer to existing files and lie within the buffer, and rows within the buffer and `out`. */
 static int within(int64_t files, int64_t bits, int64_t n, int64_t rows, int64_t bytes, const int64_t *offset,
                   const int64_t *size, const int64_t *at, const int64_t *first, const int64_t *row_at,
                   const int64_t *into, int64_t row, int64_t out_rows) {
@@ -77,10 +77,12 @@ static int within(int64_t files, int64_t bits, int64_t n, int64_t rows, int64_t 
     return 1;
 }
 
-/* Reads request i, size[i] bytes to buffer + at[i]: the bits of offset[i] from `bits` on say which file, those below
-   where in it. A request that comes back short goes on where it stopped. As soon as it has come its rows j, first[i] <= j < first[i + 1], are copied: `row` bytes at buffer +
-   row_at[j] become row into[j] of `out`. Returns 0, or the first error as -errno (-ENODATA where the file ends early).
-   What is in flight has come back when it returns, whatever happened: nothing writes to the buffer any more. */
+/* Read size[i] bytes to buffer + at[i] for each request i. offset[i] contains the file number (from bit `bits` on) and
+   the offset in the file (the bits below). A short read is continued. When a request is complete, its rows j with
+   first[i] <= j < first[i + 1] are copied: `row` bytes at buffer + row_at[j] to row into[j] of `out`.
+
+   Returns 0, or the first error as -errno (-ENODATA if a file ends early). After a failed read, the function waits for
+   all requests in flight, so the buffer is not written after it returns. */
 int64_t ring_read(struct ring *r, const int32_t *files, int64_t file_count, int64_t bits, int64_t n, int64_t rows,
                   int64_t bytes, char *buffer, const int64_t *offset, const int64_t *size, const int64_t *at,
                   const int64_t *first, const int64_t *row_at, const int64_t *into, int64_t row, char *out,

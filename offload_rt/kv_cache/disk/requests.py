@@ -24,7 +24,7 @@ from .row_copy import RowCopies, address, copy_rows
 DISK_PAGE = 4096  # bytes; direct I/O needs this alignment in the file and in memory
 DEPTH = 64  # concurrent requests with io_uring
 THREADS = 16  # concurrent requests without io_uring
-FILE_BITS = 44  # low bits of a place: byte within the file (up to 16 TiB); high bits: file number (up to 2**19)
+FILE_BITS = 44  # low bits of a `place`: byte within the file (up to 16 TiB); high bits: file number (up to 2**19)
 
 Offsets = NDArray[np.int64]
 Handles = NDArray[np.int32]
@@ -88,7 +88,7 @@ class Reads(NamedTuple):
     first: Offsets
 
     def batches(self, room: int) -> Iterator[Reads]:
-        """Split into batches for a buffer of `room` bytes. No request may be larger."""
+        """Split into batches for a buffer of `room` bytes. No request may be larger than the buffer."""
         (offset, size, at), done, count = self.requests, 0, len(self.first) - 1
         if count and at[-1] + size[-1] <= room:
             yield self
@@ -140,7 +140,7 @@ def _merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
 
 
 class RingReader:
-    """Reads with io_uring: one system call for many requests. Only for the thread that opened it."""
+    """Reads with io_uring: one system call for many requests. Only the thread that opened it may use it."""
 
     def __init__(self, library: ctypes.CDLL, ring: int) -> None:
         self._library, self._ring = library, ring
@@ -157,8 +157,8 @@ class RingReader:
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
         """Read `requests` of the open `files` (`FileTable.handles`) into `buffer` and perform `copies` from it.
 
-        Raises OSError for the first failed request, including a read past the end of a file. No request writes to the
-        buffer after that. Copies overlap with other reads.
+        Copies overlap with other reads. Raises OSError for the first failed request, including a read past the end of a
+        file. No request writes to the buffer after the error.
         """
         if not (count := len(requests.size)):
             return

@@ -1,14 +1,14 @@
-/* What row_cache.py does for every row that is asked for, as it defines it. A row of `out` or `rows` that they have not is
-   told by -1. */
+/* Per-row operations of the row cache. row_cache.py defines the results. A function returns -1 if a row index of `out`
+   or `rows` is out of range. */
 #include <stdint.h>
 #include <string.h>
 
 #define MIX 0x9E3779B97F4A7C15u
-#define NEAR 8 /* rows whose slot is known before they are copied */
-#define FAR 16 /* rows whose set is asked for before it is looked through */
+#define NEAR 8 /* rows whose slot is looked up ahead of the copy */
+#define FAR 16 /* rows whose set is prefetched ahead of the look-up */
 
 struct cache {
-    int64_t *owner; /* of a slot: its row, and 1; 0 */
+    int64_t *owner; /* row + 1 of each slot; 0 if the slot is free */
     float *score;
     uint32_t *last;
     char *rows; /* `size` bytes each */
@@ -21,7 +21,7 @@ static int within(int64_t n, const int64_t *numbers, int64_t stop) {
     return 1;
 }
 
-/* The first slot of a row's set. */
+/* Return the first slot of the set of a row. */
 static int64_t first_of(const struct cache *c, int64_t id) {
     uint64_t mixed = ((uint64_t)id * MIX) >> 32;
     return (int64_t)((mixed * (uint64_t)c->sets) >> 32) * c->ways;
@@ -44,8 +44,8 @@ static void ask_for_slot(const struct cache *c, int64_t slot) {
     for (int64_t b = 0; b < c->size; b += 64) __builtin_prefetch(c->rows + slot * c->size + b);
 }
 
-/* Those of the n rows `ids` that are here have been used, and go to the rows `into` of `out`, which has `m`. The others,
-   and where they go, are the first of missing and of missing + n; returns how many. */
+/* Copy the cached rows among the n rows `ids` to the rows `into` of `out`, which has `m` rows, and count them as used.
+   Write the other ids to `missing`, and their target rows to `missing` + n. Returns the number of missing rows. */
 int64_t take(const struct cache *c, float weight, uint32_t now, int64_t n, const int64_t *ids, const int64_t *into,
              char *out, int64_t m, int64_t *missing) {
     if (!within(n, into, m)) return -1;
@@ -67,7 +67,7 @@ int64_t take(const struct cache *c, float weight, uint32_t now, int64_t n, const
     return gone;
 }
 
-/* The slot that a new row takes, or -1: a free one, else that which scores least of those not used just now. */
+/* Return the slot for a new row, or -1: a free slot, else the slot with the lowest score that was not used at `now`. */
 static int64_t slot_for(const struct cache *c, uint32_t now, int64_t id) {
     int64_t first = first_of(c, id), least = -1;
     for (int64_t slot = first; slot < first + c->ways; slot++) {
@@ -77,7 +77,7 @@ static int64_t slot_for(const struct cache *c, uint32_t now, int64_t id) {
     return least;
 }
 
-/* Row ids[i], which is row at[i] of the m `rows`, takes a slot if it finds one; returns how many of these were free. */
+/* Cache row at[i] of the m `rows` as row ids[i], if there is a slot for it. Returns the number of free slots taken. */
 int64_t enter(const struct cache *c, float weight, uint32_t now, int64_t n, const int64_t *ids, const int64_t *at,
               const char *rows, int64_t m) {
     if (!within(n, at, m)) return -1;
@@ -95,7 +95,7 @@ int64_t enter(const struct cache *c, float weight, uint32_t now, int64_t n, cons
     return fresh;
 }
 
-/* Rows start, start + step .. below stop are nobody's; returns how many were here. */
+/* Remove the rows start, start + step, ... below stop. Returns the number of rows that were cached. */
 int64_t forget(const struct cache *c, int64_t start, int64_t stop, int64_t step) {
     int64_t here = 0;
     for (int64_t id = start; id < stop; id += step) {

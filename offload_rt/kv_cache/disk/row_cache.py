@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ...utils import native_libraries
 from .row_copy import address, copy_rows
 
-DECAY = 0.9  # of the scores per step; measured for `transfer.working_set`
+DECAY = 0.9  # factor of all scores per step; measured for `transfer.working_set`
 
 # Slots per set. 8 ways have 10 % more misses; 32 ways have 3 % fewer and search twice as many slots (Qwen 2.5 0.5B,
 # 16,000 tokens, 5 % attended, 20 % of the KV in memory).
@@ -30,8 +30,8 @@ WAYS = 16
 
 SLOT_BYTES = 16  # metadata per slot: owner, score, last use
 
-# Weight of a use at which all scores are scaled down. Sums stay far below the maximum of float32; scores that become
-# zero belong to entries last used 400 steps ago.
+# If the weight of a use exceeds this, all scores are scaled down. Sums stay far below the maximum of float32. Scores
+# that become zero belong to entries last used 400 steps ago.
 MOST_WEIGHT = 1e18
 
 MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads consecutive ids evenly over the sets (Knuth, 6.4)

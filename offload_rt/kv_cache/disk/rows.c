@@ -1,10 +1,10 @@
-/* Rows from anywhere in memory to anywhere: each is read once and written once. */
+/* Copy scattered rows to scattered rows. Each row is read once and written once. */
 #include <stdint.h>
 #include <string.h>
 
-#define AHEAD 8 /* rows that are asked for before they are copied */
+#define AHEAD 8 /* rows to prefetch ahead */
 
-/* Row i, `size` bytes at `source` + at[i], becomes row into[i] of `out`. */
+/* Copy row i (`size` bytes at `source` + at[i]) to row into[i] of `out`. */
 void copy_rows(int64_t n, int64_t size, const char *source, const int64_t *at, char *out, const int64_t *into) {
     for (int64_t i = 0; i < n; i++) {
         if (i + AHEAD < n)

@@ -30,8 +30,8 @@ class ExtentWrite(NamedTuple):
 class WriteBehind:
     """Writer thread of an on-disk pool. Writes run in the order of `add`. Error messages name `folder`.
 
-    Each write belongs to keys `(block, index of the layer within the block)`. Before reading one, call `wait`, which
-    raises the error of a failed write. `add` waits while more than `limit` bytes would be pending.
+    Each write has keys `(block, index of the layer within the block)`. Before reading the KV of a key, call `wait`,
+    which raises the error of a failed write. `add` waits while more than `limit` bytes would be pending.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -45,7 +45,7 @@ class WriteBehind:
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def add(self, places: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite]) -> None:
-        """Queue `pieces`, the complete content of `places`, after all earlier writes."""
+        """Queue `pieces` after all earlier writes. They are the complete KV of the keys `places`."""
         size = sum(len(piece.data) for piece in pieces)
         with self._changed:
             self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._limit)
@@ -55,7 +55,7 @@ class WriteBehind:
         self._thread.submit(self._write, places, pieces, size)
 
     def wait(self, places: Sequence[tuple[int, int]]) -> None:
-        """Wait until `places` are written. Raise DiskError if a write failed."""
+        """Wait until the keys `places` are written. Raise DiskError if a write failed."""
         with self._changed:
             if self._waiting:
                 self._changed.wait_for(lambda: not any(place in self._waiting for place in places))

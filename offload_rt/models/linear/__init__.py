@@ -15,16 +15,16 @@ from .packed import PACKED
 from .quantizers import MXFP4, BitsAndBytes, TorchAO
 
 BACKENDS: list[LinearBackend] = [BitsAndBytes(), TorchAO(), MXFP4(), PACKED, DenseCPU()]
-"""All weight formats. The first one that takes a layer computes it."""
+"""All weight formats. A layer is computed by the first format that supports it."""
 
 GGUF_NOTE = (
-    "the weights of this GGUF file are dequantised; on a CPU they stay packed if the path of the file is the model "
-    "and quantize is 'auto' (documentation: Architectures)"
+    "the weights of this GGUF file are dequantised; on a CPU they stay packed if you pass the path of the file as "
+    "the model, with quantize='auto' (documentation: Architectures)"
 )
 
 
 def use_backends(model: nn.Module, device: torch.device) -> None:
-    """Give every plain linear layer that will run on `device` to the first backend that takes it, in place."""
+    """Assign every plain linear layer that runs on `device` to the first backend that supports it, in place."""
     for module in model.modules():
         if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
             continue
@@ -51,7 +51,7 @@ def packing_of(model: Any) -> str | None:
 
 
 def backend_of(config: Any) -> LinearBackend | None:
-    """Return the format of a packed checkpoint, or None if its weights are plain numbers."""
+    """Return the format of a packed checkpoint, or None if its weights are not packed."""
     method = packing(config)
     if method is None:
         return None

@@ -1,4 +1,4 @@
-"""The interface of a weight format: how linear layers store their numbers, and how they compute with them."""
+"""The interface of a weight format: how linear layers store their weights, and how they compute with them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Place:
 
 
 def quantization_option(config: Any, name: str) -> Any:
-    """Return an entry of `config.quantization_config`, or None. It is a dictionary before loading, then an object."""
+    """Return an entry of `config.quantization_config` (a dictionary before loading, an object afterwards), or None."""
     given = getattr(config, "quantization_config", None)
     return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)
 
@@ -43,12 +43,12 @@ class BackendLinear(nn.Linear):
 
 
 class LinearBackend:
-    """A format of the weights of linear layers. This base class is the format of plain numbers, computed by torch.
+    """A format of the weights of linear layers. This base class stands for plain weights, computed by torch.
 
     To add a format, override the differing methods in one file, and add an instance to `BACKENDS`. A format that
-    computes its own products overrides `takes`, `pack` and `linear`. All its numbers must be parameters of the layer,
+    computes its own products overrides `takes`, `pack` and `linear`. All its tensors must be parameters of the layer,
     because sizes, placement, streaming and fingerprints cover all parameters. A format that transformers loads into
-    modules of its own sets `method` and overrides the methods below it.
+    its own modules sets `method` and overrides `stays_packed`, `can_stream`, `prepare` and `places` where needed.
     """
 
     method = ""
@@ -78,10 +78,10 @@ class LinearBackend:
 
         Args:
             model: The transformers model.
-            dtype: Requested dtype of the weights that are not packed. None keeps that of the file.
-            moved: Whether weights will move between memories.
+            dtype: Requested dtype of the weights that are not packed. None keeps the dtype of the file.
+            moved: Whether weights will move between host and device memory.
         """
 
     def places(self, weight: torch.Tensor) -> Iterator[Place] | None:
-        """Return the locations of the plain tensors of `weight`, scales included; None if it has another format."""
+        """Return the locations of the plain tensors of `weight`, scales included; None if the format differs."""
         return None

@@ -1,4 +1,4 @@
-"""Dense float32 and bfloat16 weights on a CPU: fast products for few rows, and for bfloat16 without instructions."""
+"""Dense float32 and bfloat16 weights on a CPU: fast products for few rows, and for bfloat16 without native support."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def product_by_tiles(
 
     Args:
         x: float32 or bfloat16.
-        weights: Returns rows of the weight in a dtype.
+        weights: Called as `weights(rows, dtype)`. Returns these rows of the weight.
         outs: Rows of the weight.
         bias: `[outs]`, or None.
     """
@@ -65,5 +65,5 @@ def product_by_tiles(
 
 
 def computes_bfloat16() -> bool:
-    """Return whether bfloat16 models are fast on this CPU: there is compiled code, or torch has instructions for it."""
+    """Return whether bfloat16 models are fast on this CPU: there is compiled code, or torch uses AMX."""
     return row_products.takes(torch.empty(32, 32, dtype=torch.bfloat16)) is not None or has_tiles()

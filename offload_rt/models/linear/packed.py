@@ -18,8 +18,8 @@ class PackedWeights(LinearBackend):
     """Integer codes with a scale for each group of inputs, in the parameter `packed` of a layer.
 
     Few rows of inputs are multiplied with the codes in C. For many rows, for example in prefill, tiles of the weight
-    are unpacked into memory that stays in the processor's cache, and torch multiplies them. The numbers are then those
-    of the dequantised weight in the layer's dtype.
+    are unpacked into memory that stays in the processor's cache, and torch multiplies them. The result is then the
+    same as with the dequantised weight in the layer's dtype.
     """
 
     method = "offload-rt"
@@ -51,7 +51,7 @@ PACKED = PackedWeights()
 class PackedEmbedding(nn.Embedding):
     """Embedding that unpacks the rows of the tokens.
 
-    Existing embeddings get this class in place, in addition to a class of their own that scales the results, if any.
+    Existing embeddings get this class in place. A subclass that scales the results is kept as a base class.
     """
 
     form: PackedFormat
@@ -99,5 +99,5 @@ def hold_packed(module: nn.Module, form: PackedFormat, dtype: torch.dtype, rows:
 
 
 def can_hold_packed(module: nn.Module) -> bool:
-    """Return whether `hold_packed` takes `module`."""
+    """Return whether `hold_packed` supports `module`."""
     return type(module) is nn.Linear or isinstance(module, nn.Embedding)

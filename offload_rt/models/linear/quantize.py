@@ -13,14 +13,14 @@ from .packed import hold_packed
 
 GROUP = 32
 _ROUTERS = ("gate", "router")
-"""Last parts of the names of layers that choose experts. They are small, and their errors change the choice."""
+"""Name suffixes of layers that choose experts. They stay unpacked: they are small, and errors change the choice."""
 
 _FEW_OUTPUTS = 16
 """Layers with this many times fewer outputs than inputs keep their weights, for example gates of recurrent layers. They
 are a small part of a model, and each output controls a whole head."""
 
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Parts of a group's range that 4-bit codes may cover. The one with the smallest squared error is used."""
+"""Fractions of a group's range that 4-bit codes may cover. The fraction with the smallest squared error is used."""
 
 _WEIGHTS_AT_ONCE = 1 << 22
 

@@ -124,7 +124,10 @@ class PromptColumns:
             self._sums[layer] = self._sums.get(layer, 0) + skew(grouped, basis).abs().sum(1)
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """Return the chosen columns by descending sum. Ties go to the column of larger importance in calibration."""
+        """Return the basis of the chosen columns, by descending sum.
+
+        Ties go to the more important column in calibration.
+        """
         if layer not in self._chosen:
             full = self._bases[layer]
             sums = self._sums.pop(layer, 0) + skew(k, full.key).abs().sum(1)

@@ -1,6 +1,6 @@
 """Approximate KV of a sequence on the compute device.
 
-4-bit keys score tokens, and 4-bit or 2-bit values allow attention to tokens that were not selected to be estimated.
+4-bit keys score all tokens. With 4-bit or 2-bit values, attention to tokens that were not selected is estimated.
 
 Keys are stored in the calibrated basis, after three steps: they are centred, each column is scaled by the square root
 of its standard deviation, and a rotation is applied. This minimises the effect of quantisation on the scores. Values
@@ -66,7 +66,7 @@ class RowBasis:
         basis: Basis of queries and keys, all columns.
         mean: Mean of the keys in this basis, `[Hkv, d]`.
         mixing: Rotation of the values, `[d, d]`.
-        unmixing: Its inverse.
+        unmixing: Inverse of `mixing`.
     """
 
     basis: Basis
@@ -188,7 +188,7 @@ class LowBitRows:
         return self._bases[layer].basis
 
     def unmixing(self, layer: int) -> torch.Tensor:
-        """Return the matrix `[d, d]` that transforms stored values to those of the model."""
+        """Return the matrix `[d, d]` that rotates stored values back to the values of the model."""
         return self._bases[layer].unmixing
 
     def storage(self, layer: int, slots: range) -> Pages:

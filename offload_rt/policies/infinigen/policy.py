@@ -89,7 +89,7 @@ class InfiniGenState(PolicyState):
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Select the tokens whose score for q `[H, d]` is within alpha of the largest score of their head.
 
-        With a `budget`, select this number of tokens with the largest scores instead.
+        With a `budget`, select the tokens with the largest scores instead, up to this fraction of the context.
         """
         candidates = visible.candidates
         if not candidates:
@@ -245,8 +245,9 @@ class InfiniGen:
         alpha = self.alpha if options.budget is None else ANY_SCORE
         self.selection = Rule(alpha, options.max_fraction, options.budget, own_bases=self.wants_queries)
         self.rule = None if device.type != "cuda" or asks else self.selection
-        """Rule of batched selection (`selection`), or None. It is None if repairs are enabled, because they need the
-        counts on the host."""
+        """Rule of batched selection, or None if each sequence selects separately: without CUDA, with scoring keys on
+        the host, or with repairs, which need the counts on the host.
+        """
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)
         self.provenance_key = self._provenance_key(artifact)
@@ -323,7 +324,7 @@ class InfiniGen:
 
     def _provenance_key(self, artifact: SkewArtifact) -> str:
         """Return the KV provenance key: a digest of the options and of the source of the artifact."""
-        # They determine the tokens that sparse layers see, hence the KV of deeper layers. The values of the artifact
+        # Both determine the tokens that sparse layers see, hence the KV of deeper layers. The values of the artifact
         # are not hashed: processors round them differently, and a session may continue on another machine.
         text = f"{self.options.provenance_text()}\n{artifact.identity}"
         return f"infinigen-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

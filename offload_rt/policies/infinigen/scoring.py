@@ -105,7 +105,7 @@ class PartialKeys:
         data[:, :, target] = data[:, :, source]
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
-        """Return the scores of the skewed query. Reads r elements per token and KV head."""
+        """Score `tokens` with q `[H, d]`. Reads r elements per token and KV head."""
         columns = self._keys.data(layer)[:, :, tokens.start : tokens.stop]
         return ScoreQuery(dot_scores(self._bases[layer].skew_query(q), columns))
 
@@ -229,7 +229,7 @@ class QuantisedKeys:
         data[:, into : into + 1] = pack(codes, self._bits)
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
-        """Return the scores of the quantised query. Reads bits * d / 8 bytes per token and KV head."""
+        """Score `tokens` with q `[H, d]`, quantised. Reads bits * d / 8 bytes per token and KV head."""
         first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
         begin = tokens.start - first * self._fields
         own = self._quantisers[layer]

@@ -13,7 +13,7 @@ from .bases import Basis
 
 
 class KeyQuery(Protocol):
-    """A query of the scoring keys of a range of tokens."""
+    """A query that is prepared for scoring a range of tokens."""
 
     @property
     def scores(self) -> torch.Tensor:
@@ -26,10 +26,13 @@ class KeyQuery(Protocol):
 
 
 class ListedKeys(Protocol):
-    """Selection data of one sequence, as far as the lists of a batch (`KeyLists`) need it."""
+    """Selection data of one sequence, from which the lists of a batch (`KeyLists`) are built."""
 
     def basis(self, layer: int) -> Basis | None:
-        """Return the basis of the keys and queries of a layer, which must have at least one key; None for none."""
+        """Return the basis of keys and queries of a layer, or None if they are not transformed.
+
+        The layer must have at least one key.
+        """
         ...
 
     def storage(self, layer: int, slots: range) -> torch.Tensor | Pages:
@@ -61,7 +64,7 @@ class ListedKeys(Protocol):
         ...
 
     def found(self, layer: int, q: torch.Tensor, basis: Any, storages: Any, spans: Spans) -> Scores:
-        """Return the scores of queries q `[H, B, d]` of such a batch, -inf outside the candidates of each list."""
+        """Return the scores of queries q `[H, B, d]` of a batch, -inf outside the candidates of each list."""
         ...
 
 
@@ -90,7 +93,7 @@ class ScoringKeys(ListedKeys, Protocol):
         ...
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
-        """Return the query q `[H, d]` of the keys of `tokens`, valid until the keys change."""
+        """Prepare q `[H, d]` for scoring `tokens`. The result is valid until the stored keys change."""
         ...
 
     def fork(self) -> ScoringKeys:

@@ -71,7 +71,7 @@ class TraceEvents:
     def of(self, output: RequestOutput) -> dict[str, Any] | None:
         """Return the changes since the last output, or None.
 
-        `selected` counts, for each segment, how often a layer and KV head selected a token of it in the new steps.
+        `selected` counts, for each segment, how often a layer and KV head selected one of its tokens in the new steps.
         """
         trace = output.trace
         if trace is None:
@@ -147,7 +147,7 @@ async def _stored(
             messages = with_answer(messages, answer, continues=continues)
         service.forget(service.conversations.keep(request.state.owner, body.session, messages))
 
-    with service.locked(session):  # until the response is stored, because that would undo a deletion in between
+    with service.locked(session):  # held until the response is stored, because storing would undo a deletion
         try:
             async with aclosing(steps):
                 async for step in steps:

@@ -51,7 +51,7 @@ class _Prompt:
 
 
 Choice = Callable[[Step, int], dict[str, Any]]
-"""Converts a step of a completion whose earlier text has the given length to a choice of the response."""
+"""Converts a step to a choice of the response. The second argument is the length of the earlier text."""
 
 
 @router.post("/v1/completions")
@@ -136,7 +136,7 @@ async def _one(
 async def _merged(streams: Sequence[AsyncGenerator[Step, None]], n: int) -> AsyncGenerator[Step, None]:
     """Yield the steps of several prompts with `n` completions each as they arrive.
 
-    The indices and the usage are those of the whole request. An error in one stream ends all streams.
+    Indices and usage refer to the whole request. An error in one stream ends all streams.
     """
     # At most one step waits, so that a client that does not read costs no memory.
     queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue(maxsize=1)
@@ -186,7 +186,7 @@ async def _events(
 
 
 def response_head(service: Service, request: Request, prefix: str, kind: str) -> dict[str, Any]:
-    """Return the fields with which chat and text completions begin."""
+    """Return the common first fields of chat and text completions."""
     name = f"{prefix}-{request.state.request_id}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": request.state.model}
 
@@ -223,7 +223,7 @@ def completion_logprobs(step: Step, top: int, offset: int, first: str) -> dict[s
         step: The tokens.
         top: Number of alternatives for each token.
         offset: Character offset of the first token.
-        first: Text of a token without log-probabilities.
+        first: Text of the first token of an echoed prompt, which has no log-probabilities.
     """
     if step.logprobs is None:
         return None

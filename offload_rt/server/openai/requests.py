@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's APIs, and their sampling parameters.
 
-A known field of a wrong type is an error. Unknown fields of a request are reported (see `RequestBody`), those of inner
-objects are ignored.
+A known field with a wrong type is an error. Unknown fields of a request are reported (see `RequestBody`). Unknown
+fields of inner objects are ignored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REFUSED_FIELDS = {
     "use_beam_search": "use n",
     "web_search_options": "run the search as a tool in the client",
 }
-"""Unknown fields that would change the response, and advice."""
+"""Unsupported fields that would change the response, with advice for the client."""
 
 UNREPORTED_FIELDS = {
     "include",
@@ -57,11 +57,11 @@ UNREPORTED_FIELDS = {
     "store",
     "user",
 }
-"""Unknown fields that no response depends on."""
+"""Unknown fields that do not affect the response. They are not reported."""
 
 
 class RequestBody(Body):
-    """Body of a request. Unknown fields are ignored and reported, except those of the two tables above."""
+    """Body of a request. Unknown fields are reported and ignored (see `REFUSED_FIELDS`, `UNREPORTED_FIELDS`)."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
@@ -302,7 +302,7 @@ def _bias(bias: dict[str, float]) -> dict[int, float]:
 def structured_outputs(
     requested: ResponseFormat | TextFormat | None, vllm: StructuredBody | None = None
 ) -> dict[str, Any]:
-    """Return the `structured_outputs` field of `SamplingParams` for OpenAI's or vLLM's format, or no field.
+    """Return the field `structured_outputs` of `SamplingParams` for OpenAI's or vLLM's format, or {}.
 
     Raises RefusedError or ConfigError if the format is invalid.
     """

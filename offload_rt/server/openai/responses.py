@@ -83,7 +83,7 @@ class Items:
         return found
 
     def _event(self, change: str, **fields: Any) -> Event:
-        """Return an event of the text of the open item. `change`: "delta" or "done"."""
+        """Return an event for the text of the open item. `change`: "delta" or "done"."""
         at = {"item_id": self._id, "output_index": len(self.output)}
         if self._kind is ToolCall:
             return {"type": f"response.function_call_arguments.{change}"} | at | fields
@@ -174,7 +174,7 @@ async def input_items(
 
 
 def _input_items(name: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert messages to items. Their ids do not change."""
+    """Convert messages to items. An item has the same id in every call."""
     found: list[dict[str, Any]] = []
 
     def add(prefix: str, **item: Any) -> None:
@@ -368,7 +368,7 @@ def _message(output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _conversation(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> Conversation:
-    """Return the conversation of the instructions of a request and `messages`."""
+    """Return the conversation: the instructions of the request, followed by `messages`."""
     if not messages:
         raise refused("input is empty: send a string or at least one item", "input")
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []

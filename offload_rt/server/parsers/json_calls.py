@@ -1,4 +1,4 @@
-"""Tool calls in JSON: Llama 3, and models without a format of their own."""
+"""Tool calls in JSON: Llama 3, and models without a special format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LlamaJson(Scanner):
 
 
 class FencedJson(Scanner):
-    """A response that begins with such calls, or has them in a code fence."""
+    """A response that begins with JSON calls, or contains them in a code fence."""
 
     FENCE = "```"
 

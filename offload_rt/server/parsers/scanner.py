@@ -1,4 +1,4 @@
-"""Base class of tool parsers: a generator that reads the text of a response and waits for more."""
+"""Base class of tool parsers. A parser is a generator that reads the text of a response and waits for more."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class Brackets:
 class Scanner:
     """Parser of a tool format. Subclasses implement `parse` with the methods below.
 
-    A method never decides by missing text: it waits until more text, or the end of the response, decides. The pieces
-    therefore do not depend on how the text is split. Once the name of an offered tool and the start of its arguments
-    have arrived, the call is returned and its arguments are streamed. Anything else stays content. Whitespace next to
-    calls is dropped.
+    A method never decides on incomplete text: it waits for more text or the end of the response. The pieces therefore
+    do not depend on how the text is split. Once the name of an offered tool and the start of its arguments have
+    arrived, the call is returned and its arguments are streamed. All other text is content. Whitespace next to calls is
+    dropped.
     """
 
     marks: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """A chat template with all texts of one of these tuples has this format."""
+    """A chat template uses this format if it contains all texts of one of these tuples."""
     special: ClassVar[bool] = False
     """Whether the tags are special tokens, which are normally not part of the text."""
 
@@ -216,7 +216,7 @@ class Scanner:
     # ------------------------------------------------------------------------------------------------------- content
 
     def content(self, *tags: str) -> Scan[str]:
-        """Return the content before the next tag as pieces. Return the tag, or "" at the end of the response."""
+        """Emit the text before the next tag as content. Return the tag, or "" at the end of the response."""
         tag, self._space = yield from self.stream(self._show, *tags, held=WHITESPACE)
         self._mark = self._at
         if not tag and not self._called:
@@ -224,7 +224,7 @@ class Scanner:
         return tag
 
     def give_up(self, tag: str) -> None:
-        """Return the tag that `content` has found as content, and continue after it."""
+        """Emit the tag found by `content` as content, and continue after it."""
         self._show(self._space + tag)
         self._at = self._mark
 
@@ -244,14 +244,14 @@ class Scanner:
         self._found.append(Arguments(text))
 
     def call(self, name: str) -> Scan[None]:
-        """Return a call whose arguments are the JSON object that follows."""
+        """Emit a call of `name` with the JSON object that follows as its arguments."""
         self.emit_call(name)
         yield from self.brackets(self.emit_arguments)
 
     def json_call(self) -> Scan[bool]:
         """Read `{"name": …, "arguments": {…}}`. Return whether it is a call of an offered tool. If not, do not advance.
 
-        If the keys have another order, the call is returned when it is complete.
+        If the keys have another order, the call is emitted only when it is complete.
         """
         if (yield from self.peek()) != "{":
             return False

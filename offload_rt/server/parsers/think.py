@@ -33,7 +33,7 @@ class Think:
             self._text, self._inside, self._fresh = after, not self._inside, True
         keep = partial_tag(self._text, tag)
         body = self._text[: len(self._text) - keep]
-        if self._inside or not body.strip():  # keep whitespace back: a tag may follow
+        if self._inside or not body.strip():  # hold back whitespace: a tag may follow
             body = body.rstrip()
         self._text = self._text[len(body) :]
         return found + self._shown(body)

@@ -11,7 +11,7 @@ from .scanner import WHITESPACE, Scan, Scanner
 
 
 class XmlCalls(Scanner):
-    """Convert parameters to JSON. A string is streamed, any other value is returned when it is complete."""
+    """Convert parameters to JSON. Strings are streamed. Other values are returned when they are complete."""
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)

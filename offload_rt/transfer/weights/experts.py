@@ -30,10 +30,10 @@ class ExpertCache(nn.Module):
     """
 
     def __init__(self, experts: Any, slots: int, device: torch.device) -> None:
-        """Moves the parameters of `experts`, all in host memory, to the memory of the cache.
+        """Move the parameters of `experts`, which must be in host memory, to the memory of the cache.
 
         Raises:
-            MemoryLimitError: If the host memory cannot be allocated.
+            MemoryLimitError: The host memory cannot be allocated.
         """
         super().__init__()
         self.num_experts, self.slots = int(experts.num_experts), min(slots, int(experts.num_experts))
@@ -69,7 +69,6 @@ class ExpertCache(nn.Module):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the slots."""
         return sum(there.nbytes for there in self._there)
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,6 @@ class HostWeights:
 
     @property
     def use(self) -> WeightUse:
-        """The counters so far."""
         copied = sum(part.bytes for part in self._parts)
         return WeightUse(copied, sum(e.chosen for e in self.experts), sum(e.found for e in self.experts))
 
@@ -63,7 +62,6 @@ class HostWeights:
         return [part for part in (self.stream, self.embedding, *self.experts) if part is not None]
 
     def check_integrity(self) -> None:
-        """Assert that the weights on the device are consistent."""
         if self.stream is not None:
             self.stream.check_integrity()
         for experts in self.experts:

@@ -23,7 +23,7 @@ from ...models.weights import aligned, layer_bytes
 from ..streams import Event, Stream
 
 BUFFERS = 2
-"""Streamed layers on the device at a time: the current layer, and the next one, which speculation already reads."""
+"""Number of streamed layers on the device: the current layer, and the next one, whose query is already predicted."""
 
 
 class WeightStream:
@@ -41,10 +41,12 @@ class WeightStream:
     def __init__(
         self, layers: Sequence[nn.Module], streamed: Collection[int], device: torch.device, stream: Stream
     ) -> None:
-        """Moves the parameters of `layers[i]`, i in `streamed`, all in host memory, to host blocks, one at a time.
+        """Move the parameters of each layer in `streamed` into one host block, one layer at a time.
+
+        All parameters must be in host memory.
 
         Raises:
-            MemoryLimitError: If the host memory cannot be allocated.
+            MemoryLimitError: The host memory cannot be allocated.
         """
         assert len(streamed) > BUFFERS, "so few layers fit the device as well as the buffers"
         self._order = sorted(streamed)
@@ -60,12 +62,10 @@ class WeightStream:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The streamed layers."""
         return tuple(self._order)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     @property
@@ -141,7 +141,6 @@ class _Block:
             place.put(view)
 
     def check_integrity(self, slot: int | None) -> None:
-        """Assert that the parameters are views of `slot`."""
         views = self._at_host if slot is None else self._in_buffers[slot]
         assert all(p.tensor.data_ptr() == view.data_ptr() for p, view in zip(self._places, views, strict=True))
 
@@ -162,8 +161,9 @@ class StreamedAdapter(ForwardingAdapter):
     """`ModelAdapter` of a model with streamed layers. It copies the weights of a layer before calling its modules.
 
     `qkv` and `key_value` are only called for the current layer, so they call `WeightStream.begin`. `query` and
-    `attention_input` are also called to predict the query of the next layer. `embed` and `logits` are always on the
-    device, and `rotate_keys` reads no weights. Layers of the stream are decoder layers.
+    `attention_input` are also called to predict the query of the next layer. The weights of `embed` and `logits` are
+    always on the device, and `rotate_keys` reads no weights. The stream numbers decoder layers, including layers
+    without attention.
     """
 
     def __init__(self, inner: ModelAdapter, stream: WeightStream) -> None:

@@ -94,7 +94,7 @@ def test_a_chat_is_told_something_first(
     assert talk("--system", "Be brief.")[:2] == (0, f"{expected}\n")
     assert talk("--system", "Be brief.")[0] == 0 == talk()[0]
     code, _, said = talk("--system", "Be long.")
-    assert code == 2 and "was told 'Be brief.'" in said and "new session" in said
+    assert code == 2 and "the system message 'Be brief.'" in said and "new session" in said
 
 
 def test_a_chat_says_what_it_forgets(cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def test_stores_of_servers(serve: Callable[..., Any], tmp_path: Path, caplog: py
     first = serve()
     assert first.remembers and (tmp_path / "offload-rt" / "store" / "lock").exists()
     second = serve()
-    assert not second.remembers and "only read" in caplog.text
+    assert not second.remembers and "read-only" in caplog.text
     assert second._salt_key != first._salt_key
     without = serve("--no-store")
     assert not without.remembers and without.engine._sessions is None

@@ -314,7 +314,7 @@ def test_chat_gives_tools_and_variables_to_the_template() -> None:
         ([], {}, "at least one"),
         ("Hello", {}, "give a list"),
         ([{"content": "U"}], {}, "a message is {'content': 'U'}"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "only text is understood"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "only text is supported"),
         ([{"role": "user", "content": "U"}], {"chat_template_kwargs": {"tokenize": True}}, "has tokenize: only"),
         ([{"role": "user", "content": "U"}], {"tools": [3]}, "refuses this conversation"),
     ],

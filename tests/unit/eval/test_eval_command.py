@@ -116,13 +116,13 @@ def test_a_skew_artifact_is_used_and_its_model_named(tmp_path: Path, capsys: pyt
         (["perplexity", "reference", "--text", BOOK, "--set", "recnt=4"], "recnt"),
         (["perplexity", "reference", "--text", BOOK, "--context", "1"], "context=1"),
         (["perplexity", "reference", "--text", BOOK, "--context", "10", "--decode-from", "9"], "decode_from=9"),
-        (["perplexity", "reference", "--text", BOOK, "--budgets", "a"], "is no list of numbers"),
+        (["perplexity", "reference", "--text", BOOK, "--budgets", "a"], "is not a list of numbers"),
         (
             ["perplexity", "reference", "--text", BOOK, "--context", "512", "--policies", "h2o", "--budgets", "0.1"],
             "budget=0.1 of 512 tokens is 51 tokens, which sinks=4 and recent=64 use up",
         ),
         (["retrieval", "reference", "--kinds", "chian"], "did you mean 'chain'"),
-        (["retrieval", "reference", "--lengths", "1x"], "is no list of lengths"),
+        (["retrieval", "reference", "--lengths", "1x"], "is not a list of lengths"),
         (["tasks", "reference", "--tasks", ","], "at least one task"),
     ],
 )

@@ -87,9 +87,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_history_falls_back_to_the_one_before_and_says_so(damage: str, llm: LLM, tmp_path: Path) -> None:
     first, _ = two_turns(llm, tmp_path)
     DAMAGES[damage](file(tmp_path))
-    with pytest.warns(
-        UserWarning, match=r"session 's' was opened as it was saved the time before last, with 1 .*session-\w+\.doc"
-    ):
+    with pytest.warns(UserWarning, match=r"session 's' was opened in its previous version, with 1 .*session-\w+\.doc"):
         session = llm.session("s", tmp_path)
     assert session.tokens == first and len(session.turns) == 2
     right = completed(llm.generate([first + TURNS[2]], SHORT))[0].token_ids

@@ -1,0 +1,28 @@
+"""Options of the policies in `quality/rivals.py`. Importing this module registers them. No heavy imports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...policies.options import BudgetOptions
+from ...policies.registry import register_policy
+from ...utils.config_fields import option
+
+RIVALS = "offload_rt.eval.quality.rivals"
+
+
+@register_policy("landmarks", f"{RIVALS}:Landmarks")
+@dataclass(frozen=True)
+class LandmarkOptions(BudgetOptions):
+    """Options of policy "landmarks"."""
+
+    block: int = option(8, help="tokens per landmark", metavar="N")
+
+
+@register_policy("snapkv", f"{RIVALS}:SnapKV")
+@dataclass(frozen=True)
+class SnapKVOptions(BudgetOptions):
+    """Options of policy "snapkv"."""
+
+    observed: int = option(64, help="last queries of the prompt that vote", metavar="N")
+    pooled: int = option(7, help="tokens of the max pooling of votes, odd", metavar="N")

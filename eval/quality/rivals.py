@@ -1,0 +1,88 @@
+"""Selection rules of published systems, as policies: baselines at equal budgets.
+
+Only the rule that selects tokens is reproduced. Keys and values stay exact, which favours these baselines over the
+systems they are named after.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.functional import max_pool1d, pad
+
+from ...core import ModelGeometry
+from ...kernels.reference import capped
+from ...policies.base import QuerySource
+from ...policies.scorer import EntryShape, ScorerPolicy, TokenLists
+from ..core.rival_options import LandmarkOptions, SnapKVOptions
+
+NEWEST = 1e30
+"""Score of a generated token, above every vote."""
+
+
+class Landmarks(ScorerPolicy[LandmarkOptions]):
+    """Blocks of adjacent tokens, ranked by the score of their mean key (ShadowKV, arXiv 2410.21465)."""
+
+    name = "landmarks"
+
+    def __init__(
+        self, options: LandmarkOptions, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(options, geometry, device, dtype)
+        self._block = options.block
+
+    def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
+        """Score tokens by the mean key of the candidates in their block, the largest over a KV head's query heads."""
+        lists, tokens, _ = keys.entries.shape
+        before = keys.first % self._block
+        after = -(before + tokens) % self._block
+        inside = pad(keys.inside.unsqueeze(2).to(queries.dtype), (0, 0, before, after))
+        entries = pad(keys.entries.to(queries.dtype), (0, 0, before, after)) * inside
+        sums, counts = (each.view(lists, -1, self._block, each.shape[2]).sum(2) for each in (entries, inside))
+        scores = torch.bmm(queries, (sums / counts.clamp(min=1)).transpose(1, 2))
+        ranks = scores.masked_fill(counts.transpose(1, 2) == 0, -math.inf).log_softmax(-1).amax(1)
+        return ranks.repeat_interleave(self._block, 1)[:, before : before + tokens]
+
+
+class SnapKV(ScorerPolicy[SnapKVOptions]):
+    """Tokens that the last queries of the prompt attended to, chosen once (SnapKV, arXiv 2404.14469).
+
+    An entry is the attention of a token, summed over these queries and the query heads of a KV head. Tokens generated
+    later have the highest score, as SnapKV keeps them all.
+    """
+
+    name = "snapkv"
+    query_source: QuerySource = "attention_input"
+    wants_queries = True
+
+    def __init__(
+        self, options: SnapKVOptions, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(options, geometry, device, dtype)
+        self._observed, self._pooled = options.observed, options.pooled
+
+    @classmethod
+    def entry_shape(cls, options: SnapKVOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
+        """Return the shape of one float32."""
+        return EntryShape(1, torch.float32)
+
+    def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
+        """Return the highest score for new tokens. Queries of a prompt replace it by their votes."""
+        return k.new_full((*k.shape[:2], 1), NEWEST, dtype=torch.float32)
+
+    def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
+        """Score tokens by the largest vote of their neighbourhood."""
+        return max_pool1d(keys.entries.transpose(1, 2), self._pooled, stride=1, padding=self._pooled // 2)[:, 0]
+
+    def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
+        """Replace the votes by those of the last queries of q `[H, m, d]`, whose tokens are [start, start + m)."""
+        stop = start + q.shape[1]
+        observed = q[:, -self._observed :].view(len(entries), -1, min(self._observed, q.shape[1]), q.shape[2])
+        wide = torch.promote_types(q.dtype, torch.float32)
+        token = torch.arange(stop, device=k.device)
+        ago = torch.arange(stop - observed.shape[2], stop, device=k.device).unsqueeze(1) - token
+        for head, row in enumerate(entries[:, :stop, 0]):
+            scores = observed[head].to(wide) * self.geometry.scales[layer] @ k[head, :stop].to(wide).T
+            scores = capped(scores, self.geometry.softcap).masked_fill(ago < 0, -math.inf)
+            row.copy_(scores.softmax(-1).sum((0, 1)))
