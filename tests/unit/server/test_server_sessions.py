@@ -238,9 +238,10 @@ def test_a_final_assistant_message_is_continued(
             count = http.post("/v1/messages/count_tokens", json={"messages": [USER, ASSISTANT]}).json()["input_tokens"]
             assert count == len(tokenizer("user: Who?\nassistant: It was", add_special_tokens=False)["input_ids"])
         if path == "responses":
-            again = {"input": "B", "previous_response_id": http.post("/v1/responses", json={"input": [USER, ASSISTANT]})
-                     .json()["id"]}  # fmt: skip
-            http.post("/v1/responses", json=again)
+            made = http.post("/v1/responses", json={"input": [USER, ASSISTANT]}).json()["id"]
+            items = http.get(f"/v1/responses/{made}/input_items", params={"order": "asc"}).json()["data"]
+            assert [item["content"][0]["text"] for item in items] == ["Who?", "It was"]
+            http.post("/v1/responses", json={"input": "B", "previous_response_id": made})
             assert seen[-1] == "user: Who?\nassistant: It was a dark night.\nuser: B\nassistant: "
 
 
