@@ -153,7 +153,7 @@ async def session(name: str, request: Request, service: CurrentService) -> Respo
 
 @router.post("/v1/sessions/{name}")
 async def update_session(name: str, body: SessionUpdate, request: Request, service: CurrentService) -> Response:
-    messages = body.messages and [message.model_dump(exclude_none=True) for message in body.messages]
+    messages = None if body.messages is None else [one.model_dump(exclude_none=True) for one in body.messages]
     with service.locked(session_of(request.state.owner, name)):
         service.forget(service.conversations.update(request.state.owner, name, body.title, messages))
     return json_answer({"id": name, "object": "session"})
