@@ -50,7 +50,7 @@ class PackedFormat:
 
     @staticmethod
     def fits(ins: int, bits: int, group: int) -> bool:
-        """Return whether the layout can hold rows of `ins` inputs with these codes and groups."""
+        """Return whether rows of `ins` inputs can be packed with `bits`-bit codes in groups of `group` inputs."""
         groups = (16,) if bits == 6 else GROUPS
         return bits in (4, 5, 6, 8) and group in groups and ins % max(group, 128 if bits == 6 else 64) == 0
 
@@ -94,7 +94,10 @@ class PackedFormat:
         return rows
 
     def _split(self, codes: torch.Tensor) -> list[torch.Tensor]:
-        """Return the lower and the higher bits of codes as bytes."""
+        """Split codes into bytes for storage: the lower 4 bits, two codes per byte, then the remaining bits.
+
+        Codes of 8 bits are unchanged.
+        """
         if self.bits == 8:
             return [codes]
         pairs = codes.view(len(codes), -1, 2, 32) & 15

@@ -147,7 +147,10 @@ class OffloadedCache(Cache):
         return -1
 
     def activate_past_recording(self) -> None:
-        """No-op, because `crop` needs no recording."""
+        """No-op: `crop` truncates the KV directly and needs no recorded states.
+
+        transformers calls this method before assisted decoding.
+        """
 
     def update(self, *tensors: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Raise InputError. Attention layers of an offloaded model never call this method."""
@@ -158,7 +161,7 @@ class OffloadedCache(Cache):
         self.free()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Replace row i by row `beam_idx[i]`. Rows that are used several times are forked."""
+        """Replace row i with row `beam_idx[i]`. Rows that are used several times are forked."""
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -246,27 +249,32 @@ class OffloadedCache(Cache):
             runner.check_fits(len(prompt))
             begin = partial(runner.new_sequence, prompt, len(prompt) + 1, reuse=max(1, len(prompt) - keep + 1))
             self._rows.append(runner.retry_after_reclaim(begin))
-        logits = [self._exactly(row, min(keep, len(row.tokens))) for row in self._rows]
-        self._columns = ids.shape[1]
-        return _stacked(logits, keep)
+        self._columns = 0
+        return self._exactly(ids.shape[1], keep)
 
     def _extend(self, ids: torch.Tensor, keep: int) -> torch.Tensor:
         for row, tokens in zip(self._rows, ids.tolist(), strict=True):
             row.tokens += tokens
             self._runner.check_fits(len(row.tokens))
-        logits = [self._exactly(row, keep) for row in self._rows]
-        self._columns += ids.shape[1]
+        return self._exactly(ids.shape[1], keep)
+
+    def _exactly(self, columns: int, keep: int) -> torch.Tensor:
+        """Compute the remaining tokens of all rows, in `columns` new columns. Return float32 logits `[B, keep, V]`.
+
+        `crop` can remove the last `keep` tokens, if every row has them. Earlier tokens may already be shared with other
+        sequences.
+        """
+        kept = [min(keep, len(row.tokens)) for row in self._rows]
+        logits = [self._row_exactly(row, count) for row, count in zip(self._rows, kept, strict=True)]
+        self._columns += columns
+        self._takes_back = min(kept) if self._runner.policy.evictable else 0
         return _stacked(logits, keep)
 
-    def _exactly(self, row: Sequence, keep: int) -> torch.Tensor:
-        """Compute the remaining tokens of a row with full attention. Return float32 logits `[keep, V]`.
-
-        `crop` can remove the last `keep` tokens. Earlier tokens may already be shared with other sequences.
-        """
+    def _row_exactly(self, row: Sequence, keep: int) -> torch.Tensor:
+        """Compute the remaining tokens of a row with full attention. Return float32 logits `[keep, V]`."""
         runner, stop = self._runner, len(row.tokens) - keep
         runner.expect(row, len(row.tokens) + _AHEAD)
         runner.retry_after_reclaim(partial(runner.pool.reserve, row.blocks, len(row.tokens)))
-        self._takes_back = keep if runner.policy.evictable else 0
         if keep == 1:
             last = runner.prefill(row, len(row.tokens), want_logits=True)
             assert last is not None

@@ -20,6 +20,7 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
+    from ..core import BLOCK_SIZE
     from ..model_runner.cuda_graphs import max_graphs
     from ..models.linear import GGUF_NOTE
     from ..models.shape import load_shape
@@ -40,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
     plan = None if config.device_memory is None else plan_for(config, shape)
     shape = shape.placed(requested_placement(config, shape)) if plan is None else plan.costs.shape
     costs, placement = (costs_for(config, shape), shape.placement) if plan is None else (plan.costs, plan.placement)
-    # Count two graphs for one sequence: the graph of its length bucket, and one for those of all smaller buckets.
-    graphs = min(2, max_graphs(config, shape.device, streams=bool(placement)))
+    # A growing sequence captures one graph for each length bucket. Buckets up to 512 tokens have one block each.
+    graphs = min(-(-context // BLOCK_SIZE), max_graphs(config, shape.device, streams=bool(placement)))
     needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, context, graphs)
     Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk, shape))
     found, notes = obstacles(needed, machine, shape.host_bytes if plan is None else plan.host_bytes), []

@@ -72,8 +72,8 @@ class Swap:
         self._saver = Saver(self._disk, runner.pool, runner.transfer.storage)
         self._users: Counter[bytes] = Counter()
         self._ids = itertools.count()
-        self._write_rate = self._read_rate = 1 / BYTES_PER_SECOND
-        self._prefill_rate = 0.0
+        self._write_seconds_per_byte = self._read_seconds_per_byte = 1 / BYTES_PER_SECOND
+        self._prefill_seconds_per_token = 0.0
         self.close = weakref.finalize(self, _close, self._saver, self._disk)
 
     @property
@@ -93,7 +93,8 @@ class Swap:
         token_bytes = self._runner.pool.block_bytes // BLOCK_SIZE
         written = sum(name.count for name in fresh) * token_bytes
         read = sequence.position * token_bytes
-        if written * self._write_rate + read * self._read_rate >= self._recompute_seconds(sequence, batch):
+        seconds = written * self._write_seconds_per_byte + read * self._read_seconds_per_byte
+        if seconds >= self._recompute_seconds(sequence, batch):
             return None
         began = time.perf_counter()
         while fresh:
@@ -105,7 +106,7 @@ class Swap:
             self.discard(swapped)
             return None
         if written:
-            self._write_rate = (time.perf_counter() - began) / written
+            self._write_seconds_per_byte = (time.perf_counter() - began) / written
         return swapped
 
     def swap_in(self, swapped: SwappedSequence, tokens: Seq[int], spare: int = 0) -> Sequence | None:
@@ -159,11 +160,11 @@ class Swap:
         trace, decoded = sequence.trace, sequence.position - sequence.exact
         computed = trace.prompt_tokens - trace.reused_tokens
         if computed > 0:
-            self._prefill_rate = trace.prefill_seconds / computed
+            self._prefill_seconds_per_token = trace.prefill_seconds / computed
         step = trace.decode_seconds / max(1, len(trace.attended))
         if not self._runner.approximates:
-            return sequence.position * (self._prefill_rate or step)
-        return sequence.exact * (self._prefill_rate or step) + decoded * step / batch
+            return sequence.position * (self._prefill_seconds_per_token or step)
+        return sequence.exact * (self._prefill_seconds_per_token or step) + decoded * step / batch
 
     def _swapped(self, sequence: Sequence) -> SwappedSequence:
         """Return the names of the blocks to write: blocks of full-attention layers, and blocks of sliding layers that
@@ -209,7 +210,7 @@ class Swap:
         finally:
             loader.close()
         read = self._disk.layers * sum(placed.block.layer_bytes for placed in found)
-        self._read_rate = loader.load_seconds / read
+        self._read_seconds_per_byte = loader.load_seconds / read
         return True
 
     @torch.inference_mode()

@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,12 @@ class DocumentCache:
     in it are not touched.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """Open the store. Raises OSError if the folder cannot be created."""
-        self._folder = folder
+    def __init__(self, folder: Path | None = None, fields: Collection[str] = ()) -> None:
+        """Open the store. Raises OSError if the folder cannot be created.
+
+        `fields`: fields of every head. A file whose head lacks one of them is ignored.
+        """
+        self._folder, self._fields = folder, frozenset(fields)
         self._heads: OrderedDict[str, Head] = OrderedDict()
         self._bodies: dict[str, bytes] = {}
         self._sizes: dict[str, int] = {}
@@ -89,7 +92,7 @@ class DocumentCache:
         path = self._path(name)
         with contextlib.suppress(ValueError, OSError), os.fdopen(open_regular(path), "rb") as file:
             head = parse_json(file.readline(1 << 20))
-            if isinstance(head, dict):
+            if isinstance(head, dict) and head.keys() >= self._fields:
                 self._heads[name], self._sizes[name] = head, path.stat().st_size
 
     def _forget(self, name: str) -> None:
@@ -178,15 +181,32 @@ def session_of(owner: str, name: str) -> str:
 class Conversations:
     """Conversations by session name, separate for each API key (`owner`)."""
 
+    FIELDS = ("owner", "id", "title", "turns", "updated")
+
     def __init__(self, documents: DocumentCache) -> None:
         self._documents = documents
 
-    def keep(self, owner: str, name: str, messages: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Store a conversation and return the engine ids of evicted sessions."""
+    def keep(self, owner: str, name: str, messages: Sequence[Mapping[str, Any]], title: str | None = None) -> list[str]:
+        """Store a conversation and return the engine ids of evicted sessions.
+
+        `title` names it until the next title is given. By default its title is the first question.
+        """
+        known = self._documents.head(session_of(owner, name)) or {}
+        given = title or known.get("given_title")
         turns = sum(message.get("role") == "user" for message in messages)
-        head = {"owner": owner, "id": name, "title": _title(messages), "turns": turns, "updated": time.time()}
+        head = {"owner": owner, "id": name, "title": given or _title(messages), "turns": turns, "updated": time.time()}
+        head |= {"given_title": given} if given else {}
         evicted = self._documents.put(session_of(owner, name), head, list(messages))
         return [session_of(each["owner"], each["id"]) for each in evicted]
+
+    def update(
+        self, owner: str, name: str, title: str | None, messages: Sequence[Mapping[str, Any]] | None
+    ) -> list[str]:
+        """Change the title, the messages or both, and return the engine ids of evicted sessions.
+
+        Messages of an unknown name are a new conversation. Raises RefusedError (404) for only a title of one.
+        """
+        return self.keep(owner, name, self.messages(owner, name) if messages is None else messages, title)
 
     def of(self, owner: str) -> list[dict[str, Any]]:
         """Return the heads of an owner's conversations, newest first."""
@@ -239,16 +259,26 @@ class StoredResponse:
         response: JSON of the response.
         messages: Conversation including the response.
         session: Engine session with the KV. Consecutive responses of a conversation share it.
+        prefill: Text of the last input message, if the response continues it. The last of `messages` begins with it.
     """
 
     owner: str
     response: Mapping[str, Any]
     messages: Sequence[Mapping[str, Any]]
     session: str
+    prefill: str = ""
+
+    @property
+    def input_messages(self) -> list[Mapping[str, Any]]:
+        """The conversation before the response."""
+        continued = [{"role": "assistant", "content": self.prefill}] if self.prefill else []
+        return [*self.messages[:-1], *continued]
 
 
 class ResponseStore:
     """Responses by id, each visible only to the API key that created it."""
+
+    FIELDS = ("owner", "session")
 
     def __init__(self, documents: DocumentCache) -> None:
         self._documents = documents
@@ -256,9 +286,9 @@ class ResponseStore:
     def add(self, name: str, stored: StoredResponse) -> list[str]:
         """Store a response and return the sessions of evicted responses that no other response uses."""
         head = {"owner": stored.owner, "session": stored.session}
-        body = {"response": stored.response, "messages": stored.messages}
+        body = {"response": stored.response, "messages": stored.messages, "prefill": stored.prefill}
         evicted = self._documents.put(digest(name), head, body)
-        needed = {head.get("session") for head in self._documents.heads().values()} if evicted else set()
+        needed = {head["session"] for head in self._documents.heads().values()} if evicted else set()
         return [session for session in {each["session"]: None for each in evicted} if session not in needed]
 
     def get(self, name: str, owner: str) -> StoredResponse:
@@ -272,7 +302,7 @@ class ResponseStore:
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        return StoredResponse(owner, body["response"], body["messages"], head["session"])
+        return StoredResponse(owner, body["response"], body["messages"], head["session"], body.get("prefill", ""))
 
     def delete(self, name: str) -> None:
         """Delete a response. Its session remains. Other responses of the conversation remain usable."""

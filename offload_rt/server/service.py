@@ -8,7 +8,7 @@ import hmac
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -51,8 +51,8 @@ class Service:
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
         self.engine, self.options = engine, options
         self.engines = Engines(engine, options)
-        self.conversations = Conversations(self._documents("conversations"))
-        self.responses = ResponseStore(self._documents("responses"))
+        self.conversations = Conversations(self._documents("conversations", Conversations.FIELDS))
+        self.responses = ResponseStore(self._documents("responses", ResponseStore.FIELDS))
         self._locked: set[str] = set()
         self._salt_key = _salt_key(options.documents)
         self._salts_keys = len(set(options.api_keys)) > 1 and not options.share_prefixes
@@ -114,11 +114,11 @@ class Service:
         """Return the model's default sampling parameters with `fields` replaced. Raises ConfigError (400)."""
         return self.engine.llm.get_default_sampling_params(**fields)
 
-    def _documents(self, kind: str) -> DocumentCache:
-        """Open a document store. Raises ConfigError if its folder cannot be used."""
+    def _documents(self, kind: str, fields: Collection[str]) -> DocumentCache:
+        """Open a document store whose heads have `fields`. Raises ConfigError if its folder cannot be used."""
         folder = self.options.documents
         try:
-            return DocumentCache(None if folder is None else folder / kind)
+            return DocumentCache(None if folder is None else folder / kind, fields)
         except OSError as error:
             raise ConfigError(f"cannot store conversations in {str(folder)!r}: {error.strerror or error}") from error
 

@@ -161,7 +161,7 @@ async def input_items(
     after: str | None = None,
 ) -> Response:
     """List the messages, tool calls and results before a response."""
-    items = _input_items(name, service.responses.get(name, request.state.owner).messages[:-1])
+    items = _input_items(name, service.responses.get(name, request.state.owner).input_messages)
     if order == "desc":
         items.reverse()
     ids = [item["id"] for item in items]
@@ -258,7 +258,8 @@ class _Generation:
         response = _done(head, step, items.output)
         if self._stored:
             messages = with_answer(self._messages, _message(items.output), continues=self._continues)
-            stored = StoredResponse(self._owner, response, messages, session)
+            prefill = content_text(self._messages[-1].get("content"), "input") if self._continues else ""
+            stored = StoredResponse(self._owner, response, messages, session, prefill)
             self._service.forget(self._service.responses.add(head["id"], stored))
         return response
 

@@ -64,7 +64,7 @@ def test_the_summary_is_short_and_all_statistics_can_be_shown(generate: Cli) -> 
     short, long = generate("--policy", "infinigen").err, generate("--policy", "infinigen", "--stats").err
     rows = [line for line in short.splitlines() if "│" in line]
     assert [name for row in rows if (name := row.split("│")[1].strip())] == [
-        "prompt", "prefill", "decode", "attended exactly", "KV copied to the device", "KV"
+        "prompt", "prefill", "decode", "exact attention fraction", "host to device, KV", "KV"
     ]  # fmt: skip
     assert "approximated attention mass" in long and "attention mass" not in short
     help_text = " ".join(generate("--help").out.split())

@@ -156,6 +156,18 @@ def test_other_calls_are_the_models_own(model: PreTrainedModel) -> None:
     assert torch.equal(found.loss, expected.loss) and torch.equal(found.logits, expected.logits)
 
 
+def test_a_crop_is_limited_by_the_shortest_row(model: PreTrainedModel, ours: LLM) -> None:
+    given = {name: value.flip(0) for name, value in batch().items()}  # the padded row of 60 tokens comes first
+    cache = OffloadedCache(ours)
+    whole = model(**given, past_key_values=cache, logits_to_keep=0).logits
+    with pytest.raises(InputError, match="only the 60 of the last call"):
+        cache.crop(-70)
+    cache.crop(-50)
+    again = model(given["input_ids"][:, -50:], past_key_values=cache, logits_to_keep=0).logits
+    assert torch.equal(again.argmax(-1), whole[:, -50:].argmax(-1))
+    cache.free()
+
+
 def test_what_cannot_be_is_refused(model: PreTrainedModel, ours: LLM) -> None:
     given = batch()
     right = {name: value.flip(1) for name, value in given.items()}

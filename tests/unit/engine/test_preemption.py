@@ -36,21 +36,21 @@ def tight(folder: Path, *, worth: bool = True, limit: int | None = None, **optio
     """
     llm = make(**({"blocks": 6} | options))
     swap = Swap(llm.runner, folder, StoreOptions(limit=limit))
-    swap._write_rate = swap._read_rate = 0.0 if worth else 1e9
+    swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0 if worth else 1e9
     return llm, swap
 
 
 def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[list[list[int]], Scheduler]:
     engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
     requests = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
-    rates = swap._write_rate, swap._read_rate
+    rates = swap._write_seconds_per_byte, swap._read_seconds_per_byte
     seen = 0
     while not engine.idle:
         engine.step()
         if seen != (seen := engine.scheduler.preemptions + engine.scheduler.restored):
             engine.check_integrity()
             swap._disk.check_integrity()
-        swap._write_rate, swap._read_rate = rates
+        swap._write_seconds_per_byte, swap._read_seconds_per_byte = rates
     assert engine.scheduler.preemptions > 0
     assert llm.runner.pool.bytes_held == 0 and swap.bytes_used == 0, "nothing stays behind"
     return [c.token_ids for one in requests for c in one.completions()], engine.scheduler
@@ -140,7 +140,8 @@ def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
         runner.decode(sequences[-1:])
     swapped = []
     for sequence in sequences:
-        swap._write_rate = 0.0  # The first write is measured; a busy disk must not change the second decision.
+        # The first write is measured; a busy disk must not change the second decision.
+        swap._write_seconds_per_byte = 0.0
         swapped.append(swap.swap_out(sequence, 1))
     assert None not in swapped and len(swap._disk._blocks) == 1 + 2
     for one, files in zip(swapped, (2, 0), strict=True):
@@ -229,7 +230,7 @@ def test_blocks_that_have_left_the_window_stay_on_disk(tmp_path: Path, position:
     ) as llm:
         assert llm.runner.pool.groups.window == 12
         swap = Swap(llm.runner, tmp_path)
-        swap._write_rate = swap._read_rate = 0.0
+        swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
         tokens = [token % 90 + 1 for token in tiny_prompt(position)]
         sequence = llm.runner.new_sequence(tokens, BLOCK_SIZE * 3)
         llm.runner.prefill(sequence, BLOCK_SIZE + 8)

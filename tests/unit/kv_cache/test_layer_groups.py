@@ -352,13 +352,13 @@ def test_preempted_sequences_come_back_from_disk(kind: str, tmp_path: Path) -> N
     each, step = pool.groups.blocks(150), pool.groups.blocks_at_once
     llm = make(kind, memory=(3 * each - step) * pool.block_bytes, enable_prefix_caching=False)
     swap = Swap(llm.runner, tmp_path)
-    swap._write_rate = swap._read_rate = 0.0
+    swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
     engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
     prompts = [tiny_prompt(50, seed=seed) for seed in range(4)]
     requests = [engine.add(prompt, greedy(100)) for prompt in prompts]
     while not engine.idle:
         engine.step()
-        swap._write_rate = swap._read_rate = 0.0
+        swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
     assert engine.scheduler.preemptions > 0 and engine.scheduler.restored > 0
     for prompt, request in zip(prompts, requests, strict=True):
         [completion] = request.completions()
@@ -372,7 +372,7 @@ def test_a_sequence_is_restored_to_a_pool_with_room_for_one(kind: str, tmp_path:
     pool = make(kind).runner.pool
     llm = make(kind, memory=pool.groups.blocks(150) * pool.block_bytes, enable_prefix_caching=False)
     swap = Swap(llm.runner, tmp_path)
-    swap._write_rate = swap._read_rate = 0.0
+    swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
     engine, prompt = Engine(llm.runner, max_num_seqs=4, swap=swap), tiny_prompt(50)
     request = engine.add(prompt, greedy(100))
     while len(request.completions()[0].token_ids) < 90:

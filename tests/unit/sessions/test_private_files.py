@@ -100,6 +100,7 @@ def test_what_the_server_remembers(tmp_path: Path) -> None:
     again = DocumentCache(folder)
     assert list(again.heads()) == [name] and again.body(name) == ["text"]
     assert again.head(digest("b")) is None and again.body(digest("b")) is None
+    assert not DocumentCache(folder, ("owner", "id")).heads(), "a head without a required field is ignored"
     again.delete(name)
     assert {path.name for path in folder.iterdir() if path.is_file() and not path.is_symlink()} == {"kitchen.json"}
 

@@ -16,6 +16,7 @@ from support.tiny_models import tiny_checkpoint, tiny_prompt
 
 from offload_rt import LLM, EngineConfig
 from offload_rt.cli import main
+from offload_rt.core import bucket
 from offload_rt.models.shape import load_shape
 from offload_rt.planning import memory_model
 from offload_rt.planning.device_plan import costs_for
@@ -142,8 +143,8 @@ def least(row: Row, folder: Path) -> int:
 
 
 def test_info_shows_the_memory_of_captured_graphs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By default, graphs keep twice the staging and work buffers of one step. Under a limit they keep one step's,
-    and only if CUDA graphs are requested."""
+    """By default, up to eight graphs keep the staging and work buffers of one step each, one for each length bucket.
+    Under a limit they keep one step's, and only if CUDA graphs are requested."""
     arguments = ("info", str(folder), "--context", str(CONTEXT), "--dtype", "float32", "--device")
     name, said = "device: CUDA graphs, at most", {}
     with simulated(Lazy()):
@@ -157,7 +158,11 @@ def test_info_shows_the_memory_of_captured_graphs(folder: Path, capsys: pytest.C
     assert (eager.graphs, one.graphs, eight.graphs) == (0, step, 8 * step)
     assert (one.device - eager.device, eight.device - eager.device) == (step, 8 * step)
     usual, limited, one_of_them = said.values()
-    assert format_size(2 * step) in usual and not limited and format_size(step) in one_of_them
+    assert (
+        format_size(len(set(map(bucket, range(1, CONTEXT + 1)))) * step) in usual
+        and not limited
+        and format_size(step) in one_of_them
+    )
     assert main((*arguments, "cpu", "--cuda-graphs")) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
 
