@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,6 +20,7 @@ from .loading import check_loaded, quantize_checkpoint, source_of_weights
 from .multimodal import belongs_to, unused_modules
 from .registry import adapter_for
 from .rotary import fix_rope_scaling
+from .safetensors_files import read_header
 from .source import DEFAULT_HUB, Hub, ModelSource, find_source
 from .weights import ON_DEVICE, Placement, WeightSizes, aligned, weight_bytes, weight_sizes
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-_HEADER_LIMIT = 100 << 20
-"""Longest header in bytes that the safetensors library accepts."""
 
 
 @dataclass(frozen=True)
@@ -150,16 +147,7 @@ def _stored(source: ModelSource) -> Iterator[tuple[str, tuple[int, ...], str, in
                 yield name, tuple(info.shape), info.dtype, info.data_offsets[1] - info.data_offsets[0]
         return
     for path in sorted(source.folder.glob("*.safetensors")):
-        for name, entry in _header(path).items():
+        for name, entry in read_header(path).items():
             if name != "__metadata__":
                 first, last = entry["data_offsets"]
                 yield name, tuple(entry["shape"]), entry["dtype"], last - first
-
-
-def _header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(_HEADER_LIMIT, path.stat().st_size):
-            raise ValueError(f"{path.name} is damaged: its header has a length of {length} bytes")
-        header: dict[str, Any] = json.loads(file.read(length))
-        return header
