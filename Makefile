@@ -33,7 +33,7 @@
 #   make lint    ruff, mypy and the check of prose
 
 CONSTRAINTS ?= constraints.txt
-PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
 READY := .venv/.installed
 OUT := out

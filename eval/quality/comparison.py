@@ -6,6 +6,7 @@ The text is scored again under both policies, so that every position has the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from ...engine.scoring import score
+from ...errors import ConfigError
 from ...llm import LLM
 from ...outputs import Stats
 from ...sampling_params import SamplingParams
@@ -118,7 +120,8 @@ def compare(
     if plot is not None:
         bars = {"full": full.last_stats, llm.config.policy: again}
         for policy, options, label in OTHERS:
-            bars[label] = _replay(llm.under(policy, options), prompt, scored[:MAX_OTHERS])
+            with suppress(ConfigError):  # the context is too short for the policy's budget
+                bars[label] = _replay(llm.under(policy, options), prompt, scored[:MAX_OTHERS])
         _draw(plot, llm, selections, bars, len(prompt))
     kl, top_1 = float(np.mean(divergence.kl)), float(np.mean(divergence.agrees))
     return Comparison(stats, full.last_stats, full_tokens, kl, top_1, len(scored))

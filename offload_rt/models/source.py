@@ -117,7 +117,6 @@ class ModelSource:
         """
         if self.folder is not None:
             return
-        import httpx
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
         file, revision = self.gguf or "config.json", self.hub.revision
@@ -128,13 +127,13 @@ class ModelSource:
             raise ModelError(f"{self} is not in the cache, and HF_HUB_OFFLINE forbids a download: {cure}")
         try:
             get_hf_file_metadata(hf_hub_url(self.place, file, revision=revision), timeout=2, token=self.hub.token)
-        except httpx.TransportError as error:
+        except Exception as error:  # the class for a failed connection differs between versions of huggingface_hub
+            if getattr(error, "response", None) is not None:
+                return  # the hub answers; transformers reports the reason
             raise ModelError(
                 f"{self} is not in the cache, and {constants.ENDPOINT} cannot be reached ({error}): {cure}, or set "
                 "HF_ENDPOINT to a mirror"
             ) from error
-        except Exception:  # the hub answers; transformers reports what is wrong
-            return
 
     def __str__(self) -> str:
         """Return the quoted location, for messages."""
