@@ -1,5 +1,5 @@
 # Every target works on a fresh clone: the virtual environment is made first where it is missing or out of date.
-#   make demo    continue a real book with the model that ships in the package
+#   make demo    continue a real book with the model that ships in the package, and compare with full attention
 #   make test    lint, types and tests (needs no GPU, no network once installed)
 #   make quick   ruff and one case of each test in about a minute; PART=engine runs all tests of tests/unit/engine
 #   make test-training  the tests of scripts/reference that train
@@ -33,7 +33,7 @@
 #   make lint    ruff, mypy and the check of prose
 
 CONSTRAINTS ?= constraints.txt
-PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
 READY := .venv/.installed
 OUT := out
@@ -51,8 +51,8 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 
 demo: $(READY)
 	mkdir -p $(OUT)
-	$(BIN)/offload-rt generate reference --prompt-file offload_rt/data/black_arrow.txt --truncate tail --max-new-tokens 200 \
-		--temperature 0.8 --top-p 0.95 --seed 1 --stats-json $(OUT)/demo.json
+	$(BIN)/offload-rt generate reference --prompt-file offload_rt/data/black_arrow.txt --truncate tail --max-new-tokens 64 \
+		--temperature 0.8 --top-p 0.95 --seed 1 --compare-full --plot $(OUT)/demo_plot.png --stats-json $(OUT)/demo.json
 
 MODEL_FOLDER := $(or $(OFFLOAD_RT_MODELS),$(HOME)/.cache/offload-rt-models)
 

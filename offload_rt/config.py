@@ -163,6 +163,7 @@ class EngineConfig:
         verify: Load-time verification: compare the model with transformers' own forward pass, layer by layer, on random
             tokens. "auto" does so the first time a model is loaded (about a second, cached), "always" every time. A
             model that differs is refused. "off" skips it and refuses architectures that are not declared.
+        tokenizer: Folder or hub id of a tokenizer. None uses the checkpoint's own.
         revision: Branch, tag or commit of a model on the hub.
         hf_token: Access token for the hub.
         download_dir: Cache folder for models from the hub.
@@ -234,6 +235,9 @@ class EngineConfig:
     )
     max_num_seqs: int = option(32, help="maximum number of sequences decoded together", metavar="N")
     verify: Verify = option("auto", help="load-time verification against transformers", group="device")
+    tokenizer: str | None = option(
+        None, help="folder or hub id of another tokenizer (default: the model's)", metavar="DIR|ID", group="hub"
+    )
     revision: str | None = option(None, help="branch, tag or commit on the hub", group="hub", plans=True)
     hf_token: str | None = option(
         None,

@@ -52,8 +52,8 @@ class LLM:
         model: "reference" (ships with the package), a local folder, a GGUF file, a hub id, or a loaded transformers
             model.
         config: Engine options; None uses the defaults.
-        tokenizer: Tokenizer of a loaded model, or a replacement for the checkpoint's own. Without a tokenizer, prompts
-            are lists of token ids.
+        tokenizer: Tokenizer of a loaded model, or a replacement for the checkpoint's own: an object, a folder or a hub
+            id. Without a tokenizer, prompts are lists of token ids.
         **fields: Fields of `EngineConfig` that override `config`, such as `host_memory="200GiB"`.
 
     Attributes:
@@ -76,7 +76,7 @@ class LLM:
         model: str | Path | PreTrainedModel,
         config: EngineConfig | None = None,
         *,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | None = None,
         **fields: Any,
     ) -> None:
         chosen = configured(EngineConfig, config, fields)

@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from ...errors import ConfigError
+from ...utils.extras import install_command
 from ...utils.texts import read_text, text_name
 from ..core.registry import measure
 from .flags import (
@@ -146,5 +147,5 @@ def lm_eval(args: argparse.Namespace) -> int:
     try:
         from ..quality.lm_eval_adapter import main as harness
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'offload-rt[eval]'") from error
+        raise ConfigError(f"{error.name} is not installed: {install_command('eval')}") from error
     return harness(args.arguments)

@@ -17,13 +17,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import OffloadError
+from ..utils.extras import install_command
 from ..utils.quiet import quiet_transformers
 from . import batch, chat, evaluate, generate, info, serve, sessions, skew, write
 from .common import INTERRUPTED
+from .flags import in_flags
 
 USER_ERROR = 2
 
-EXTRAS = {"lm_eval": "eval", "datasets": "eval", "optimum": "bench", "ray": "ray", "llguidance": "structured"}
+EXTRAS = {
+    "lm_eval": "eval", "datasets": "eval", "matplotlib": "plot", "optimum": "bench", "ray": "ray",
+    "llguidance": "structured",
+}  # fmt: skip
 """Optional packages and the extras that install them."""
 
 COMMANDS = (generate, write, chat, batch, serve, sessions, skew, info, evaluate)
@@ -35,14 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _quiet_libraries():
             return int(args.run(args))
     except OffloadError as error:
-        print(f"offload-rt: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"offload-rt: {in_flags(' '.join(str(error).split()), args)}", file=sys.stderr)
         return USER_ERROR
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise
-        cure = f"pip install '.[{EXTRAS[package]}]' in the checkout"
-        print(f"offload-rt: {package} is not installed: {cure}", file=sys.stderr)
+        print(f"offload-rt: {package} is not installed: {install_command(EXTRAS[package])}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("offload-rt: interrupted", file=sys.stderr)
@@ -78,6 +82,11 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+def _positional(action: argparse.Action) -> str:
+    name = str(action.metavar or action.dest)
+    return f"[{name}]" if action.nargs == "?" else f"{name} ..." if action.nargs in ("*", argparse.PARSER) else name
+
+
 class _Parser(argparse.ArgumentParser):
     """Argument parser with one-line errors. Optional positional arguments may follow flags.
 
@@ -91,6 +100,13 @@ class _Parser(argparse.ArgumentParser):
             if left_out and rest and not rest[0].startswith("-"):
                 setattr(found, action.dest, rest.pop(0))
         return found, rest
+
+    def format_help(self) -> str:
+        """Return the help with a short usage line, because the options are listed below it."""
+        words = [f"{action.option_strings[-1]} {action.metavar}" if action.option_strings else _positional(action)
+                 for action in self._actions if action.required or not action.option_strings]  # fmt: skip
+        self.usage = " ".join(["%(prog)s [OPTIONS]", *words])
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         message += self._suggestion(message)

@@ -17,8 +17,9 @@ from ..config import EngineConfig
 from ..errors import ConfigError, InputError, OffloadError
 from ..sampling_params import SamplingParams
 from ..utils.config_fields import check
+from ..utils.extras import install_command
 from ..utils.small_files import parse_json
-from .common import add_command, stderr_console
+from .common import add_command, load_llm, stderr_console
 from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling_given
 from .openai_batch import ServerRequest, process_openai
 
@@ -51,9 +52,7 @@ def run(args: argparse.Namespace) -> int:
                 found = process_on_ray(args.model, config, own, sampling, args.at_once, args.ray)
                 failed = results.add_all(found, len(left), show)
             else:
-                from ..llm import LLM
-
-                with LLM(args.model, config) as llm:
+                with load_llm(args.model, config, stderr_console(quiet=True), text=False) as llm:
                     failed = results.add_all(process(llm, left, sampling, args.at_once), len(left), show)
     finally:
         results.close()
@@ -275,7 +274,7 @@ def process_on_ray(
     Raises ConfigError if Ray Data is not installed or the engines fail.
     """
     if not all(importlib.util.find_spec(name) for name in ("ray", "pyarrow", "pandas")):
-        raise ConfigError("--ray needs Ray Data: pip install 'offload-rt[ray]'")
+        raise ConfigError(f"--ray needs Ray Data: {install_command('ray')}")
     import ray
     import ray.data
 

@@ -8,13 +8,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, OffloadError
 from ..sampling_params import SamplingParams
+from ..sessions.names import check_name
 from ..utils.texts import read_text
 from ..utils.units import format_size
-from .common import add_command, recorded_interrupts, stderr_console
+from .common import add_command, load_llm, recorded_interrupts, stderr_console
 from .flags import (
     add_engine_flags,
     add_sampling_flags,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 HELP = """a line that ends with \\ is continued in the next one
 /read FILE [words]  send a text file (followed by words) as one message
+/regenerate         answer the last message again, with other random numbers
+/undo               remove the last message and its answer
 /history            show the conversation
 /save               wait until everything is on disk
 /fork NAME          copy this session to a new one
@@ -49,14 +53,11 @@ def run(args: argparse.Namespace) -> int:
     if args.session is not None and args.store is None:
         raise InputError("--session needs a store to be found again: add --store DIR, or leave --session out")
     config, store = engine_config(args, progress=True), store_options(args)
-    console = stderr_console(quiet=False)
-
-    from ..llm import LLM
-
-    llm = LLM(args.model, config)
+    name, console = args.session or time.strftime("chat-%Y%m%d-%H%M%S"), stderr_console(quiet=False)
+    check_name(name)
+    llm = load_llm(args.model, config, console)
     with ExitStack() as ends:
         folder = args.store or ends.enter_context(tempfile.TemporaryDirectory(prefix="offload-rt-chat-"))
-        name = args.session or time.strftime("chat-%Y%m%d-%H%M%S")
         session = llm.session(name, folder, store, system=args.system)
         params = llm.get_default_sampling_params(**sampling_for(llm, sampling))
         Chat(llm, session, params, console, saved=args.store is not None).run()
@@ -86,7 +87,8 @@ class Chat:
         self._saved = saved
         self._commands: dict[str, Callable[[str], None]] = {
             "/read": self._read, "/history": self._history, "/save": self._save, "/fork": self._fork,
-            "/truncate": self._truncate, "/stats": self._stats, "/help": self._help,
+            "/truncate": self._truncate, "/stats": self._stats, "/help": self._help, "/undo": self._undo,
+            "/regenerate": self._regenerate,
         }  # fmt: skip
 
     def run(self) -> None:
@@ -142,11 +144,16 @@ class Chat:
         else:
             raise InputError(f"unknown command {name!r}: /help lists the commands")
 
-    def _answer(self, text: str) -> None:
+    def _answer(self, text: str, params: SamplingParams | None = None) -> None:
         gone = self._session.history.shift
-        events, reason = self._session.send(text, self._params), None
-        with recorded_interrupts() as check, closing(events):  # type: ignore[type-var]
-            for event in events:
+        from ..utils.progress import Progress
+
+        reason = None
+        with ExitStack() as ends:
+            on_prefill = ends.enter_context(Progress(enabled=True).bar("prefill", self._llm.geometry.layers))
+            check = ends.enter_context(recorded_interrupts())
+            events = self._session.send(text, params or self._params, on_prefill=on_prefill)
+            for event in ends.enter_context(closing(events)):  # type: ignore[type-var]
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
                 reason = event.finish_reason
@@ -185,6 +192,13 @@ class Chat:
             raise InputError("/read needs a file: write /read FILE [words]")
         text = read_text(path)
         self._answer(f"{text}\n{words.strip()}" if words.strip() else text)
+
+    def _undo(self, rest: str) -> None:
+        text = self._session.undo()
+        self._print(f"removed: {text[:80]}{'…' if len(text) > 80 else ''}")
+
+    def _regenerate(self, rest: str) -> None:
+        self._answer(self._session.undo(), replace(self._params, seed=None))
 
     def _history(self, rest: str) -> None:
         for role, text in self._session.turns:

@@ -8,12 +8,20 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ..config import EngineConfig
+from ..errors import ModelError
+from ..kv_cache.machine import memory_limit
+from ..models.source import find_source, hub_of
+
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ..llm import LLM
 
 
 def default_store() -> Path:
@@ -34,8 +42,9 @@ def add_command(
     parser: argparse.ArgumentParser = commands.add_parser(name, help=head, description=summary)
     if model:
         parser.add_argument("model", metavar="MODEL", help="'reference', a local folder, a GGUF file or a hub id")
-        parser.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16|float16|float64")
-    parser.set_defaults(run=run)
+        choices = "auto|float32|bfloat16|float16|float64"
+        parser.add_argument("--dtype", default="auto", metavar=choices, help="compute dtype (default: auto)")
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
@@ -48,6 +57,38 @@ def token_count(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number of tokens: write for example 50000 or 128k"
         ) from None
+
+
+def check_before_loading(model: str, config: EngineConfig, *, text: bool = True) -> None:
+    """Raise an error for a model or host memory that is not there. Imports neither torch nor transformers.
+
+    `text`: whether the command needs a tokenizer.
+    """
+    memory_limit(config.host_memory, at_most=1 << 62)
+    hub = hub_of(config)
+    source = find_source(model, hub)
+    source.check_folder()
+    source.check_weights()
+    source.check_reachable()
+    tokenizer = source if config.tokenizer is None else find_source(config.tokenizer, replace(hub, revision=None))
+    if text and not tokenizer.has_tokenizer:
+        raise ModelError(f"{tokenizer} has no tokenizer: --tokenizer DIR or --tokenizer ID gives one")
+
+
+def load_llm(model: str, config: EngineConfig, console: Console, *, text: bool = True) -> LLM:
+    """Load a model after `check_before_loading`. If `console` is a terminal, it shows the current task."""
+    check_before_loading(model, config, text=text)
+
+    from ..llm import LLM
+    from ..utils.progress import observed
+
+    with console.status(f"loading {model}") as status:
+
+        def show(task: str, done: int, total: int | None) -> None:
+            status.update(task if total is None else f"{task}: {done} of {total}")
+
+        with observed(show):
+            return LLM(model, config)
 
 
 def stderr_console(quiet: bool) -> Console:

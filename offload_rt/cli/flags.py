@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 POLICY_OPTION = "policy_option_"
 """Prefix of policy options in the parsed arguments, because the engine and a policy both have an option `skew`."""
+
+COMMON = ("policy", "exact", "device", "device_memory", "host_memory", "tokenizer")
+"""Fields of `EngineConfig` whose flags come first in `--help`."""
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 """Sampling parameters of the command line if the checkpoint has none."""
@@ -62,7 +66,8 @@ def add_option(
     """
     option = option_of(field)
     kind = _without_none(field_types(owner)[field.name])
-    arguments: dict[str, Any] = {"dest": prefix + field.name, "help": option.help + suffix, "default": None}
+    shown = option.help + suffix + _default_text(field, option.help)
+    arguments: dict[str, Any] = {"dest": prefix + field.name, "help": shown, "default": None}
     if kind is bool:
         arguments["action"] = argparse.BooleanOptionalAction
     elif kind == tuple[str, ...]:
@@ -72,6 +77,14 @@ def add_option(
     else:
         arguments |= {"metavar": metavar or option.metavar or _UNITS.get(kind), "type": _reader(kind)}
     group.add_argument(option.flag or f"--{field.name.replace('_', '-')}", **arguments)
+
+
+def _default_text(field: Field[Any], help: str) -> str:
+    """Return " (default: X)", or "" if there is no default or `help` describes it."""
+    if field.default is None or field.default is MISSING or "default" in help:
+        return ""
+    plain = {True: "yes", False: "no"}.get(field.default) if isinstance(field.default, bool) else str(field.default)
+    return f" (default: {plain})"
 
 
 def given_options(args: argparse.Namespace, owner: type, prefix: str = "") -> dict[str, Any]:
@@ -115,11 +128,12 @@ def add_engine_flags(
     `plan`: only the fields that affect memory requirements.
     """
     groups: Groups = {}
+    common = group_of(parser, groups, "common engine options")
     for field in fields(config):
         option = option_of(field)
         if not option.group or (plan and not option.plans):
             continue
-        group = group_of(parser, groups, option.group)
+        group = common if field.name in COMMON else group_of(parser, groups, option.group)
         if field.name == "policy":
             add_option(group, config, field, metavar="|".join(policy_names()))
         elif field.name == "eviction":
@@ -128,10 +142,10 @@ def add_engine_flags(
         elif field.name == "exact":
             group.add_argument("--exact", action="store_true", default=None, help=option.help)
             for part in fields(DraftOptions):
-                add_option(group, DraftOptions, part, prefix="exact_")
+                add_option(group_of(parser, groups, "lossless mode"), DraftOptions, part, prefix="exact_")
         else:
             add_option(group, config, field)
-    _add_policy_options(parser)
+    _add_policy_options(parser, common)
 
 
 def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineConfig, **more: Any) -> EngineConfig:
@@ -156,7 +170,7 @@ def _options_of(policies: Sequence[str]) -> dict[str, tuple[type[PolicyOptions],
     return found
 
 
-def _add_policy_options(parser: argparse.ArgumentParser) -> None:
+def _add_policy_options(parser: argparse.ArgumentParser, common: Any) -> None:
     """Add the options of all policies, grouped by policy."""
     groups: Groups = {}
     for name, (owner, field) in _options_of(policy_names()).items():
@@ -165,12 +179,32 @@ def _add_policy_options(parser: argparse.ArgumentParser) -> None:
         suffix = f" ({', '.join(owners)})" if len(owners) > 1 else ""
         add_option(group_of(parser, groups, title), owner, field, prefix=POLICY_OPTION, suffix=suffix)
     presets = {policy: options_class(policy).presets for policy in policy_names() if options_class(policy).presets}
-    parser.add_argument(
+    common.add_argument(
         "--preset",
         dest=f"{POLICY_OPTION}preset",
         metavar="|".join(dict.fromkeys(name for named in presets.values() for name in named)),
         help=f"predefined values of several options ({', '.join(presets)})",
     )
+
+
+def in_flags(message: str, args: argparse.Namespace) -> str:
+    """Replace the names of Python parameters in an error message by flags: "top_k=-2" by "--top-k -2"."""
+    flags: dict[str, str] = {}
+    actions = [] if (parser := getattr(args, "parser", None)) is None else parser._actions
+    # If two options have the same name, the one that was given is meant.
+    for action in sorted(actions, key=lambda action: getattr(args, action.dest, None) is not None):
+        name = "eviction" if action.dest == "eviction_policy" else action.dest
+        for prefix in (POLICY_OPTION, STORE_OPTION, SAMPLING, "eviction_", "exact_"):
+            name = name.removeprefix(prefix)
+        if action.option_strings:
+            flags[name] = action.option_strings[0]
+
+    def named(found: re.Match[str]) -> str:
+        name, equals = found.groups()
+        known = name in flags and (equals or "_" in name)
+        return found[0] if not known else f"{flags[name]} " if equals else flags[name]
+
+    return re.sub(r"(?<![\w'\"./-])([a-z][a-z_]*)(=?)(?![\w]*\()", named, message)
 
 
 def add_store_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -204,20 +238,21 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool, max_to
         group.add_argument(flag, dest=SAMPLING + name, type=kind, metavar=metavar, help=help)
 
     add("--max-new-tokens", "max_tokens", int, "N", max_tokens or "maximum number of new tokens (default: 256)")
-    add("--temperature", "temperature", float, "T", "0 is greedy")
-    add("--top-k", "top_k", int, "K")
-    add("--top-p", "top_p", float, "P")
-    add("--min-p", "min_p", float, "P")
-    add("--repetition-penalty", "repetition_penalty", float, "R")
-    add("--presence-penalty", "presence_penalty", float, "P", "subtracted from logits of generated tokens")
-    add("--frequency-penalty", "frequency_penalty", float, "P", "subtracted for each occurrence")
-    add("--seed", "seed", int, "S", "the same seed gives the same text")
+    own, temperature, top_p = "default: the model's", SAMPLED["temperature"], SAMPLED["top_p"]
+    add("--temperature", "temperature", float, "T", f"0 is greedy ({own}, else {temperature})")
+    add("--top-p", "top_p", float, "P", f"sample from the smallest set of this probability ({own}, else {top_p})")
+    add("--top-k", "top_k", int, "K", f"sample from the K most probable tokens ({own}, else all)")
+    add("--min-p", "min_p", float, "P", f"drop tokens below P times the largest probability ({own}, else 0)")
+    add("--seed", "seed", int, "S", "the same seed gives the same text (default: random)")
+    add("--repetition-penalty", "repetition_penalty", float, "R", f"above 1 avoids repetition ({own}, else 1)")
+    add("--presence-penalty", "presence_penalty", float, "P", "subtracted from logits of generated tokens (default: 0)")
+    add("--frequency-penalty", "frequency_penalty", float, "P", "subtracted for each occurrence (default: 0)")
     more = "end before this text; may be repeated"
     group.add_argument("--stop", dest=f"{SAMPLING}stop", action="append", metavar="TEXT", help=more)
     more = "continue after the end-of-text token"
     group.add_argument("--ignore-eos", dest=f"{SAMPLING}ignore_eos", action="store_true", default=None, help=more)
     if several:  # these cannot be streamed
-        add("-n", "n", int, "N", "number of texts, printed when complete")
+        add("-n", "n", int, "N", "number of texts, printed when complete (default: 1)")
         add("--num-beams", "num_beams", int, "N", "beam search of this width")
         add("--length-penalty", "length_penalty", float, "P", "above 0 favours long beams")
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import sys
 import warnings
 from contextlib import closing
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +17,7 @@ from ..engine.prompts import TRUNCATE, shortened
 from ..errors import InputError
 from ..sampling_params import SamplingParams
 from ..utils.texts import check_writable, read_text
-from .common import INTERRUPTED, add_command, stderr_console
+from .common import INTERRUPTED, add_command, load_llm, stderr_console
 from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling_for, sampling_given
 
 if TYPE_CHECKING:
@@ -37,17 +40,23 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args, **_planned(args, params), progress=not args.quiet)
     text = _text(args)
     check_writable(args.stats_json)
+    check_writable(args.plot)
     console = stderr_console(args.quiet)
 
-    from ..llm import LLM
-
-    llm = LLM(args.model, config)
+    llm = load_llm(args.model, config, console)
     params = llm.get_default_sampling_params(**sampling_for(llm, sampling))
     prompt = (_chat_ids if args.chat else _prompt_ids)(llm, text, args, params.max_tokens)
     if _several(params):
         return _write_all(llm, prompt, params, console)
-    finished = _write_stream(llm, prompt, params, console)
-    _report(llm, args, console)
+    if args.compare_full and params.seed is None:
+        params = replace(params, seed=secrets.randbits(31))  # full attention samples with the same random numbers
+    written, finished = _write_stream(llm, prompt, params, console)
+    stats = _report(llm, args, console)
+    if args.compare_full and finished:
+        stats["against_full"] = _compare(llm, prompt, written, params, args.plot, console)
+    if args.stats_json is not None and stats:
+        _write_json(args.stats_json, stats)
+        console.print(f"wrote {args.stats_json}")
     return 0 if finished else INTERRUPTED
 
 
@@ -72,6 +81,10 @@ def add(commands: Any) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--stats", action="store_true", help="show all statistics at the end, not only a summary")
     output.add_argument("--stats-json", metavar="FILE", help="write the statistics as JSON")
+    output.add_argument(
+        "--compare-full", action="store_true", help="then continue with full attention too, and compare"
+    )
+    output.add_argument("--plot", metavar="FILE", help="with --compare-full: draw attention and transfers (PNG)")
     output.add_argument("--quiet", action="store_true", help="print nothing on stderr")
     add_engine_flags(parser)
 
@@ -88,6 +101,15 @@ def _check_flags(args: argparse.Namespace, params: SamplingParams) -> None:
         raise InputError("--prompt-tokens needs a text to continue: remove --chat")
     if args.stats_json and _several(params):
         raise InputError("--stats-json needs a single streamed text: remove -n and --num-beams")
+    if args.plot and not args.compare_full:
+        raise InputError("--plot needs --compare-full")
+    if args.plot and find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(name="matplotlib")
+    if args.compare_full:
+        given = {"-n and --num-beams": _several(params), "--exact": args.exact, "--eviction": args.eviction_policy}
+        given |= {"--device-memory": args.device_memory, "--policy full": args.policy == "full"}
+        if wrong := [flag for flag, value in given.items() if value]:
+            raise InputError(f"--compare-full cannot be combined with {wrong[0]}: remove one of them")
 
 
 def _text(args: argparse.Namespace) -> str:
@@ -145,8 +167,12 @@ def _chat_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) ->
     return ids
 
 
-def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> bool:
-    """Stream the new text to stdout, after the end of the prompt on stderr. Return False if Ctrl-C stopped it."""
+def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> tuple[list[int], bool]:
+    """Stream the new text to stdout, after the end of the prompt on stderr.
+
+    Return the new tokens, and False if Ctrl-C stopped it.
+    """
+    written: list[int] = []
     tail = llm.tokenizer.decode(prompt[-TAIL:]) if llm.tokenizer is not None else ""
     with closing(llm.stream(prompt, params)) as events:  # type: ignore[type-var]
         try:
@@ -154,14 +180,15 @@ def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: 
                 if event.index == 0:
                     console.print(f"{llm.name} continues {len(prompt):,} tokens:", soft_wrap=True)
                     console.print(f"… {tail}", style="dim", markup=False, soft_wrap=True, end="")
+                written.append(event.token_id)
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
         except KeyboardInterrupt:
-            return False
+            return written, False
         finally:
             if sys.stdout.isatty():
                 sys.stdout.write("\n")
-    return True
+    return written, True
 
 
 def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> int:
@@ -176,19 +203,42 @@ def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Con
     return 0
 
 
-def _report(llm: LLM, args: argparse.Namespace, console: Console) -> None:
-    """Print the summary, or with --stats the statistics table, on stderr, and write them as JSON if requested."""
+def _report(llm: LLM, args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Print the summary, or with --stats the statistics table, on stderr. Return the statistics; {} without any."""
     from .tables import stats_table, summary_table
 
-    stats, stats_json = llm.last_stats, args.stats_json
+    stats = llm.last_stats
     console.print()
     if stats is None:
         console.print("Interrupted during prefill: no statistics.")
-        return
+        return {}
     console.print(stats_table(stats) if args.stats else summary_table(stats))
-    if stats_json is not None:
-        try:
-            Path(stats_json).write_text(json.dumps(stats.to_dict(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot write {stats_json!r}: {error.strerror}") from error
-        console.print(f"wrote {stats_json}")
+    return stats.to_dict()
+
+
+def _compare(
+    llm: LLM, prompt: list[int], written: list[int], params: SamplingParams, plot: str | None, console: Console
+) -> dict[str, Any]:
+    """Show the continuation by full attention and how the text differs from it. Return the comparison as a dictionary.
+
+    `plot`: PNG file to write, or None.
+    """
+    from ..eval.quality.comparison import compare
+    from .tables import comparison_table, texts_table
+
+    found = compare(llm, prompt, written, params, None if plot is None else Path(plot))
+    if found.full_tokens == written:
+        console.print(f"\nFull attention writes the same {len(written):,} tokens with the same seed.")
+    elif llm.tokenizer is not None:
+        console.print(texts_table(llm.config.policy, llm.tokenizer, written, found.full_tokens))
+    console.print(comparison_table(found))
+    if plot is not None:
+        console.print(f"wrote {plot}", soft_wrap=True)
+    return found.to_dict()
+
+
+def _write_json(path: str, content: dict[str, Any]) -> None:
+    try:
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path!r}: {error.strerror}") from error

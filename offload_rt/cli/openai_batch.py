@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..utils.config_fields import check
+from ..utils.extras import install_command
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -65,7 +66,7 @@ def process_openai(
     Raises ConfigError if the server's packages are not installed.
     """
     if not importlib.util.find_spec("fastapi"):
-        raise ConfigError("batches in OpenAI's format need the server: pip install 'offload-rt[serve]'")
+        raise ConfigError(f"batches in OpenAI's format need the server: {install_command('serve')}")
     from ..async_llm import AsyncLLM
     from ..server.app import make_app
     from ..server.options import ServerOptions

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig, StoreOptions
 from ..errors import ConfigError, StoreError, StoreInUseError
-from ..models.source import find_source, hub_of
 from ..server.options import ServerOptions
 from ..utils.config_fields import option_of
-from .common import add_command, default_store
+from ..utils.extras import install_command
+from .common import add_command, check_before_loading, default_store
 from .flags import (
     Groups,
     add_engine_flags,
@@ -50,12 +50,12 @@ def run(args: argparse.Namespace) -> int:
     options, config = _options(args), engine_config(args, progress=True)
     store = _store(args)
     if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]:
-        raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'offload-rt[serve]'")
+        raise ConfigError(f"serve needs {', '.join(missing)}: {install_command('serve')}")
     if args.ray is not None:
         return _run_on_ray(args, options, config, store)
     from ..server.run import bound, serve
 
-    find_source(args.model, hub_of(config)).check_folder()
+    check_before_loading(args.model, config, text=False)
 
     def make_app() -> FastAPI:
         from ..llm import LLM
@@ -125,7 +125,7 @@ def _engine(llm: LLM, max_waiting: int, store: _Store) -> tuple[AsyncLLM, Path |
 
 def _run_on_ray(args: argparse.Namespace, options: ServerOptions, config: EngineConfig, store: _Store) -> int:
     if not importlib.util.find_spec("ray"):
-        raise ConfigError("--ray needs ray: pip install 'offload-rt[ray]'")
+        raise ConfigError(f"--ray needs ray: {install_command('ray')}")
     from ..server.ray_app import Cluster, ray_app, serve_on_ray
 
     # Replicas on several machines need a folder that all of them can access, so there is no default.

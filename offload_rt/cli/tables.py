@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
 from ..models.shape import ModelShape
 from ..outputs import Stats
@@ -13,6 +15,9 @@ from ..planning.memory_model import DiskPlan, Requirements, SystemMemory
 from ..utils.units import format_size
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..eval.quality.comparison import Comparison
     from ..skewing.fold import SkewReport
 
 Rows = list[tuple[str, str]]
@@ -172,6 +177,54 @@ def stats_table(stats: Stats) -> Table:
     """Return a table of all statistics of a run. Fractions are means over layers and decode steps."""
     rows = (_run_rows, _time_rows, _transfer_rows, _attention_rows, _memory_rows)
     return _table("Statistics", *(make(stats) for make in rows))
+
+
+def texts_table(policy: str, tokenizer: PreTrainedTokenizerBase, written: Sequence[int], full: Sequence[int]) -> Table:
+    """Return two texts side by side. The text after the first different token is bold."""
+    same = next(
+        (i for i, (a, b) in enumerate(zip(written, full, strict=False)) if a != b), min(len(written), len(full))
+    )
+    table = Table(title=f"The first {same:,} new tokens are the same", title_justify="left")
+    cells = []
+    for name, tokens in ((policy, written), ("full attention", full)):
+        table.add_column(name, ratio=1)
+        common = tokenizer.decode(tokens[:same])
+        cells.append(Text.assemble(common, (tokenizer.decode(tokens).removeprefix(common), "bold")))
+    table.add_row(*cells)
+    return table
+
+
+CLOSE, VISIBLE = 0.01, 0.1
+"""KL divergences in nats: below the first, sampled texts hardly differ; above the second, they differ visibly."""
+
+
+def comparison_table(found: Comparison) -> Table:
+    """Return a table of quality, speed, transfers and memory beside full attention."""
+    policy, full = found.policy, found.full
+    if found.kl < CLOSE:
+        verdict = "practically the same distribution"
+    elif found.kl < VISIBLE:
+        verdict = "close; a larger budget comes closer"
+    else:
+        verdict = "a different text: raise the budget, use another policy, or --exact"
+    kl = "below 0.001" if found.kl < 0.001 else f"{found.kl:.3f}"
+    same = f"at {found.top_1:.1%} of {found.scored:,} positions"
+    speed = f"{policy.tokens_per_second:.0f} tokens/s, full attention {full.tokens_per_second:.0f}"
+    if policy.device == "cpu":
+        speed += " (a CPU copies nothing: selection saves time on a GPU)"
+    ours, all_kv = (stats.h2d_bytes / max(1, stats.decoded_tokens) for stats in (policy, full))
+    times = f" ({all_kv / ours:.0f} times as much)" if ours and all_kv > 1.5 * ours else ""
+    device = policy.kv_bytes_device + policy.scoring_bytes_device
+    return _table(
+        "Beside full attention",
+        [
+            ("same most probable token", same),
+            ("KL divergence", f"{kl} nats per token: {verdict}"),
+            ("speed", speed),
+            ("KV copied per token", f"{format_size(ours)}, full attention {format_size(all_kv)}{times}"),
+            ("KV on the device", f"{format_size(device)}, the whole KV {format_size(policy.kv_bytes_host)}"),
+        ],
+    )
 
 
 def skew_table(model: str, report: SkewReport) -> Table:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, InputError
 from ..utils.texts import read_text
 from ..utils.units import format_duration, format_size
-from .common import INTERRUPTED, add_command, recorded_interrupts, stderr_console
+from .common import INTERRUPTED, add_command, load_llm, recorded_interrupts, stderr_console
 from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling_for, sampling_given
 
 if TYPE_CHECKING:
@@ -46,9 +46,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
 
-    from ..llm import LLM
-
-    llm = LLM(args.model, config)
+    llm = load_llm(args.model, config, console)
     if draft.new:
         draft.sampling = sampling_for(llm, sampling)
     try:

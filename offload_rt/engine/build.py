@@ -49,7 +49,7 @@ Model = str | os.PathLike[str] | PreTrainedModel
 LIMITLESS = 1 << 62
 
 
-def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Runner:
+def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | str | None = None) -> Runner:
     """Return a runner for `model`.
 
     `runner.config.policy_options` holds all options in effect, including those that `offload-rt tune` saved in the
@@ -64,7 +64,7 @@ def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase
         return _build(model, config, tokenizer)
 
 
-def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None) -> Runner:
+def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | str | None) -> Runner:
     plan, placement = _plan(model, config)
     loaded = _load(model, config, tokenizer, placement)
     options = default_options(config.skew, config.policy, config.policy_options, loaded.fingerprint)
@@ -82,11 +82,11 @@ def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBas
 def _load(
     model: Model,
     config: EngineConfig,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | None = None,
     placement: Placement = ON_DEVICE,
 ) -> LoadedModel:
     return load_model(
-        model, tokenizer=tokenizer, device=config.device, dtype=config.dtype, placement=placement,
+        model, tokenizer=tokenizer or config.tokenizer, device=config.device, dtype=config.dtype, placement=placement,
         verify=config.verify, hub=hub_of(config), max_model_len=config.max_model_len, quantize=config.quantize,
     )  # fmt: skip
 

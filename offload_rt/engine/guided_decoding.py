@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..errors import ConfigError, InputError
 from ..sampling_params import StructuredOutputs
+from ..utils.extras import install_command
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -85,7 +86,7 @@ def _library() -> Any:
     try:
         import llguidance
     except ModuleNotFoundError as error:
-        raise ConfigError("structured_outputs need llguidance: pip install 'offload-rt[structured]'") from error
+        raise ConfigError(f"structured_outputs need llguidance: {install_command('structured')}") from error
     return llguidance
 
 

@@ -13,6 +13,7 @@ from ..core import BLOCK_SIZE
 from ..errors import PoolFullError
 from ..kv_cache.stored_rows import blocks_for
 from ..model_runner.sequence import Sequence
+from ..model_runner.trace import Recorder
 from ..outputs import Stats
 from .logits_processors import check_logits
 from .runner import Runner
@@ -63,6 +64,7 @@ def score(
     batch: int,
     on_done: Callable[[], None] = lambda: None,
     on_logprobs: Callable[[int, torch.Tensor], None] = lambda index, logprobs: None,
+    recorder: Recorder | None = None,
 ) -> list[Score]:
     """Score `continuations[i]` after `prompts[i]`, each of at least one token.
 
@@ -78,6 +80,7 @@ def score(
         on_done: Called after each continuation.
         on_logprobs: Called for each scored token, in order, with the index of the continuation and the
             log-probabilities `[V]` of the whole vocabulary on the model's device.
+        recorder: Receives the selections of the decode steps. Needs a single continuation.
 
     Raises:
         PoolFullError: A single sequence does not fit the pool.
@@ -89,7 +92,7 @@ def score(
         stop = task.scored_from - 1 if decode_from is None else min(decode_from, task.scored_from - 1)
         groups.setdefault(tuple(task.tokens[:stop]), []).append(task)
     # With eviction, sequences run alone, because the evicted tokens must not depend on other sequences.
-    batches = _Batches(runner, batch if runner.config.eviction is None else 1, on_done)
+    batches = _Batches(runner, batch if runner.config.eviction is None else 1, on_done, recorder)
     try:
         for prefix, members in groups.items():
             batches.start(prefix, members)
@@ -102,8 +105,10 @@ def score(
 class _Batches:
     """Sequences that wait to be decoded together."""
 
-    def __init__(self, runner: Runner, size: int, on_done: Callable[[], None]) -> None:
-        self._runner, self._size, self._on_done = runner, size, on_done
+    def __init__(
+        self, runner: Runner, size: int, on_done: Callable[[], None], recorder: Recorder | None = None
+    ) -> None:
+        self._runner, self._size, self._on_done, self._recorder = runner, size, on_done, recorder
         self._groups = runner.pool.groups
         self._pending: list[tuple[Sequence, _Task]] = []
         self._origin: tuple[Sequence, _Task] | None = None
@@ -149,7 +154,7 @@ class _Batches:
     def _prefilled(self, prefix: tuple[int, ...], task: _Task) -> Sequence:
         self._runner.check_fits(task.computed)
         sequence = self._runner.new_sequence(task.tokens, max(1, len(prefix)))
-        sequence.trace.prompt_tokens = len(prefix)
+        sequence.trace.prompt_tokens, sequence.trace.recorder = len(prefix), self._recorder
         self._runner.expect(sequence, task.computed)
         if prefix:
             self._runner.prefill(sequence, len(prefix))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import psutil
 
-from ..core import BLOCK_SIZE
 from ..errors import MemoryLimitError, PoolFullError
 from ..utils.control_groups import MEMBERSHIP, ROOT, groups
 from ..utils.units import format_size
@@ -53,6 +52,8 @@ def pool_full(count: int, missing: int, usable: int, room: tuple[int, int], limi
         limit: Limit of the pool in bytes.
         disk: Whether the pool is on a disk.
     """
+    from ..core import BLOCK_SIZE  # imports torch, which checks of the command line avoid
+
     blocks, size = room
     lack = missing * size
     needed, lacking, now, enough = map(format_size, (count * size, lack, limit, limit + lack))

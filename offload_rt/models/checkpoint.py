@@ -18,6 +18,7 @@ import torch
 from ..config import DType
 from ..errors import ConfigError, MemoryLimitError, ModelError, OffloadError
 from ..utils.config_fields import check_choice
+from ..utils.extras import install_command
 from .gguf_header import read_header
 from .linear import backend_of, packing
 from .linear.dense import computes_bfloat16
@@ -26,12 +27,9 @@ from .multimodal import belongs_to, is_multimodal, text_config, unused_modules, 
 from .packed_checkpoint import read_checkpoint
 from .registry import architectures, unsupported
 from .source import ModelSource
-from .stored_tensors import check_complete, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-_TOKENIZER_FILES = ("tokenizer*", "vocab.*", "spiece.model", "sentencepiece.*", "tekken.json")
 
 
 def read_config(source: ModelSource) -> PreTrainedConfig:
@@ -47,6 +45,7 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
         return _read_gguf_config(source)
     place = source.place
     source.check_folder()
+    source.check_reachable()
     options, trusted = source.hub.options, source.hub.trust_remote_code
     with one_error(f"cannot read the configuration of {source}"):
         raw = dict(PreTrainedConfig.get_config_dict(place, **options)[0])
@@ -72,6 +71,7 @@ def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     require_gguf(source)
+    source.check_reachable()
     if source.folder is not None:
         read_header(source.folder / str(source.gguf))
     with one_error(f"cannot read the configuration of {source}"), _quiet():
@@ -84,7 +84,7 @@ def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
 def require_gguf(source: ModelSource) -> None:
     """Raise ModelError if the package that reads GGUF files is not installed."""
     if importlib.util.find_spec("gguf") is None:
-        raise ModelError(f"reading {source} needs the package gguf: pip install 'offload-rt[gguf]'")
+        raise ModelError(f"reading {source} needs the package gguf: {install_command('gguf')}")
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
@@ -142,8 +142,7 @@ def read_weights(
     """
     from transformers import AutoModelForCausalLM
 
-    if source.gguf is None:
-        _check_weight_files(source)
+    source.check_weights()
     method = packing(config)
     if method == PACKED.method:
         if source.folder is None:
@@ -218,20 +217,6 @@ def build_skeleton(source: ModelSource, config: PreTrainedConfig, dtype: torch.d
     return skeleton
 
 
-def _check_weight_files(source: ModelSource) -> None:
-    """Raise ModelError if the checkpoint is a folder without complete safetensors files."""
-    folder = source.folder
-    if folder is None:
-        return
-    if any(folder.glob("*.safetensors")):
-        for file in weight_files(folder):
-            check_complete(file)
-        return
-    pickled = any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth"))
-    what = "only pickled weights, which are never loaded because they can run code" if pickled else "no weights"
-    raise ModelError(f"{source} has {what}; expected *.safetensors, as written by save_pretrained")
-
-
 def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of a checkpoint with its chat template, or None if the folder has none.
 
@@ -240,10 +225,9 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
     """
     from transformers import AutoTokenizer
 
-    folder, gguf = source.folder, source.gguf
-    if gguf is None and folder is not None and not any(any(folder.glob(each)) for each in _TOKENIZER_FILES):
+    if not source.has_tokenizer:
         return None
-    of_file = {} if gguf is None else {"gguf_file": gguf}
+    of_file = {} if source.gguf is None else {"gguf_file": source.gguf}
     with one_error(f"cannot load the tokenizer of {source}; pass tokenizer="):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source.place, **source.hub.options, **of_file

@@ -279,7 +279,10 @@ def _place(loaded: LoadedModel, model: Any, device: torch.device, placement: Pla
 def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer, or load it by model name. Raise ConfigError for other types, ModelError on failure."""
     if isinstance(tokenizer, str):
-        return read_tokenizer(find_source(tokenizer, replace(hub, revision=None)))
+        found = read_tokenizer(find_source(tokenizer, replace(hub, revision=None)))
+        if found is None:
+            raise ModelError(f"the folder {tokenizer!r} has no tokenizer: it needs tokenizer.json or its model file")
+        return found
     if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
         raise ConfigError(f"tokenizer={tokenizer!r:.80} is {type(tokenizer).__name__}; it must be a tokenizer")
     return tokenizer

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..errors import ModelError
+from .safetensors_files import check_files
 
 SHIPPED = {"reference": "llama", "reference-opt": "opt"}
 """Shipped checkpoints by name, with their folders under `offload_rt/reference`."""
@@ -21,6 +22,7 @@ MERGE = (
 )
 """Advice for PEFT adapters, for error messages."""
 
+_TOKENIZER_FILES = ("tokenizer*", "vocab.*", "spiece.model", "sentencepiece.*", "tekken.json")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HUB_FILE = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/(\w[\w./-]*\.gguf)", re.IGNORECASE)
 
@@ -89,6 +91,49 @@ class ModelSource:
             raise ModelError(f"{self} is a PEFT adapter, not a model; {MERGE}", reason="peft")
         expected = "a model folder contains config.json and *.safetensors, or one GGUF file"
         raise ModelError(f"{self} has no config.json; {expected}")
+
+    def check_weights(self) -> None:
+        """Raise ModelError if a local folder has no safetensors files or incomplete ones. Only headers are read."""
+        folder = self.folder
+        if folder is None or self.gguf is not None:
+            return
+        if any(folder.glob("*.safetensors")):
+            check_files(folder)
+            return
+        pickled = any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth"))
+        what = "only pickled weights, which are never loaded because they can run code" if pickled else "no weights"
+        raise ModelError(f"{self} has {what}; expected *.safetensors, as written by save_pretrained")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer. False only for a local folder without the files of one."""
+        folder = self.folder
+        return folder is None or self.gguf is not None or any(any(folder.glob(each)) for each in _TOKENIZER_FILES)
+
+    def check_reachable(self) -> None:
+        """Raise ModelError if a model of the hub is not in the cache and the hub cannot be reached.
+
+        transformers would retry for half a minute.
+        """
+        if self.folder is not None:
+            return
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+        file, revision = self.gguf or "config.json", self.hub.revision
+        if isinstance(try_to_load_from_cache(self.place, file, cache_dir=self.hub.folder, revision=revision), str):
+            return
+        cure = "pass the folder of a downloaded model"
+        if constants.is_offline_mode():
+            raise ModelError(f"{self} is not in the cache, and HF_HUB_OFFLINE forbids a download: {cure}")
+        try:
+            get_hf_file_metadata(hf_hub_url(self.place, file, revision=revision), timeout=2, token=self.hub.token)
+        except Exception as error:  # the class for a failed connection differs between versions of huggingface_hub
+            if getattr(error, "response", None) is not None:
+                return  # the hub answers; transformers reports the reason
+            raise ModelError(
+                f"{self} is not in the cache, and {constants.ENDPOINT} cannot be reached ({error}): {cure}, or set "
+                "HF_ENDPOINT to a mirror"
+            ) from error
 
     def __str__(self) -> str:
         """Return the quoted location, for messages."""

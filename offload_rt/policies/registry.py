@@ -11,6 +11,7 @@ while the module of the class imports torch. The module is therefore imported on
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -185,6 +186,11 @@ def parse_options(name: str, options: Mapping[str, Any]) -> PolicyOptions:
     chosen = options_class(name)
     if options and not fields(chosen):
         raise ConfigError(f"policy {name!r} has no options, but was given {', '.join(sorted(options))}")
+    known = [field.name for field in fields(chosen)]
+    for wrong in sorted(options.keys() - {*known, "preset"}):
+        near = difflib.get_close_matches(wrong, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f" (its options: {', '.join(known)})"
+        raise ConfigError(f"policy {name!r} has no option {wrong!r}{hint}")
     return chosen.parse(options)
 
 

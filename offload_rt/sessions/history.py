@@ -7,20 +7,17 @@ import itertools
 import json
 import re
 import uuid
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..core import BLOCK_SIZE, ranges_of
-from ..errors import InputError
 
 FORMAT = 2
 """Format version of history documents. Stores with format 1 are refused (`storage.folder`)."""
 
 SINKS = "sinks"
 """Name prefix of documents that hold original keys of attention sinks."""
-
-LONGEST_NAME = 200
-"""Maximum length of a session name in characters."""
 
 _IDENTITY = re.compile("[0-9a-f]{32,64}")
 
@@ -40,6 +37,7 @@ class History:
         computed: Number of first tokens that have KV.
         decoded: Ascending ranges (start, stop) of tokens computed by decode steps. Prefill computed all others.
         turns: (role, text) of each message, for display.
+        starts: Number of tokens before each of the latest turns, for `undo`.
         truncation_id: Identifies all truncations so far, as part of the KV provenance key. Empty if there were none.
         shift: Number of truncated tokens. A token after the gap has its index plus `shift` as position.
         sinks: Number of tokens before the gap whose original keys are stored; 0 if their keys are never rotated.
@@ -60,6 +58,7 @@ class History:
     computed: int = 0
     decoded: list[tuple[int, int]] = field(default_factory=list)
     turns: list[tuple[str, str]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
     truncation_id: str = ""
     shift: int = 0
     sinks: int = 0
@@ -92,7 +91,8 @@ class History:
     def _possible(self) -> bool:
         # The document may have been edited or damaged, and file names are built from some of its fields.
         texts = (self.name, self.model, self.truncation_id, self.tail, self.system, self.salt)
-        counts = (self.computed, self.shift, self.sinks, self.sink_shift, self.floor, *self.tokens)
+        counts = (self.computed, self.shift, self.sinks, self.sink_shift, self.floor, *self.starts, *self.tokens)
+        starts = [0, *self.starts, len(self.tokens)]
         ends = [0, *itertools.chain(*self.decoded), len(self.tokens)]
         return (
             all(isinstance(text, str) for text in texts)
@@ -102,6 +102,8 @@ class History:
             and max(self.computed, self.floor) <= len(self.tokens)
             and self.sinks < BLOCK_SIZE
             and ends == sorted(ends)
+            and starts == sorted(starts)
+            and 2 * len(self.starts) <= len(self.turns)
             and all(len(bytes.fromhex(key)) > 0 for key in (*self.keys, *self.tail_windows))
             and isinstance(bytes.fromhex(self.tail), bytes)
         )
@@ -119,10 +121,24 @@ class History:
     def block_keys(self) -> list[bytes]:
         return [bytes.fromhex(key) for key in self.keys]
 
+    def undo(self) -> str:
+        """Remove the last turn and return its user message. `starts` must not be empty."""
+        self.tokens = self.tokens[: self.starts.pop()]
+        self.forget_from(len(self.tokens))
+        self.floor = min(self.floor, len(self.tokens))
+        if len(self.tokens) <= self.sinks:  # nothing is left after the gap of a truncation
+            self.restart(self.tokens)
+        (_, text), _ = self.turns[-2:]
+        del self.turns[-2:]
+        return text
+
     def fork(self, name: str) -> History:
         """Return a copy of the history with another name."""
         self.tail_shared = True
-        return replace(self, name=name, tokens=list(self.tokens), decoded=list(self.decoded), turns=list(self.turns))
+        return replace(
+            self, name=name, tokens=list(self.tokens), decoded=list(self.decoded), turns=list(self.turns),
+            starts=list(self.starts),
+        )  # fmt: skip
 
     def forget_from(self, token: int) -> None:
         """Mark the tokens from `token` on as not computed. Prefill recomputes them."""
@@ -146,10 +162,11 @@ class History:
         """Keep only the tokens at the ascending indices `kept` (below `computed`) and those not computed yet."""
         gone = self.computed - len(kept)
         text = f"{self.truncation_id} {self.id} {self.computed} {kept}"
+        gaps = [bisect_left(kept, start) if start < self.computed else start - gone for start in self.starts]
         decoded = {token for start, stop in self.decoded for token in range(start, stop)}
         ranges = ranges_of(new for new, old in enumerate(kept) if old in decoded)
         self.tokens = [self.tokens[i] for i in kept] + self.tokens[self.computed :]
-        self.decoded = [(run.start, run.stop) for run in ranges]
+        self.decoded, self.starts = [(run.start, run.stop) for run in ranges], gaps
         # Sliding windows never reach across a gap. They see the last run of kept tokens only if no gap follows it.
         follows = kept[-1:] == [self.computed - 1]
         run = len(ranges_of(kept)[-1]) if follows else 0
@@ -164,6 +181,8 @@ class History:
 
     def restart(self, tokens: list[int]) -> None:
         """Replace the tokens by `tokens`. They have no KV, and all truncations are dropped."""
+        if tokens is not self.tokens:
+            self.starts = []  # the earlier turns have no tokens of their own any more
         self.tokens = tokens
         self.forget_from(0)
         self.truncation_id, self.shift, self.sinks, self.sink_shift, self.floor = "", 0, 0, 0, 0
@@ -173,13 +192,3 @@ def document_name(name: str) -> str:
     # A digest, because a session name may be any text, and file systems differ in the characters they allow and in
     # case folding and Unicode normalization.
     return f"session-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
-
-
-def check_name(name: object) -> None:
-    """Raise InputError if `name` cannot be a session's name."""
-    try:
-        possible = isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and bool(name.encode())
-    except UnicodeEncodeError:  # a lone surrogate
-        possible = False
-    if not possible:
-        raise InputError(f"session name {name!r:.80} must be a text of 1 to {LONGEST_NAME} characters")

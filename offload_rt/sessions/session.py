@@ -18,8 +18,9 @@ from ..outputs import Stats, TokenOutput
 from ..sampling_params import SamplingParams
 from .chat_template import TurnTokens, turn_tokens
 from .deletion import Removed
-from .history import History, check_name
+from .history import History
 from .host_tier import HostTier
+from .names import check_name
 from .session_kv import SessionKV
 from .truncate import SINKS, tokens_after, truncate
 from .turn import Turn, WholeTurn, check_turn, said
@@ -144,7 +145,13 @@ class Session:
             raise InputError(f"{history.model} has no chat template for system={system!r:.40}: put it into a turn")
         history.system = system
 
-    def send(self, prompt: str | Seq[int], params: SamplingParams | None = None) -> Iterator[TokenOutput]:
+    def send(
+        self,
+        prompt: str | Seq[int],
+        params: SamplingParams | None = None,
+        *,
+        on_prefill: Callable[[int], None] = lambda layers: None,
+    ) -> Iterator[TokenOutput]:
         """Compute one turn and stream its answer.
 
         Closing the iterator ends the answer and keeps the tokens generated so far.
@@ -152,6 +159,7 @@ class Session:
         Args:
             prompt: Text, rendered with the tokenizer's chat template if it has one, or token ids, used unchanged.
             params: Sampling parameters, or None for the model's defaults.
+            on_prefill: Called with the number of finished layers of the prefill.
 
         Returns:
             An iterator over the answer's tokens.
@@ -163,7 +171,7 @@ class Session:
         """
         self.check_idle()
         params = sampling(params, self.kv.runner.model.sampling)
-        events = self._send(prompt, self.encode(prompt, params), params)
+        events = self._send(prompt, self.encode(prompt, params), params, on_prefill)
         self._answers.add(events)
         return events
 
@@ -212,11 +220,13 @@ class Session:
             raise InputError(f"a turn needs at least one token id, each from 0 to {vocab - 1}")
         return TurnTokens(len(self.history.tokens), 0, tuple(added))
 
-    def _send(self, prompt: str | Seq[int], tokens: TurnTokens, params: SamplingParams) -> Generator[TokenOutput]:
+    def _send(
+        self, prompt: str | Seq[int], tokens: TurnTokens, params: SamplingParams, on_prefill: Callable[[int], None]
+    ) -> Generator[TokenOutput]:
         self.check_idle()
         if tokens.held != len(self.history.tokens):  # another turn ran between `send` and the first event
             tokens = self.encode(prompt, params)
-        yield from self._run(Turn(self.kv, self.host, next(self._ids), said(prompt), tokens, params))
+        yield from self._run(Turn(self.kv, self.host, next(self._ids), said(prompt), tokens, params), on_prefill)
 
     def extend(
         self,
@@ -357,6 +367,29 @@ class Session:
         if gone:
             self.kv.save()
         return gone
+
+    @_in_turn
+    def undo(self) -> str:
+        """Remove the last turn: the user's message and its answer. Return the message.
+
+        KV of earlier turns is kept. Tokens that the turn truncated do not come back.
+
+        Raises:
+            InputError: The session is answering, or there is no turn that can be removed.
+            StoreError: The session cannot be saved. The turn is removed nevertheless.
+        """
+        self.check_idle()
+        history = self.history
+        if not history.starts:
+            raise InputError(f"session {self.name!r} has no turn that can be undone")
+        self.host.take(self.kv)
+        try:
+            self.kv.drop()
+            text = history.undo()
+        finally:
+            self.host.park(self.kv)
+        self.kv.save()
+        return text
 
     @_in_turn
     def close(self) -> None:

@@ -24,8 +24,9 @@ from ..storage.index import DOCUMENTS
 from ..storage.saver import Saver
 from .context import SessionContext
 from .deletion import Removed, remove_session
-from .history import History, check_name, document_name
+from .history import History, document_name
 from .host_tier import HostTier
+from .names import check_name
 from .session import Session
 from .session_kv import SessionKV
 

@@ -225,6 +225,7 @@ class Turn(StoredRequest):
         try:
             if taken_in or self.new_tokens:
                 history.turns += [("user", self._text), ("assistant", self.text)]
+                history.starts.append(len(self._kept))
                 kv.hand_over()
         finally:
             self._host.park(kv)

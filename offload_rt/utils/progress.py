@@ -46,7 +46,7 @@ class Show(Protocol):
 class Progress:
     """Make progress bars that disappear when their work is done.
 
-    No bar is shown if `enabled` is False or stderr is not a terminal.
+    No bar is shown if `enabled` is False, stderr is not a terminal, or an observer is called instead.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -76,7 +76,8 @@ class Progress:
             TimeRemainingColumn(),
         )
         console = Console(stderr=True)
-        bar = Bar(*columns, console=console, transient=True, disable=not (self._enabled and console.is_terminal))
+        shown_here = self._enabled and console.is_terminal and _observer.get() is None
+        bar = Bar(*columns, console=console, transient=True, disable=not shown_here)
         task = bar.add_task(what, total=total)
         began, shown = time.monotonic(), False
 

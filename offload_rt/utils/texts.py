@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, InputError
+from .extras import install_command
 from .small_files import read_small
 
 TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -134,7 +135,7 @@ def _load(spec: str, *arguments: Any, **keywords: Any) -> Iterable[Mapping[str, 
         from datasets import disable_progress_bars, load_dataset
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{spec!r} needs the package datasets, which is not installed: pip install 'offload-rt[eval]'"
+            f"{spec!r} needs the package datasets, which is not installed: {install_command('eval')}"
         ) from error
     disable_progress_bars()
     try:

@@ -152,7 +152,7 @@ def test_from_the_command_line(
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         assert main([*arguments[:3], str(tmp_path / "new"), "--ray", "2"]) == 2
-        assert "pip install 'offload-rt[ray]'" in capsys.readouterr().err
+        assert "pip install 'ray[" in capsys.readouterr().err
     (tmp_path / "other").write_text("text\n", encoding="utf-8")
     assert main([*arguments[:3], str(tmp_path / "other")]) == 2 and "choose another file" in capsys.readouterr().err
 

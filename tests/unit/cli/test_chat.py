@@ -25,6 +25,7 @@ from offload_rt.errors import InputError
 from offload_rt.outputs import TokenOutput
 from offload_rt.sessions.chat_template import TurnTokens, turn_tokens
 from offload_rt.sessions.history import History
+from offload_rt.utils.progress import observed
 
 
 def talk(store: Path, lines: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
@@ -63,6 +64,22 @@ def test_a_chat_comes_back_with_all_that_was_said(
     assert "deleted other" in capsys.readouterr().err and 0 < len(list(store.rglob("*.kv"))) < files
     talk(store, "Still there?\n", monkeypatch)
     assert "3 turns" in capsys.readouterr().err
+
+
+def test_turns_are_undone_and_answered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[str, int, int | None]] = []
+    (tmp_path / "page.txt").write_text("It was a dark night, and nobody was on the road. " * 8)
+    with observed(lambda *progress: seen.append(progress)):
+        talk(tmp_path / "store", f"/read {tmp_path}/page.txt\nGo on\n/undo\nGo on\n/regenerate\n", monkeypatch)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert len(set(others)) == 1 and len(others) == 3 and first != others[0]
+    assert seen.count(("prefill", 8, 8)) == 4, "the prefill of every answer is shown"
+    talk(tmp_path / "store", "/undo\n/history\n/undo\n/undo\n", monkeypatch)
+    err = capsys.readouterr().err
+    assert "2 turns" in err and "removed: Go on" in err and "has no turn that can be undone" in err
+    assert "nothing was said" in err, "a chat without turns is not stored"
 
 
 def test_what_is_not_used_for_its_time_to_live_is_given_up(
@@ -106,7 +123,7 @@ def test_an_interrupt_that_python_drops_still_ends_the_answer(
     class Endless:
         name, turns, tokens, closed, history = "s", (), (), 0, types.SimpleNamespace(shift=0)
 
-        def send(self, text: str, params: object) -> Any:
+        def send(self, text: str, params: object, on_prefill: object) -> Any:
             self.turns = (("user", text),)
             try:
                 for i in range(100):
@@ -124,7 +141,8 @@ def test_an_interrupt_that_python_drops_still_ends_the_answer(
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
     session, before = Endless(), signal.getsignal(signal.SIGINT)
     console = Console(stderr=True)
-    Chat(types.SimpleNamespace(name="m"), session, SamplingParams(), console).run()  # type: ignore[arg-type]
+    model = types.SimpleNamespace(name="m", geometry=types.SimpleNamespace(layers=2))
+    Chat(model, session, SamplingParams(), console).run()  # type: ignore[arg-type]
     out, err = capsys.readouterr()
     assert len(dropped) == 1, "the interrupt was really lost"
     assert out == "0 1 2 3 4 " and "(ended)" in err and session.closed == 2

@@ -19,7 +19,7 @@ from support.outputs import completed
 from support.tiny_models import tiny_checkpoint
 
 import offload_rt
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, ModelError, SamplingParams
 
 PACKAGE = Path(offload_rt.__file__).parent
 BOOK = str(PACKAGE / "data" / "black_arrow.txt")
@@ -73,12 +73,39 @@ def test_the_summary_is_short_and_all_statistics_can_be_shown(generate: Cli) -> 
     assert sampled < described.index("--policy ")
 
 
+def test_a_text_is_compared_with_full_attention(cli: Cli, pages: Path, tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "llama", "llama", head_dim=32, max_position_embeddings=1024)
+    plot, stats = tmp_path / "plot.png", tmp_path / "stats.json"
+    given = ("generate", model, "--prompt-file", str(pages), "--prompt-tokens", "900", "--max-new-tokens", "20")
+    given = (*given, "--ignore-eos", "--dtype", "float32", "--seed", "1", "--compare-full")
+    run = cli(*given, "--plot", str(plot), "--stats-json", str(stats))
+    assert run.code == 0, run.err
+    for words in ("Beside full attention", "same most probable token", "KL divergence", "full attention", "whole KV"):
+        assert words in run.err
+    found, drawn = json.loads(stats.read_text())["against_full"], json.loads(plot.with_suffix(".json").read_text())
+    assert found["scored"] == 20 and found["kl"] < 0.01 and found["top_1"] > 0.9
+    assert found["full"]["h2d_bytes"] > 3 * found["policy"]["h2d_bytes"] > 0
+    assert plot.read_bytes().startswith(b"\x89PNG") and len(drawn["data"]["selected"]) == 20
+    assert set(drawn["data"]["mass"]) == {"full", "infinigen", "infinigen\n--preset rows", "streaming"}
+    assert all(sum(parts) == pytest.approx(1) for parts in drawn["data"]["mass"].values())
+    run = cli(*given, "--policy", "streaming", "--recent", "8", "--dense-layers", "none", "--temperature", "1")
+    assert "tokens are the same" in run.err and run.code == 0, "a policy that misses attention writes another text"
+
+
+def test_comparisons_that_are_impossible(generate: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate("--plot", "x.png").fails_with("--plot needs --compare-full")
+    generate("--compare-full").fails_with("cannot be combined with --policy full")
+    generate("--compare-full", "--policy", "infinigen", "--exact").fails_with("cannot be combined with --exact")
+    monkeypatch.setattr("offload_rt.cli.generate.find_spec", lambda name: None)
+    generate("--compare-full", "--policy", "infinigen", "--plot", "x.png").fails_with("matplotlib is not installed")
+
+
 def test_a_missing_extra_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(arguments: list[str]) -> int:
         raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval.api")
 
     monkeypatch.setattr("offload_rt.eval.cli.run_eval", missing)
-    cli("eval", "tasks").fails_with("lm_eval is not installed", "pip install '.[eval]'")
+    cli("eval", "tasks").fails_with("lm_eval is not installed", "pip install 'lm-eval[ruler]==0.4.*'", "'datasets>=3'")
 
 
 def test_a_text_that_is_the_name_of_a_file(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +212,7 @@ def test_info_prints_the_plan_and_the_working_set(cli: Cli) -> None:
     assert "528 KiB" in text  # 8 layers * 2 heads * 65 tokens * (2 * 64 * 4 + 8) bytes
     cli(*arguments, "--device-memory", "5MiB").fails_with("are missing")
     cli(*arguments, "--working-set", "100000", "--device-memory", "20MiB").fails_with("are missing")
-    cli(*arguments, "--working-set", "-1").fails_with("working_set=-1")
+    cli(*arguments, "--working-set", "-1").fails_with("--working-set -1")
 
 
 @pytest.mark.slow
@@ -290,29 +317,29 @@ def test_prompt_over_the_positions_of_a_table(cli: Cli, pages: Path, tmp_path: P
     [
         ("--prompt-tokens 0", ("--prompt-tokens 0", "between 1 and")),
         ("--prompt-tokens many", ("--prompt-tokens", "many")),
-        ("--max-new-tokens 0", ("max_tokens=0", "at least 1")),
-        ("--temperature -1", ("temperature=-1", "0 is greedy")),
+        ("--max-new-tokens 0", ("--max-new-tokens 0", "at least 1")),
+        ("--temperature -1", ("--temperature -1", "0 is greedy")),
         ("--host-memory 500TiB", ("500 TiB",)),
-        ("--host-memory plenty", ("host_memory='plenty'", "200GiB")),
+        ("--host-memory plenty", ("--host-memory 'plenty'", "200GiB")),
         ("--host-memory 1MiB --prompt-tokens 2000", ("1 MiB",)),
         ("--policy infinigin", ("infinigin", "did you mean 'infinigen'")),
         ("--policy full --budget 0.1", ("full", "no options", "budget")),
-        ("--policy h2o --alpha 3", ("BudgetOptions", "alpha")),
-        ("--policy quest --page 0", ("page=0",)),
-        ("--policy infinigen --page 8", ("InfiniGenOptions", "page")),
-        ("--policy infinigen --partial-ratio 1.5", ("partial_ratio=1.5", "(0, 1]")),
+        ("--policy h2o --alpha 3", ("policy 'h2o' has no option 'alpha'", "budget, sinks")),
+        ("--policy quest --page 0", ("--page 0",)),
+        ("--policy infinigen --page 8", ("policy 'infinigen' has no option 'page'",)),
+        ("--policy infinigen --partial-ratio 1.5", ("--partial-ratio 1.5", "(0, 1]")),
         ("--policy infinigen --preset papers", ("papers", "did you mean 'paper'")),
         ("--policy infinigen --scorer int7", ("int7", "int4")),
         ("--policy infinigen --dense-layers first", ("--dense-layers", "first")),
-        ("--policy infinigen --dense-layers 8", ("dense_layers", "8", "0 to 7")),
+        ("--policy infinigen --dense-layers 8", ("--dense-layers", "8", "0 to 7")),
         ("--policy infinigen --skew none.safetensors", ("none.safetensors",)),
         (f"--policy infinigen --skew {BOOK}", (BOOK,)),
-        ("--policy infinigen --skew-method pca", ("skew='pca'", "svd, balanced")),
-        ("--eviction lfu", ("eviction='lfu'", "fifo, lru, counter")),
-        ("--eviction lru --protect sinks", ("protect='sinks'", "window, none")),
+        ("--policy infinigen --skew-method pca", ("--skew-method 'pca'", "svd, balanced")),
+        ("--eviction lfu", ("--eviction 'lfu'", "fifo, lru, counter")),
+        ("--eviction lru --protect sinks", ("--protect 'sinks'", "window, none")),
         ("--protect none", ("--protect none", "--eviction")),
         ("--policy h2o --eviction lru", ("h2o", "eviction")),
-        ("--kv-cache-dtype int3", ("kv_cache_dtype='int3'", "int4")),
+        ("--kv-cache-dtype int3", ("--kv-cache-dtype 'int3'", "int4")),
         ("--device tpu", ("tpu", "cpu")),
         ("--dtype float8", ("float8", "bfloat16")),
         ("--stats-json no/such/folder/x.json", ("no/such/folder", "cannot write")),
@@ -349,12 +376,61 @@ def test_models_that_cannot_be_loaded(cli: Cli, tmp_path: Path) -> None:
     (bare / "model.safetensors").unlink()
     tries(bare).fails_with("bare", "no weights", "safetensors")
     assert cli("info", str(bare), "--context", "100").code == 0  # only the configuration is read
+    short = Path(tiny_checkpoint(tmp_path / "short", "llama"))
+    weights = short / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1000])
+    tries(short).fails_with("model.safetensors", "truncated", "1,000 bytes are missing")
+    weights.write_bytes(whole[:4])
+    tries(short).fails_with("model.safetensors", "damaged", "header")
+    weights.write_bytes(whole)
+    (short / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-2.safetensors"}}))
+    tries(short).fails_with("lacks model-2.safetensors", "the download is incomplete")
     strange = Path(tiny_checkpoint(tmp_path / "strange", "llama"))
     config = json.loads((strange / "config.json").read_text())
     (strange / "config.json").write_text(
         json.dumps(config | {"architectures": ["BertForMaskedLM"], "model_type": "bert"})
     )
     tries(strange).fails_with("BertForMaskedLM", "LlamaForCausalLM", "GPT2LMHeadModel")
+
+
+def test_a_model_is_looked_up_on_the_hub_once(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would retry for half a minute if the hub cannot be reached."""
+    tried: list[str] = []
+
+    def refused(url: str, **options: Any) -> None:
+        tried.append(url)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refused)
+    cli("generate", "no/model", "x").fails_with(
+        "not in the cache", "cannot be reached", "pass the folder", "HF_ENDPOINT"
+    )
+    cli("info", "no/model").fails_with("cannot be reached")
+    assert len(tried) == 2 and all(url.endswith("no/model/resolve/main/config.json") for url in tried)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cli("generate", "no/model", "x").fails_with("HF_HUB_OFFLINE forbids a download")
+
+
+def test_another_tokenizer(cli: Cli, tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "llama", "llama")
+    own = tmp_path / "tokenizer"
+    own.mkdir()
+    for path in Path(model).glob("tokenizer*"):
+        path.rename(own / path.name)
+    few = ("It was a dark night", "--max-new-tokens", "3", "--policy", "full", "--temperature", "0")
+    cli("generate", model, *few).fails_with("has no tokenizer", "--tokenizer DIR")
+    cli("generate", model, *few, "--tokenizer", model).fails_with("has no tokenizer")
+    assert cli("generate", model, *few, "--tokenizer", str(own)).code == 0
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        LLM(model, tokenizer=model)
+
+
+def test_nothing_is_loaded_for_a_wrong_argument(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload_rt.llm.LLM.__init__", lambda *given, **fields: pytest.fail("a model was loaded"))
+    cli("generate", "reference", "x", "--host-memory", "500TiB").fails_with("500 TiB", "lower --host-memory")
+    cli("chat", "reference", "--store", "/tmp/x", "--session", "n" * 300).fails_with("1 to 200 characters")
+    cli("write", "no/such/folder", "x.txt", "It").fails_with("'no/such/folder' does not exist")
 
 
 @pytest.mark.parametrize(
@@ -381,7 +457,7 @@ def test_models_that_cannot_be_loaded(cli: Cli, tmp_path: Path) -> None:
         ("chat reference --session s --store x --store-ttl soon", ("'soon' is not a duration",)),
         ("chat reference --session s --store x --store-ttl 0d", ("must be positive",)),
         ("chat reference --session s --store x --store-policy lur", ("did you mean 'lru'",)),
-        ("chat reference --session s --store x --overflow trunc", ("overflow='trunc' is",)),
+        ("chat reference --session s --store x --overflow trunc", ("--overflow 'trunc' is",)),
     ],
 )
 def test_other_commands_refuse_in_one_line(

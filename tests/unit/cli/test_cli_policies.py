@@ -67,7 +67,7 @@ def test_a_bounded_pool_goes_on_with_eviction(generate: Cli, tmp_path: Path, evi
     llm = LLM("reference", policy="full")
     limit = 5 * llm.runner.pool.block_bytes + 1
     flags = ("--host-memory", str(limit), "--max-new-tokens", "30", "--ignore-eos", "--stats-json", str(stats))
-    generate("--policy", "full", *flags).fails_with("host_memory")
+    generate("--policy", "full", *flags).fails_with("--host-memory")
     run = generate("--policy", "infinigen", "--recent", "16", *flags, "--eviction", eviction)
     assert (run.code, run.err) == (0, "")
     written = json.loads(stats.read_text())

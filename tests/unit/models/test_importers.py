@@ -190,7 +190,7 @@ def test_unsupported_variants_are_one_sentence(options: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path, data: path.write_bytes(data[:-100]), r"model\.safetensors' is damaged: the file ends early: 100"),
+        (lambda path, data: path.write_bytes(data[:-100]), r"model\.safetensors' is truncated: 100 bytes"),
         (lambda path, data: path.write_bytes(b"GGUF" + data), r"cannot read the packed weights .* a length of"),
         (lambda path, data: path.write_bytes(data[:30]), "cannot read the packed weights .* a length of"),
         (lambda path, data: drop(path, "scales"), "a kind that is not supported: .* lacks 'scales'"),

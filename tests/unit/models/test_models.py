@@ -344,9 +344,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "cut off": (
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000]),
-        "cannot load the weights of",
+        "model.safetensors' is truncated: ",
     ),
-    "lost shard": (lose_shard, "cannot load the weights of"),
+    "lost shard": (lose_shard, "lacks model-00002-of-00004.safetensors"),
     "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot load the tokenizer of"),
 }
 """Damage to a checkpoint folder, and the error that names it."""

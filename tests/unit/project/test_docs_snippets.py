@@ -1,6 +1,7 @@
 """Test that the Python snippets of the documentation run and that its commands are valid.
 
 Snippets run with the reference model in place of other models, a short text in place of books, and few new tokens.
+Commands run with a tiny model in place of models that do not ship with the package, and few new tokens.
 """
 
 from __future__ import annotations
@@ -9,17 +10,22 @@ import argparse
 import contextlib
 import dataclasses
 import io
+import itertools
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.serving import TEMPLATE
+from support.tiny_models import tiny_checkpoint
 
 import offload_rt
 from offload_rt import LLM, SamplingParams
-from offload_rt.cli import _parser
+from offload_rt.cli import _parser, main
 from offload_rt.eval.cli import MEASURES
 
 ROOT = Path(__file__).parents[3]
@@ -37,11 +43,16 @@ def snippets(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def commands(page: Path) -> list[str]:
-    """Return the lines of shell sessions, and commands within sentences."""
+def shell_lines(page: Path) -> list[str]:
+    """Return the lines of shell sessions."""
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"^```console\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    found = [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+
+
+def commands(page: Path) -> list[str]:
+    """Return the lines of shell sessions, and commands within sentences."""
+    text, found = page.read_text(encoding="utf-8"), shell_lines(page)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     quoted = [" ".join(code.split()) for code in re.findall(r"`((?:offload-rt|make|python)\s[^`]+)`", prose)]
     return [*found, *quoted]
@@ -137,6 +148,69 @@ def options_of(words: list[str]) -> str:
 def test_commands_are_valid(page: Path) -> None:
     for command in commands(page):
         check(command)
+
+
+RUN = ("info", "generate", "write", "chat", "batch", "skew")
+"""Commands that run here. `serve`, `eval` and `tune` have tests of their own."""
+
+SMALL = {
+    "--max-new-tokens": "4", "--chapter-tokens": "4", "--chapters": "2", "--more": "4", "--host-memory": "64MiB",
+    "--disk-limit": "128MiB",
+}  # fmt: skip
+"""Values in place of those in the documentation."""
+
+
+def runs(line: str) -> bool:
+    words = line.split()
+    return words[0] in ("cp", "head") or (words[0] == "offload-rt" and words[1] in RUN)
+
+
+@pytest.fixture(scope="module")
+def instruct(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Create a tiny model with a chat template."""
+    folder = tmp_path_factory.mktemp("instruct")
+    tiny_checkpoint(folder, "llama", num_hidden_layers=2, head_dim=32, max_position_embeddings=512)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return str(folder)
+
+
+def run_line(line: str, model: str) -> int:
+    """Run a line of a shell session in this process, with the values of `SMALL`. Return its exit code."""
+    words = shlex.split(line, comments=True)
+    out = io.StringIO()
+    if words[0] == "offload-rt":
+        small = [SMALL.get(before, word) for before, word in itertools.pairwise(words)]
+        args = [model if word == "MODEL" or word.startswith("meta-llama/") else word for word in small]
+        args = [str(Path.cwd() / "kv") if word == "/nvme/kv" else word for word in args]
+        with contextlib.redirect_stdout(out):
+            code = main(args[: args.index(">")] if ">" in args else args)
+    else:
+        done = subprocess.run(words[: words.index(">")] if ">" in words else words, capture_output=True, text=True)
+        out.write(done.stdout)
+        code = done.returncode
+    if ">" in words:
+        Path(words[words.index(">") + 1]).write_text(out.getvalue())
+    return code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(map(runs, shell_lines(page)))], ids=lambda page: page.name
+)
+def test_commands_run(page: Path, instruct: str, workplace: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("offload_rt").symlink_to(ROOT / "offload_rt")
+    Path("opening.txt").write_text("It was a dark night.")
+    Path("outline.txt").write_text("The road\nThe house\n")
+    for name in ("questions.jsonl", "IN.jsonl"):
+        Path(name).write_text('{"prompt": "It was"}\n{"prompt": "Nobody was"}\n')
+    for line in filter(runs, shell_lines(page)):
+        monkeypatch.setattr(
+            "sys.stdin", io.StringIO("/read chapter.txt Who was there?\n" if "novel" in line else "Who?\n")
+        )
+        if "write" in line and "--more" not in line:  # each command begins a new document
+            Path("novel.txt").unlink(missing_ok=True)
+            shutil.rmtree("novel.txt.session", ignore_errors=True)
+        assert run_line(line, instruct) == 0, line
 
 
 def test_an_unknown_option_is_found() -> None:

@@ -22,7 +22,7 @@ from support.outputs import completed
 from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
-from offload_rt import LLM, ConfigError, ModelError, PoolFullError, SamplingParams
+from offload_rt import LLM, ConfigError, InputError, ModelError, PoolFullError, SamplingParams
 from offload_rt.sessions.truncate import SINKS, last_kept
 
 SHORT = SamplingParams(max_tokens=6, temperature=0)
@@ -294,3 +294,46 @@ def test_idle_sessions_give_up_blocks_for_a_turn_in_sliding_layers(tmp_path: Pat
         assert found == expected.token_ids
         ada.close()
         bob.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------- undo
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_a_session_continues_after_undo_as_if_the_turn_had_never_been(
+    tmp_path: Path, policy: str, reopened: bool
+) -> None:
+    llm = make_llm(**POLICIES[policy])
+    plain, undone = llm.session("plain", tmp_path), llm.session("undone", tmp_path)
+    expected = [answer(plain, turn("ada", number)) for number in (0, 1)]
+    assert answer(undone, turn("ada", 0)) == expected[0]
+    answer(undone, turn("bob", 1))
+    if reopened:
+        undone.close()
+        undone = llm.session("undone", tmp_path)
+    assert undone.undo() == "" and len(undone.turns) == 2
+    assert answer(undone, turn("ada", 1)) == expected[1] and undone.tokens == plain.tokens
+    undone.undo(), undone.undo()
+    assert not undone.tokens and not undone.turns
+    with pytest.raises(InputError, match="no turn that can be undone"):
+        undone.undo()
+    assert answer(undone, turn("ada", 0)) == expected[0]
+    llm.close()
+
+
+def test_turns_before_and_behind_a_gap_are_undone(tmp_path: Path) -> None:
+    llm = make_llm()
+    with llm.session("s", tmp_path) as session:
+        for number in range(3):
+            answer(session, turn("ada", number))
+        before = session.tokens
+        session.truncate(keep_last=100)
+        assert session.undo() == "" and session.tokens == [*before[:SINKS], *before[-101:]][: -len(turn("ada", 2)) - 6]
+        answer(session, turn("bob", 0))
+        for _ in range(3):
+            session.undo()
+        assert not session.tokens
+        answer(session, turn("bob", 1))
+    llm.runner.check_integrity()
+    llm.close()

@@ -1,0 +1,18 @@
+"""Names of sessions. No heavy imports."""
+
+from __future__ import annotations
+
+from ..errors import InputError
+
+LONGEST_NAME = 200
+"""Maximum length of a session name in characters."""
+
+
+def check_name(name: object) -> None:
+    """Raise InputError if `name` cannot be a session's name."""
+    try:
+        possible = isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and bool(name.encode())
+    except UnicodeEncodeError:  # a lone surrogate
+        possible = False
+    if not possible:
+        raise InputError(f"session name {name!r:.80} must be a text of 1 to {LONGEST_NAME} characters")

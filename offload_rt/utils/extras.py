@@ -1,0 +1,19 @@
+"""Installation of the optional packages."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, requires
+
+
+def install_command(extra: str) -> str:
+    """Return a command that installs the packages of an extra.
+
+    It names the packages themselves, because this project is not on the package index.
+    """
+    try:
+        listed = requires("offload-rt") or []
+    except PackageNotFoundError:  # run from the source folder, without an installation
+        listed = []
+    marker = f'extra == "{extra}"'
+    found = [repr(entry.partition(";")[0].strip()) for entry in listed if marker in entry.replace("'", '"')]
+    return f"pip install {' '.join(found)}" if found else f"pip install '.[{extra}]' in the checkout"
