@@ -51,8 +51,9 @@ def setting(row: Row) -> str:
         return f"`{policy}`" + (f", {share}" if share else "")
     if "preset" in options:
         return DEFAULT if options["preset"] == "default" else f'`preset="{options["preset"]}"`'
-    copies = {"int4": "4-bit copies", "int2": "4-bit keys, 2-bit values", "off": "no copies", None: "no copies"}
-    return f"{share or 'sinks and recent tokens only'}, {copies[options.get('approximate_kv')]}"
+    none = "no approximate KV"
+    stored = {"int4": "4-bit approximate KV", "int2": "4-bit keys, 2-bit values", "off": none, None: none}
+    return f"{share or 'sinks and recent tokens only'}, {stored[options.get('approximate_kv')]}"
 
 
 def change(row: Row) -> str:
@@ -76,7 +77,7 @@ def perplexity() -> str:
     """Qwen and SmolLM2 on the novel at 8,192 tokens under every setting."""
     models = [most_windows(load(f"{model}/perplexity")) for model in ("qwen", "smollm2")]
     keys = [key for key in dict.fromkeys(key for model in models for key in model) if key[:2] == (NOVEL, 8192)]
-    keys.sort(key=lambda key: (key[2] != DEFAULT, "copies" not in key[2] and "values" not in key[2]))
+    keys.sort(key=lambda key: (key[2] != DEFAULT, "approximate KV" not in key[2] and "values" not in key[2]))
     rows = []
     for key in keys:
         row = next(model[key] for model in models if key in model)  # shares are alike on both models
@@ -87,7 +88,7 @@ def perplexity() -> str:
 
 
 NOVEL = "war_and_peace.txt"
-DEFAULT, FIVE, FIVE_OFF = "default", "5%, 4-bit copies", "5%, no copies"
+DEFAULT, FIVE, FIVE_OFF = "default", "5%, 4-bit approximate KV", "5%, no approximate KV"
 
 
 def texts() -> str:
@@ -210,7 +211,8 @@ def ablation() -> str:
     for variant, label in CHANGED.items():
         pair = [model[variant] for model in models]
         rows.append([label, *(cell for row in pair for cell in (f"{row['missed']:.2f}", change(row)))])
-    head = [f"{NAMES[model]}: {column}" for model in ("qwen", "smollm2") for column in ("missed mass", "perplexity")]
+    columns = ("missed attention mass", "perplexity")
+    head = [f"{NAMES[model]}: {column}" for model in ("qwen", "smollm2") for column in columns]
     return table(("changed", *head), rows)
 
 
@@ -221,7 +223,7 @@ def reference() -> str:
         if row["policy"] != "full" and row["budget"] in (0.05, 0.1) and not row["engine"]:
             shares = [f"{row[column]:.1%}" for column in ("sparse_attended", "sparse_link")]
             rows.append([f"`{row['policy']}`", *shares, change(row)])
-    return table(("policy", "exact, selecting layers", "fetched", "perplexity"), rows)
+    return table(("policy", "exact, sparse layers", "fetched", "perplexity"), rows)
 
 
 def others() -> str:
@@ -232,7 +234,7 @@ def others() -> str:
     cells = [
         [_runtime(row["who"]), f"{row['prefill']:.1f}", f"{row['step']:.0f}", f"{row['peak']:,.0f}"] for row in rows
     ]
-    return table(("runtime", "prompt, s", "token, ms", "peak RSS, MiB"), cells)
+    return table(("runtime", "prompt, s", "ms per token", "peak RSS, MiB"), cells)
 
 
 def _runtime(who: str) -> str:
@@ -251,7 +253,7 @@ def lengths() -> str:
             steps = [f"{by[who]['step']:.0f}" if who in by else "" for who in (DYNAMIC, STATIC, "full", "infinigen")]
             rows.append([NAMES[name.partition("/")[0]], f"{context:,}", *prompts, *steps])
     head = ["prompt, s: `DynamicCache`", "`full`"]
-    head += ["token, ms: `DynamicCache`", "`StaticCache`", "`full`", "`infinigen`"]
+    head += ["ms per token: `DynamicCache`", "`StaticCache`", "`full`", "`infinigen`"]
     return table(("model", "context", *head), rows)
 
 
@@ -290,7 +292,7 @@ def avx2() -> str:
         for row in load(f"cpu/avx2/{name}/real_speed"):
             cells = [f"{row['prefill']:.1f}", f"{row['step']:.0f}", f"{row['step_ratio']:.1f}", f"{row['peak']:,.0f}"]
             rows.append([NAMES[name], f"{row['context']:,}", _runtime(row["who"]), *cells])
-    head = ("prompt, s", "token, ms", "times as fast as `DynamicCache`", "peak RSS, MiB")
+    head = ("prompt, s", "ms per token", "times as fast as `DynamicCache`", "peak RSS, MiB")
     return table(("model", "context", "runtime", *head), rows)
 
 
@@ -303,7 +305,8 @@ def drafts() -> str:
             text = f"{row['text']}, {'greedy' if not row['temperature'] else 'temperature 0.8'}"
             cells = [f"{row['accepted']:.0%}", f"{row['length']:.1f}", f"{row['bytes_share']:.0%}"]
             rows.append([text, kinds[row["kind"]], *cells, f"{row['ratio']:.2f}"])
-    return table(("text", "drafts", "accepted", "tokens per pass", "KV bytes of full attention's", "speed-up"), rows)
+    head = ("accepted", "tokens per pass", "KV bytes relative to full attention", "speed-up")
+    return table(("text", "drafts", *head), rows)
 
 
 def disk() -> str:
@@ -316,7 +319,7 @@ def disk() -> str:
             ratios = [f"{row['over_alone']:.1f}", f"{row['times_full']:.1f}"]
             attended = "all" if row["what"] == "full" else "5%"
             rows.append([shape, f"{row['context']:,}", attended, *shares, *times, *ratios])
-    head = ("KV in memory", "found there", "read, MB", "step, ms", "of its reads alone", "times as fast as all")
+    head = ("KV in memory", "hit rate", "read, MB", "step, ms", "time relative to reads", "speed-up over all")
     return table(("selections", "context", "attended", *head), rows)
 
 
@@ -337,7 +340,7 @@ GPU_ROWS = {
     "OffloadedCache": "transformers, offloaded cache",
     "full": "offload-rt, `full`: all KV copied from host memory",
     "infinigen": "offload-rt, selected KV only",
-    "infinigen, int4 tail": "offload-rt, default (4-bit copies)",
+    "infinigen, int4 tail": "offload-rt, default (4-bit approximate KV)",
 }
 
 
@@ -357,7 +360,7 @@ def readme() -> str:
 
     full, unknown = "0 (full attention)", ["not measured"] * 2
     rows = [
-        ["offload-rt, default", "26% of the KV cache, in 4 bits", "2% of the KV cache (GPU: 5%)", change(quality),
+        ["offload-rt, default", "26% of the KV cache: approximate KV", "2% of the KV cache (2)", change(quality),
          *device("infinigen, int4 tail"), cpu("infinigen")],
         ['offload-rt, `policy="full"`', "none", "all", full, *device("full"), cpu("full")],
         ["transformers, `StaticCache`", "all", "none", full, *device("StaticCache"), "not measured"],
@@ -366,9 +369,8 @@ def readme() -> str:
         ["llama.cpp, 16-bit KV", "all", "none", full, *unknown, f"{llama:.0f} (8,000 tokens)"],
         ["vLLM", "all", "none", full, *unknown, "not measured"],
     ]  # fmt: skip
-    head = ["KV on the device", "KV copied per token"]
-    head += ["perplexity change (1)", "GPU, ms, 32,768 tokens (2)", "GPU, ms, 131,072 tokens"]
-    head += ["CPU, ms, 8,192 tokens (3)"]
+    head = ["KV on the device", "KV transferred per token", "perplexity change (1)"]
+    head += ["H100, 32,768 tokens (2)", "H100, 131,072 tokens (2)", "CPU, 8,192 tokens (3)"]
     return table(("", *head), rows)
 
 

@@ -29,11 +29,18 @@ INLINE i32 total_of(Partial sums) { return (i32)vpaddq_s32(vpaddlq_s16(sums.low)
 #else
 #define PARTIAL_QUADS 8 /* two products, at most 3,810, per vector: up to 8 fit */
 typedef i16 Partial;
+/* Keeps the compiler from delaying additions: it would store all products first. */
+INLINE i16 in_order(i16 sums) {
+#if LANES > 4
+    __asm__("" : "+v"(sums));
+#endif
+    return sums;
+}
 INLINE Partial add_products(Partial sums, bytes codes, i32 weights) {
 #if LANES == 16
-    return sums + (i16)_mm512_maddubs_epi16((__m512i)codes, (__m512i)weights);
+    return in_order(sums + (i16)_mm512_maddubs_epi16((__m512i)codes, (__m512i)weights));
 #elif LANES == 8
-    return sums + (i16)_mm256_maddubs_epi16((__m256i)codes, (__m256i)weights);
+    return in_order(sums + (i16)_mm256_maddubs_epi16((__m256i)codes, (__m256i)weights));
 #else
     i16 even = (i16)codes & 0xff, odd = (i16)((u32)codes >> 8) & 0xff;
     return sums + even * (((i16)weights << 8) >> 8) + odd * ((i16)weights >> 8);

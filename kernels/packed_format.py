@@ -9,34 +9,48 @@ import torch
 GROUPS = (32, 64, 128)
 """Possible group sizes of codes of 4, 5 and 8 bits. Groups of 6-bit codes are 16 inputs, as in GGUF's Q6_K."""
 
+BLOCK = 256
+"""Inputs with a common float16 factor of their scales, in formats whose scales are whole numbers."""
+
 
 @dataclass(frozen=True)
 class PackedFormat:
     """The layout of one packed weight, `[out, row_bytes]` in bytes. Both C code and torch read it in place.
 
-    A weight is `code * scale + minimum`. Each row is [lower bits of codes][higher bits][scales][minima]; scales and
-    minima are float16. `packed_products.c` describes the order of the codes.
+    A weight is `(code * scale + minimum) * 2^exponent`. Each row is [lower bits of codes][higher bits][scales][minima
+    or zeros][factors of scales][factors of minima]. Scales and minima are float16, or int8 with a float16 factor for
+    each `BLOCK` inputs if the format has factors. `packed_products.c` describes the order of the codes.
 
     Attributes:
-        ins: Input features, a multiple of 64 (of 128 with 6 bits).
+        ins: Input features, a multiple of 64 (of 128 with 6 bits, of `BLOCK` with factors).
         bits: Bits of a code: 4, 5, 6 or 8.
         group: Inputs with a common scale.
-        has_minima: Whether each group has a minimum. Without it, the minimum is `-offset * scale`.
-        offset: The code that stands for 0 in a format without minima.
+        has_minima: Whether each group has a minimum. Without it, the minimum is `-zero * scale`.
+        offset: The code that stands for 0 in a format without minima and zeros.
+        has_zeros: Whether each group has its own code that stands for 0, a uint8.
+        has_factors: Whether scales and minima are int8 with factors, as in GGUF's Q4_K, Q5_K and Q6_K.
+        exponent: Moves scales into the range of float16.
+        permuted: Whether inputs are in another order than those of the layer (see `hold_packed`).
     """
 
     ins: int
     bits: int
     group: int
-    has_minima: bool
+    has_minima: bool = False
     offset: int = 0
+    has_zeros: bool = False
+    has_factors: bool = False
+    exponent: int = 0
+    permuted: bool = False
 
     def __post_init__(self) -> None:
         assert self.fits(self.ins, self.bits, self.group), self
+        assert not (self.has_zeros and (self.has_minima or self.has_factors)), self
+        assert not self.has_factors or self.ins % BLOCK == 0, self
 
     @staticmethod
     def fits(ins: int, bits: int, group: int) -> bool:
-        """Return whether the layout can hold rows of `ins` inputs with these codes and groups."""
+        """Return whether rows of `ins` inputs can be packed with `bits`-bit codes in groups of `group` inputs."""
         groups = (16,) if bits == 6 else GROUPS
         return bits in (4, 5, 6, 8) and group in groups and ins % max(group, 128 if bits == 6 else 64) == 0
 
@@ -52,30 +66,38 @@ class PackedFormat:
 
     @property
     def minima(self) -> int:
-        """Offset in bytes of the minima in a row, or of its end if there are none."""
-        return self.scales + 2 * self.ins // self.group
+        """Offset in bytes of the minima or zeros in a row, or where they would be."""
+        return self.scales + (1 if self.has_factors else 2) * self.ins // self.group
+
+    @property
+    def factors(self) -> int:
+        """Offset in bytes of the factors in a row, or of its end if there are none."""
+        if self.has_minima:
+            return 2 * self.minima - self.scales
+        return self.minima + (self.ins // self.group if self.has_zeros else 0)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        return self.minima + (2 * self.ins // self.group if self.has_minima else 0)
+        return self.factors + (2 * self.ins // BLOCK * (1 + self.has_minima) if self.has_factors else 0)
 
-    def pack(self, codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None = None) -> torch.Tensor:
+    def pack(self, codes: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
         """Return the packed rows, uint8 `[out, row_bytes]`.
 
         Args:
             codes: uint8 `[out, ins]`.
-            scales: `[out, ins / group]`, rounded to float16.
-            minima: Like `scales`, if the format has minima.
+            parts: The other parts of a row, in their order. Numbers that are not whole are rounded to float16.
         """
-        assert (minima is not None) == self.has_minima
-        parts = [*self._split(codes), scales.half().contiguous().view(torch.uint8)]
-        if minima is not None:
-            parts.append(minima.half().contiguous().view(torch.uint8))
-        return torch.cat(parts, dim=1)
+        stored = (part.half() if part.is_floating_point() else part for part in parts)
+        rows = torch.cat([*self._split(codes), *(part.contiguous().view(torch.uint8) for part in stored)], dim=1)
+        assert rows.shape[1] == self.row_bytes
+        return rows
 
     def _split(self, codes: torch.Tensor) -> list[torch.Tensor]:
-        """Return the lower and the higher bits of codes as bytes."""
+        """Split codes into bytes for storage: the lower 4 bits, two codes per byte, then the remaining bits.
+
+        Codes of 8 bits are unchanged.
+        """
         if self.bits == 8:
             return [codes]
         pairs = codes.view(len(codes), -1, 2, 32) & 15
@@ -110,9 +132,21 @@ class PackedFormat:
         return found
 
     def unpack(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights `[out, ins]` of packed rows, computed in float32."""
-        scales = rows[:, self.scales : self.minima].contiguous().view(torch.float16).float()
-        minima = rows[:, self.minima :].contiguous().view(torch.float16).float() if self.has_minima else None
+        """Return the weights `[out, ins]` of packed rows, computed in float32, in the packed order of inputs."""
+        after, middle = self.factors, (self.factors + self.row_bytes) // 2 if self.has_minima else self.row_bytes
+        scales = self._numbers(rows[:, self.scales : self.minima], rows[:, after:middle])
+        if self.has_minima:
+            minima = self._numbers(rows[:, self.minima : after], rows[:, middle:])
+        else:
+            minima = scales * -(rows[:, self.minima : after].float() if self.has_zeros else self.offset)
         grouped = self.codes(rows).view(len(rows), -1, self.group).float() * scales[..., None]
-        grouped += (-self.offset * scales if minima is None else minima)[..., None]
+        grouped += minima[..., None]
         return grouped.flatten(1).to(dtype)
+
+    def _numbers(self, stored: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Return scales or minima `[out, ins / group]` in float32."""
+        if not self.has_factors:
+            return torch.ldexp(stored.contiguous().view(torch.float16).float(), torch.tensor(self.exponent))
+        whole = stored.contiguous().view(torch.int8).float().view(len(stored), -1, BLOCK // self.group)
+        factor = torch.ldexp(factors.contiguous().view(torch.float16).float(), torch.tensor(self.exponent))
+        return (whole * factor[..., None]).flatten(1)

@@ -1,18 +1,21 @@
 /* Linear layers of packed weights: codes of 4, 5, 6 or 8 bits with a scale and a minimum for each group of inputs.
 
-A weight is code * scale + minimum. Rows of x in bfloat16 are converted to 16-bit integers with one scale per 32
-numbers. The products of a group are then exact integer sums, and one instruction adds two products per sum. The error
-of x is 2^-16 of the largest of 32 numbers, less than the error of bfloat16. Minima are multiplied with the sums of x.
-Reading 14 million 4-bit weights takes 0.5 ms on one core with AVX-512 or AVX2. torch's operator takes 0.8 or 1.7 ms.
+A weight is (code * scale + minimum) * 2^exponent. Rows of x in bfloat16 are converted to 16-bit integers with one
+scale per 32 numbers. The products of a group are then exact integer sums, and one instruction adds two products per
+sum. The error of x is 2^-16 of the largest of 32 numbers, less than the error of bfloat16. Minima are multiplied with
+the sums of x. Reading 14 million 4-bit weights takes 0.5 ms on one core with AVX-512 or AVX2. torch's operator takes
+0.8 or 1.7 ms.
 
-packed_format.py defines a row of weights: [codes][scales][minima]. The lower 4 bits of 64 codes are 32 bytes (code i
-and code 32 + i in byte i). After the lower bits of the whole row, 5-bit codes have 8 bytes per 64 codes (bit i belongs
-to code i), and 6-bit codes have 32 bytes per 128 codes (bits 2k and 2k + 1 of byte i belong to code 32k + i). 8-bit
-codes are plain bytes. Scales and minima are float16. */
+packed_format.py defines a row of weights: [codes][scales][minima or zeros][factors]. The lower 4 bits of 64 codes are
+32 bytes (code i and code 32 + i in byte i). After the lower bits of the whole row, 5-bit codes have 8 bytes per 64
+codes (bit i belongs to code i), and 6-bit codes have 32 bytes per 128 codes (bits 2k and 2k + 1 of byte i belong to
+code 32k + i). 8-bit codes are plain bytes. Scales and minima are float16, or int8 with a float16 factor per 256 inputs.
+Zeros are the codes that stand for 0, one uint8 per group. */
 
 #include "simd.h"
 
 #define AT_ONCE 4 /* rows of x whose sums stay in registers */
+#define BLOCK 256 /* inputs with a common factor of scales */
 #define SPAN 2048 /* inputs whose scales are converted at a time */
 #define AHEAD 4096
 #define X_GROUP 32
@@ -23,17 +26,19 @@ typedef words words_unaligned __attribute__((aligned(2)));
 typedef uint8_t half_bytes __attribute__((vector_size(2 * LANES), may_alias));
 
 /* out [rows][outs] = x [rows][ins] * weight [outs][ins] + bias [outs] (or NULL). `codes` are rows of `stride` bytes.
-Without minima (minima < 0), they are -offset * scale. x as integers is whole [rows][ins]. Factors and sums are
-[rows][units], one for each unit of inputs, padded with zeros to a multiple of 16. A part is the columns [part * size,
-(part + 1) * size) of out. For `unpack`, it is these rows of weights, written to out [outs][ins]. */
+Offsets of parts that a row lacks are negative. Without minima, they are -zero * scale, or -offset * scale without
+zeros. `power` is 2^exponent. x as integers is whole [rows][ins]. Factors and sums are [rows][units], one for each unit
+of inputs, padded with zeros to a multiple of 16. A part is the columns [part * size, (part + 1) * size) of out. For
+`unpack`, it is these rows of weights, written to out [outs][ins]. */
 typedef struct {
     const Number *x, *bias;
     const uint8_t *codes;
     Number *out;
     int16_t *whole;
     float *factors, *sums;
-    int64_t rows, outs, ins, size, stride, bits, group, high, scales, minima, units;
-    float offset;
+    int64_t rows, outs, ins, size, stride, bits, group, high, scales, minima, zeros, factors_of_scales;
+    int64_t factors_of_minima, units;
+    float offset, power;
 } Call;
 
 /* Convert float16 to float32. Infinities and NaN do not occur, because importers reject them. */
@@ -122,19 +127,46 @@ INLINE i32 products_of(words codes, const int16_t *x) {
 #endif
 }
 
-/* Read `count` float16 numbers as float32, padded with zeros to a multiple of LANES. */
-INLINE void read_halves(const uint8_t *at, int64_t count, float *found) {
+/* Read `count` float16 numbers as float32 times a factor, padded with zeros to a multiple of LANES. */
+INLINE void read_halves(const uint8_t *at, int64_t count, float factor, float *found) {
     u16 halves;
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
         memcpy(&halves, at + 2 * i, sizeof halves);
-        store(found + i, widen_halves(halves));
+        store(found + i, widen_halves(halves) * factor);
     }
     if (i == count) return;
     uint16_t last[LANES] = {0};
     memcpy(last, at + 2 * i, (size_t)(2 * (count - i)));
     memcpy(&halves, last, sizeof halves);
-    store(found + i, widen_halves(halves));
+    store(found + i, widen_halves(halves) * factor);
+}
+
+/* Read LANES bytes from byte i of `count`, padded with zeros. */
+INLINE u32 read_bytes(const uint8_t *at, int64_t i, int64_t count) {
+    if (i + LANES <= count) return load_u8(at + i);
+    uint8_t last[LANES] = {0};
+    memcpy(last, at + i, (size_t)(count - i));
+    return load_u8(last);
+}
+
+/* Read `count` scales or minima from group `first` on: float16 at `at`, or int8 with factors at `factors`. */
+INLINE void read_numbers(const Call *call, const uint8_t *row, int64_t at, int64_t factors, int64_t first,
+                         int64_t count, float *found) {
+    if (call->factors_of_scales < 0) {
+        read_halves(row + at + 2 * first, count, call->power, found);
+        return;
+    }
+    const int64_t each = BLOCK / call->group; /* 2, 4, 8 or 16 */
+    float blocks[SPAN / BLOCK + LANES] = {0};
+    read_halves(row + factors + 2 * (first / each), count / each, call->power, blocks);
+    for (int64_t g = 0; g < count; g += LANES) {
+        f32 whole = __builtin_convertvector((i32)(read_bytes(row + at + first, g, count) << 24) >> 24, f32);
+        const int shift = each == 16 ? 4 : each == 8 ? 3 : each == 4 ? 2 : 1;
+        f32 factor = each >= LANES ? all(blocks[g / each])
+                                   : __builtin_shuffle(load(blocks + g / each), lane_numbers() >> shift);
+        store(found + g, whole * factor);
+    }
 }
 
 /* Read the scales and minima of the units of `count` inputs from `first` on, padded with zeros to a multiple of LANES.
@@ -142,15 +174,21 @@ INLINE void read_halves(const uint8_t *at, int64_t count, float *found) {
 INLINE void read_scales(const Call *call, const uint8_t *row, int64_t first, int64_t count, int unit, float *scales,
                         float *minima) {
     const int64_t group = call->group, groups = count / group, each = group / unit, units = count / unit;
-    read_halves(row + call->scales + first / group * 2, groups, scales);
-    if (call->minima >= 0) read_halves(row + call->minima + first / group * 2, groups, minima);
+    read_numbers(call, row, call->scales, call->factors_of_scales, first / group, groups, scales);
+    if (call->minima >= 0)
+        read_numbers(call, row, call->minima, call->factors_of_minima, first / group, groups, minima);
+    for (int64_t g = 0; call->zeros >= 0 && g < groups; g += LANES) {
+        u32 zeros = read_bytes(row + call->zeros + first / group, g, groups);
+        store(minima + g, -load(scales + g) * __builtin_convertvector((i32)zeros, f32));
+    }
+    const int has_minima = call->minima >= 0 || call->zeros >= 0;
     if (each > 1) {
         for (int64_t u = units; u--;) scales[u] = scales[u / each];
-        if (call->minima >= 0)
+        if (has_minima)
             for (int64_t u = units; u--;) minima[u] = minima[u / each];
         for (int64_t u = units; u % LANES; u++) scales[u] = minima[u] = 0.0f;
     }
-    if (call->minima < 0)
+    if (!has_minima)
         for (int64_t u = 0; u < units; u += LANES) store(minima + u, all(-call->offset) * load(scales + u));
 }
 

@@ -30,8 +30,10 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "bias", "codes", "out", "whole", "factors", "sums")),
         *((name, ctypes.c_int64) for name in ("rows", "outs", "ins", "size", "stride", "bits", "group")),
-        *((name, ctypes.c_int64) for name in ("high", "scales", "minima", "units")),
+        *((name, ctypes.c_int64) for name in ("high", "scales", "minima", "zeros", "factors_of_scales")),
+        *((name, ctypes.c_int64) for name in ("factors_of_minima", "units")),
         ("offset", ctypes.c_float),
+        ("power", ctypes.c_float),
     ]
 
 
@@ -74,7 +76,10 @@ class PackedProducts:
             setattr(call, name, None if tensor is None else tensor.data_ptr())
         call.size, call.stride = max(1, PART_BYTES // form.row_bytes), packed.stride(0)
         call.bits, call.group, call.offset = form.bits, form.group, form.offset
-        call.high, call.scales, call.minima = form.high, form.scales, form.minima if form.has_minima else -1
+        call.high, call.scales, call.power = form.high, form.scales, 2.0**form.exponent
+        call.minima, call.zeros = (form.minima if has else -1 for has in (form.has_minima, form.has_zeros))
+        call.factors_of_scales = form.factors if form.has_factors else -1
+        call.factors_of_minima = (form.factors + form.row_bytes) // 2
         return call
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding of whole heads in torch: the reference definition of `triton_rotary`."""
+"""RoPE in torch, rotating all dimensions of a head. Reference implementation of `triton_rotary`."""
 
 from __future__ import annotations
 

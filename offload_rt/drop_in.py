@@ -147,7 +147,10 @@ class OffloadedCache(Cache):
         return -1
 
     def activate_past_recording(self) -> None:
-        """No-op, because `crop` needs no recording."""
+        """No-op: `crop` truncates the KV directly and needs no recorded states.
+
+        transformers calls this method before assisted decoding.
+        """
 
     def update(self, *tensors: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Raise InputError. Attention layers of an offloaded model never call this method."""
@@ -158,7 +161,7 @@ class OffloadedCache(Cache):
         self.free()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Replace row i by row `beam_idx[i]`. Rows that are used several times are forked."""
+        """Replace row i with row `beam_idx[i]`. Rows that are used several times are forked."""
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:

@@ -222,7 +222,10 @@ def default_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab: int, count:
 
 
 def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name: str) -> tuple[list[int], str]:
-    """Return the first `count` tokens of `text`, with special tokens, and a description with the given `name`."""
+    """Return the first `count` tokens of `text`, special tokens included, and a label for the artifact.
+
+    The label is "first N tokens of NAME".
+    """
     # Tokenize only a prefix of a long text, and 64 tokens more: the cut changes the tokens next to it.
     characters, beyond = 8 * count, 64
     ids: list[int] = list(tokenizer(text[:characters], verbose=False)["input_ids"])

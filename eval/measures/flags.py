@@ -1,4 +1,7 @@
-"""Command-line flags of measures: from the fields of their configuration classes, and those shared by several."""
+"""Command-line flags of the evaluations.
+
+Flags are generated from configuration classes; a few are shared by several evaluations.
+"""
 
 from __future__ import annotations
 

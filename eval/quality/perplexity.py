@@ -71,7 +71,8 @@ class Window:
 def cut_windows(tested: ModelUnderTest, text: str, config: PerplexityConfig) -> list[Window]:
     """Cut up to `config.windows` evenly spaced windows, each with the leading special tokens (BOS).
 
-    The margins are skipped unless the text is too short. Raises InputError if the text is shorter than a window.
+    The first and last `config.margin` of the text are skipped if one window still fits. Raises InputError if the text
+    is shorter than a window.
     """
     ids, ends, lead = tested.encode(text)
     body = config.context - len(lead)

@@ -64,7 +64,7 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
 
     @classmethod
     def entry_shape(cls, options: SnapKVOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of one float32."""
+        """Return the shape of an entry: one float32 vote per token and KV head."""
         return EntryShape(1, torch.float32)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from ...errors import InputError
 from ...llm import LLM
 from ..core.report import Column, Report, Row, Say
 from .competitors import FIRST, FLOAT32, SpeedConfig
-from .worker import Answer, Child
+from .worker import Answer, SubprocessCompetitor
 
 COLUMNS = (
     Column("model", "model"),
@@ -50,7 +50,7 @@ def run_real_speed(
     config: SpeedConfig,
     out: Path,
     say: Say,
-    start: Callable[[str, str, SpeedConfig], Worker] = Child,
+    start: Callable[[str, str, SpeedConfig], Worker] = SubprocessCompetitor,
 ) -> Report:
     """Measure CPU time, memory and tokens of each competitor; write real_speed.{json,csv,md} to `out`.
 

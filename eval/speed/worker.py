@@ -35,8 +35,8 @@ def _peak_bytes() -> int:
     return 1024 * int(found[1])
 
 
-class Here:
-    """Competitor in this process."""
+class InProcessCompetitor:
+    """Run a competitor in the current process."""
 
     def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
         """Load the model. Raises ImportError if a package is missing; errors of loading propagate."""
@@ -58,8 +58,8 @@ class Here:
         """Do nothing."""
 
 
-class Child:
-    """Competitor in its own process, which ends with `close`."""
+class SubprocessCompetitor:
+    """Run a competitor in its own process, which ends with `close`."""
 
     def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
         """Start the process. Raises InputError with the error of the process if loading fails."""
@@ -95,10 +95,10 @@ class Child:
 def _serve(end: Connection, name: str, model: str, config: SpeedConfig) -> None:
     """Answer prompts until the other end is closed. Errors are sent as strings."""
     try:
-        here = Here(name, model, config)
+        competitor = InProcessCompetitor(name, model, config)
         end.send(None)
         while True:
-            end.send(here.ask(end.recv()))
+            end.send(competitor.ask(end.recv()))
     except EOFError:
         return
     except Exception as error:

@@ -108,26 +108,26 @@ def _attention_rows(stats: Stats) -> Rows:
     nothing = selecting and stats.attended_by_step and stats.sparse_fetched_fraction == 0 and stats.verifications == 0
     why = " (sinks and recent window only, no tokens selected)" if nothing else ""
     approximate, missed = bool(stats.approximate_bytes_device), stats.missed_mass
-    cure = "raise the budget or max_fraction, or use approximate attention (infinigen's default)"
+    cure = "raise the budget or max_fraction, or use approximate KV (infinigen's default)"
     rows = [
         ("fetched fraction", _percent(stats.fetched_fraction)),
         ("exact attention fraction", _percent(stats.exact_fraction)),
         ("  in sparse layers", f"{_percent(stats.sparse_exact_fraction)}{why}"),
-        *_if(approximate, ("  approximated from low-bit KV", _percent(stats.approximate_fraction))),
+        *_if(approximate, ("  attended through approximate KV", _percent(stats.approximate_fraction))),
         (f"{'approximated' if approximate else 'missed'} attention mass", _percent(missed)),
         ("  worst layer", _percent(stats.missed_mass_worst_layer)),
     ]
     if missed is None:
         return rows
     if approximate:
-        return [*rows, ("  usual range", "10 to 25 % on trained models; computed from low-bit KV, not lost")]
+        return [*rows, ("  usual range", "10 to 25 % on trained models; estimated from approximate KV, not lost")]
     if missed < TOO_MUCH:
         return [*rows, ("  usual range", f"below {TOO_MUCH:.0%}")]
     return [*rows, ("  too high", f"usually below {TOO_MUCH:.0%}: {cure}")]
 
 
 def _memory_rows(stats: Stats) -> Rows:
-    keys = "low-bit KV" if stats.approximate_bytes_device else "scoring keys"
+    keys = "approximate KV" if stats.approximate_bytes_device else "scoring keys"
     resident = stats.weight_bytes_device
     part = f", {format_size(resident)} of it on the device" if resident < stats.weight_bytes else ""
     return [
@@ -159,15 +159,15 @@ def summary_table(stats: Stats) -> Table:
     per_token = stats.h2d_bytes / stats.decoded_tokens if stats.decoded_tokens else 0
     whole = per_token / stats.fetched_fraction if stats.fetched_fraction else 0
     times = f" ({whole / per_token:.0f} times less than all KV)" if per_token and whole > 1.5 * per_token else ""
-    rest = "; the rest is estimated from low-bit copies" if stats.approximate_bytes_device else "; the rest is ignored"
+    rest = "; the rest is estimated from approximate KV" if stats.approximate_bytes_device else "; the rest is ignored"
     attended = _percent(stats.exact_fraction) + " of the context" + (rest if selects else "")
     device = stats.kv_bytes_device + stats.scoring_bytes_device
     return _table(
         "Statistics (--stats shows all)",
         [
             *[row for row in _time_rows(stats) if row[0] in ("prompt", "prefill", "decode")],
-            ("attended exactly", attended),
-            ("KV copied to the device", f"{format_size(per_token)} per token{times}"),
+            ("exact attention fraction", attended),
+            ("host to device, KV", f"{format_size(per_token)} per token{times}"),
             ("KV", f"{format_size(stats.kv_bytes_host)} in host memory, {format_size(device)} on the device"),
         ],
     )

@@ -19,7 +19,7 @@ from ..config import DType
 from ..errors import ConfigError, MemoryLimitError, ModelError, OffloadError
 from ..utils.config_fields import check_choice
 from ..utils.extras import install_command
-from .gguf_header import check_complete
+from .gguf_header import read_header
 from .linear import backend_of, packing
 from .linear.dense import computes_bfloat16
 from .linear.packed import PACKED
@@ -27,6 +27,7 @@ from .multimodal import belongs_to, is_multimodal, text_config, unused_modules, 
 from .packed_checkpoint import read_checkpoint
 from .registry import architectures, unsupported
 from .source import ModelSource
+from .stored_tensors import check_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -73,7 +74,7 @@ def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
     require_gguf(source)
     source.check_reachable()
     if source.folder is not None:
-        check_complete(source.folder / str(source.gguf))
+        read_header(source.folder / str(source.gguf))
     with one_error(f"cannot read the configuration of {source}"), _quiet():
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.place, gguf_file=source.gguf, **source.hub.options)
     if config.model_type not in CLASSES:
@@ -142,7 +143,7 @@ def read_weights(
     """
     from transformers import AutoModelForCausalLM
 
-    source.check_weights()
+    check_weights(source)
     method = packing(config)
     if method == PACKED.method:
         if source.folder is None:

@@ -1,8 +1,7 @@
 """Convert blocks of quantised GGUF tensors to packed weights (`PackedFormat`).
 
-Codes are copied. Scales and minima of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are float16 in the file and do not change. Scales
-and minima of Q4_K, Q5_K and Q6_K are products of a float16 and an integer of 6 or 8 bits. They are rounded to float16.
-The relative error is at most 2^-12 for values of at least 2^-14. For smaller values, the error is at most 2^-25.
+Nothing is rounded. Scales and minima of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are float16. Those of Q4_K, Q5_K and Q6_K are
+whole numbers of 6 or 8 bits with a float16 factor for each 256 weights.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import torch
 
 from ..kernels.packed_format import PackedFormat
 
-Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Codes uint8 `[n, values]`, and scales and minima (or None) float32 `[n, groups]`, of n blocks."""
+Parts = tuple[torch.Tensor, ...]
+"""Codes uint8 `[n, values]` of n blocks, and the other parts of packed rows."""
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """Return the float16 at byte `at` of each block, `[n, 1]`."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(data: torch.Tensor, size: int) -> torch.Tensor:
@@ -40,7 +39,7 @@ def _fifth_bits(data: torch.Tensor) -> torch.Tensor:
 
 
 def _q4_0(blocks: torch.Tensor) -> Parts:
-    return _nibbles(blocks[:, 2:], 16), _half(blocks, 0), None
+    return _nibbles(blocks[:, 2:], 16), _half(blocks, 0)
 
 
 def _q4_1(blocks: torch.Tensor) -> Parts:
@@ -48,7 +47,7 @@ def _q4_1(blocks: torch.Tensor) -> Parts:
 
 
 def _q5_0(blocks: torch.Tensor) -> Parts:
-    return _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6]) << 4, _half(blocks, 0), None
+    return _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6]) << 4, _half(blocks, 0)
 
 
 def _q5_1(blocks: torch.Tensor) -> Parts:
@@ -57,15 +56,15 @@ def _q5_1(blocks: torch.Tensor) -> Parts:
 
 
 def _q8_0(blocks: torch.Tensor) -> Parts:
-    return blocks[:, 2:] ^ 128, _half(blocks, 0), None  # signed codes, plus 128
+    return blocks[:, 2:] ^ 128, _half(blocks, 0)  # signed codes, plus 128
 
 
-def _sub_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and minima `[n, 8]` of Q4_K and Q5_K, from 6 bits each in bytes 4 to 16."""
+def _sub_scales(blocks: torch.Tensor) -> Parts:
+    """Return scales and minima `[n, 8]` of Q4_K and Q5_K, from 6 bits each in bytes 4 to 16, and their factors."""
     low, high, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=1)
     minima = torch.cat((high & 63, both >> 4 | high >> 2 & 48), dim=1)
-    return _half(blocks, 0) * scales, -(_half(blocks, 2) * minima)
+    return scales, minima, _half(blocks, 0), -_half(blocks, 2)
 
 
 def _q4_k(blocks: torch.Tensor) -> Parts:
@@ -78,7 +77,7 @@ def _q5_k(blocks: torch.Tensor) -> Parts:
 
 def _q6_k(blocks: torch.Tensor) -> Parts:
     codes = _nibbles(blocks[:, :128], 64) | _bits(blocks[:, 128:192], 2, 32) << 4
-    return codes, _half(blocks, 208) * blocks[:, 192:208].view(torch.int8), None
+    return codes, blocks[:, 192:208], _half(blocks, 208)
 
 
 _TYPES: dict[str, tuple[int, int, int, int | None, Callable[[torch.Tensor], Parts]]] = {
@@ -107,19 +106,20 @@ def packed_format(kind: str, ins: int) -> PackedFormat | None:
     if not can_pack(kind):
         return None
     _, bits, group, offset, _ = _TYPES[kind]
-    return PackedFormat(ins, bits, group, offset is None, offset or 0) if PackedFormat.fits(ins, bits, group) else None
+    if not PackedFormat.fits(ins, bits, group):
+        return None
+    return PackedFormat(ins, bits, group, offset is None, offset or 0, has_factors=kind.endswith("_K"))
 
 
 def packed_rows(data: torch.Tensor, kind: str, form: PackedFormat) -> torch.Tensor | None:
-    """Return packed rows from the bytes of a tensor, uint8 `[out, bytes]`; None if float16 cannot hold its scales."""
+    """Return packed rows from the bytes of a tensor, uint8 `[out, bytes]`; None if scales are not finite."""
     size, *_, convert = _TYPES[kind]
     found = torch.empty(len(data), form.row_bytes, dtype=torch.uint8)
     step = max(1, _ROWS_AT_ONCE // form.ins)
     for start in range(0, len(data), step):
         rows = data[start : start + step]
-        codes, scales, minima = convert(rows.reshape(-1, size))
-        parts = [part.reshape(len(rows), -1) for part in (scales, minima) if part is not None]
-        if not all(part.half().isfinite().all() for part in parts):
+        codes, *parts = (part.reshape(len(rows), -1) for part in convert(rows.reshape(-1, size)))
+        if not all(part.isfinite().all() for part in parts):
             return None
-        found[start : start + step] = form.pack(codes.reshape(len(rows), -1), *parts)
+        found[start : start + step] = form.pack(codes, *parts)
     return found

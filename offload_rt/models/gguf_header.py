@@ -1,8 +1,9 @@
-"""Check that a GGUF file is complete, from its header."""
+"""Read the header of a GGUF file, and check that the file is complete."""
 
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,8 +19,34 @@ class _EarlyEndError(Exception):
     """The file ends within the header, or the header is damaged."""
 
 
-def check_complete(path: Path) -> set[str]:
-    """Check that a GGUF file is complete, and return the types of its tensors, such as "Q4_K".
+@dataclass(frozen=True)
+class GGUFTensor:
+    """A tensor of a file.
+
+    Attributes:
+        shape: Lengths of the axes, the last one first: `(in, out)` for a matrix.
+        kind: Its type, such as "Q4_K".
+        start: Offset of its bytes in the file.
+        size: Number of its bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """The parts of a header that importers need."""
+
+    architecture: str
+    tensors: tuple[GGUFTensor, ...]
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """Return the header of a complete file.
 
     Raises:
         ModelError: The file is not a GGUF file, or ends before its last tensor does.
@@ -28,11 +55,11 @@ def check_complete(path: Path) -> set[str]:
 
     with path.open("rb") as file:
         try:
-            tensors, start = _read_header(file)
+            architecture, tensors, start = _read_header(file)
         except _EarlyEndError:
             raise ModelError(f"'{path}' is damaged: the file ends early, within its header") from None
         size = path.stat().st_size
-    ends = []
+    found = []
     for name, shape, kind, offset in tensors:
         try:
             per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
@@ -41,26 +68,30 @@ def check_complete(path: Path) -> set[str]:
         count = 1
         for length in shape:
             count *= length
-        ends.append((start + offset + count // per_block * block_bytes, name))
-    short = [(end - size, name) for end, name in sorted(ends) if end > size]
-    if short:
-        last, name = short[-1]
-        raise ModelError(f"'{path}' is damaged: the file ends early: tensor {name} needs {last:,} more bytes")
-    return {GGMLQuantizationType(kind).name for _, _, kind, _ in tensors}
+        if count % per_block or (shape and shape[0] % per_block):
+            raise ModelError(f"'{path}' is damaged: tensor {name} has {shape[0]} columns in blocks of {per_block}")
+        kind_name = GGMLQuantizationType(kind).name
+        found.append(GGUFTensor(name, shape, kind_name, start + offset, count // per_block * block_bytes))
+    last = max(found, key=lambda tensor: tensor.start + tensor.size, default=None)
+    if last is not None and (missing := last.start + last.size - size) > 0:
+        raise ModelError(f"'{path}' is damaged: the file ends early: tensor {last.name} needs {missing:,} more bytes")
+    return GGUFHeader(architecture, tuple(found))
 
 
-def _read_header(file: BinaryIO) -> tuple[list[tuple[str, tuple[int, ...], int, int]], int]:
-    """Return name, shape, type and offset of each tensor, and the file position that offsets refer to."""
+def _read_header(file: BinaryIO) -> tuple[str, list[tuple[str, tuple[int, ...], int, int]], int]:
+    """Return the architecture, name, shape, type and offset of each tensor, and where the tensors start."""
     if file.read(4) != b"GGUF":
         raise ModelError(f"'{file.name}' is not a GGUF file: it does not begin with GGUF")
     version, count, entries = _read(file, "<IQQ")
     if version not in (2, 3):
         raise ModelError(f"'{file.name}' has version {version} of the GGUF format; supported are 2 and 3")
-    alignment = 32
+    alignment, architecture = 32, ""
     for _ in range(entries):
         key, kind = _text(file), _read(file, "<I")[0]
         if key == "general.alignment" and kind == 4:
             alignment = _read(file, "<I")[0] or 32
+        elif key == "general.architecture" and kind == _STRING:
+            architecture = _text(file)
         else:
             _skip(file, kind)
     tensors = []
@@ -70,7 +101,7 @@ def _read_header(file: BinaryIO) -> tuple[list[tuple[str, tuple[int, ...], int, 
             raise _EarlyEndError
         *shape, kind, offset = _read(file, f"<{dims}QIQ")
         tensors.append((name, tuple(shape), kind, offset))
-    return tensors, -(-file.tell() // alignment) * alignment
+    return architecture, tensors, -(-file.tell() // alignment) * alignment
 
 
 def _read(file: BinaryIO, form: str) -> tuple[int, ...]:

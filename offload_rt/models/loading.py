@@ -29,8 +29,8 @@ from .checkpoint import (
     resolve_dtype,
 )
 from .fingerprint import FingerprintCache, LiveWeights, fingerprint
-from .gguf_import import packed_source
-from .linear import GGUF_NOTE, packing, packing_of, use_backends
+from .importing import conversion_of, packed_source
+from .linear import GGUF_NOTE, backend_of, packing, packing_of, use_backends
 from .linear.quantize import quantize_layers
 from .multimodal import is_multimodal, text_config
 from .registry import adapter_for, architectures, refuse_unverified
@@ -130,7 +130,9 @@ def load_model(
     source, identify = None, fingerprint
     if isinstance(model, (str, os.PathLike)):
         name, target = os.fspath(model), resolve_device(device)
-        source = source_of_weights(find_source(model, hub), target, quantize)
+        source = find_source(model, hub)
+        if (conversion := conversion_of(source, target, quantize)) is not None:
+            source = packed_source(conversion)
         identify = FingerprintCache(source).fingerprint
         model = _read_checkpoint(source, target, dtype, placement, verify, max_model_len, quantize)
     else:
@@ -170,20 +172,6 @@ def _read_checkpoint(
     return loaded
 
 
-def source_of_weights(source: ModelSource, device: torch.device, quantize: Quantize) -> ModelSource:
-    """Return the source to read the weights from: a packed checkpoint for a GGUF file that stays packed.
-
-    Raises:
-        ConfigError: A GGUF file cannot be quantised again.
-        ModelError: The file is damaged.
-    """
-    if source.gguf is None:
-        return source
-    if quantize in ("int4", "int8"):
-        raise ConfigError(f"quantize={quantize!r} is for 16-bit checkpoints, and {source} is quantised already")
-    return packed_source(source) if quantize == "auto" and device.type == "cpu" else source
-
-
 def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize) -> None:
     """Quantise the linear layers of a 16-bit checkpoint in place, if `quantize` requests it.
 
@@ -219,6 +207,8 @@ def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: 
     if packing(model.config) == "gguf" and packing_of(model) is None:
         warnings.warn(GGUF_NOTE, stacklevel=3)
     model.train(False)
+    if (backend := backend_of(model.config)) is not None:
+        backend.prepare(model, None, moved=False)
 
 
 def check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:

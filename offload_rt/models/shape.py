@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,14 +13,18 @@ from torch import nn
 from ..config import Quantize
 from ..core import ModelGeometry
 from ..errors import ModelError
+from ..kernels.packed_format import PackedFormat
 from .checkpoint import build_skeleton, one_error, read_config, resolve_device, resolve_dtype
+from .importing import Conversion, conversion_of, ready_source
 from .linear import can_stream, packing, packing_of, stays_packed, use_backends
-from .loading import check_loaded, quantize_checkpoint, source_of_weights
+from .linear.packed import PACKED
+from .loading import check_loaded, quantize_checkpoint
 from .multimodal import belongs_to, unused_modules
+from .packed_checkpoint import CannotPackError, hold_formats, stated_formats
 from .registry import adapter_for
 from .rotary import fix_rope_scaling
-from .safetensors_files import read_header
 from .source import DEFAULT_HUB, Hub, ModelSource, find_source
+from .stored_tensors import stored_tensors
 from .weights import ON_DEVICE, Placement, WeightSizes, aligned, weight_bytes, weight_sizes
 
 if TYPE_CHECKING:
@@ -81,20 +84,39 @@ def load_shape(
         geometry, sizes, packed = adapter_for(model).geometry, weight_sizes(model), packing_of(model)
         return ModelShape(geometry, weight_bytes(model), sizes, model.dtype, model.device, packed, packed is None)
     where = resolve_device(device)
-    source = source_of_weights(find_source(model, hub), where, quantize)
+    source = find_source(model, hub)
+    conversion = conversion_of(source, where, quantize)
+    if conversion is not None and (ready := ready_source(conversion)) is not None:
+        source, conversion = ready, None
     config = read_config(source)
     chosen = resolve_dtype(dtype, source, config, where) or torch.float32
     skeleton = build_skeleton(source, config, chosen)
     with one_error(f"the checkpoint {source} is not a valid model"):
         fix_rope_scaling(skeleton, max_model_len)
         quantize_checkpoint(skeleton, quantize)
+        hold_formats(skeleton, _formats(conversion, skeleton), chosen)
         use_backends(skeleton, where)
         geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)
+    packed = packing_of(skeleton)
+    if packed == PACKED.method:
+        return ModelShape(geometry, weight_bytes(skeleton), sizes, chosen, where, packed)
     if not stays_packed(config, where):
         return ModelShape(geometry, weight_bytes(skeleton), sizes, chosen, where)
     fixed, layers = _packed_bytes(source, skeleton, chosen)
     sizes = replace(sizes, fixed=fixed, layers=layers, experts=None)
     return ModelShape(geometry, fixed + sum(layers), sizes, chosen, where, packing(config), can_stream(config))
+
+
+def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:
+    """Return the formats of the modules that will be packed, if the checkpoint is, or will be, a packed one."""
+    if packing(skeleton.config) == PACKED.method:
+        return stated_formats(skeleton.config)
+    if conversion is None:
+        return {}
+    try:
+        return conversion.formats(skeleton)
+    except CannotPackError:
+        return {}
 
 
 def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
@@ -111,10 +133,10 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
     layers, fixed = [0] * depth, sum(buffer.nbytes for buffer in skeleton.buffers())
     unused = unused_modules(skeleton)
     try:
-        stored = list(_stored(source))
+        stored = list(stored_tensors(source))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"cannot read the sizes of the weights of {source}: {error}") from error
-    for name, shape, kind, size in stored:
+    for name, shape, kind, size, _ in stored:
         if any(belongs_to(module, name) for module in unused):
             continue
         plain = kind in ("F64", "F32", "F16", "BF16") and named.get(_short(name)) == shape
@@ -132,22 +154,3 @@ def _short(name: str) -> str:
     # The prefix differs between the files and the modules of multimodal models.
     found = _LAYER.search(name)
     return name[found.start() :].removeprefix(".") if found else ".".join(name.split(".")[-2:])
-
-
-def _stored(source: ModelSource) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
-    """Yield the name, shape, safetensors dtype and bytes of each tensor in the files of a checkpoint."""
-    if source.folder is None:
-        from huggingface_hub import get_safetensors_metadata
-
-        hub = source.hub
-        for file in get_safetensors_metadata(
-            source.place, revision=hub.revision, token=hub.token
-        ).files_metadata.values():
-            for name, info in file.tensors.items():
-                yield name, tuple(info.shape), info.dtype, info.data_offsets[1] - info.data_offsets[0]
-        return
-    for path in sorted(source.folder.glob("*.safetensors")):
-        for name, entry in read_header(path).items():
-            if name != "__metadata__":
-                first, last = entry["data_offsets"]
-                yield name, tuple(entry["shape"]), entry["dtype"], last - first

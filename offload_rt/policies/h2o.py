@@ -40,7 +40,7 @@ class H2O(ScorerPolicy[BudgetOptions]):
 
     @classmethod
     def entry_shape(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of one float32."""
+        """Return the shape of an entry: one float32, the accumulated attention."""
         return EntryShape(1, torch.float32)
 
     @classmethod

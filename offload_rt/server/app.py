@@ -17,25 +17,27 @@ from starlette.responses import Response
 
 from ..async_llm import AsyncLLM
 from ..errors import OffloadError
+from ..policies.registry import policy_names
 from . import anthropic
 from .connection import ClientGoneError, json_answer, until_gone
 from .conversation import conversation_of
+from .documents import session_of
 from .errors import RefusedError, error_response, refusal, refused
 from .log import logger
 from .middleware import GONE, REQUEST_ID, RequestMiddleware
 from .openai import chat, completions, responses
-from .openai.requests import DetokenizeRequest, TokenizeRequest
+from .openai.requests import DetokenizeRequest, SessionUpdate, TokenizeRequest
 from .options import ServerOptions
 from .service import CurrentService, Service
 
 router = APIRouter()
 
 STATIC = Path(__file__).parent / "static"
-SCRIPTS = ("page.js", "basics.js", "markdown.js", "sessions.js", "watch.js")
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 PAGE_FILES = {
-    "/": ("page.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    **{f"/{name}": (name, "text/javascript") for name in SCRIPTS},
+    "/" if path.name == "page.html" else f"/{path.relative_to(STATIC).as_posix()}": path
+    for path in sorted(STATIC.rglob("*"))
+    if path.suffix in KINDS
 }
 
 PAGE_HEADERS = {
@@ -109,12 +111,15 @@ def _path_hint(app: FastAPI, path: str) -> str:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    policy = service.engine.llm.runner.policy.name
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "offload-rt",
         "max_model_len": service.limits.capacity,
+        "policy": policy,
+        "policies": [policy] if service.options.max_engines == 1 else policy_names(),
     }
 
 
@@ -146,6 +151,14 @@ async def session(name: str, request: Request, service: CurrentService) -> Respo
     return json_answer({"id": name, "object": "session", "messages": messages})
 
 
+@router.post("/v1/sessions/{name}")
+async def update_session(name: str, body: SessionUpdate, request: Request, service: CurrentService) -> Response:
+    messages = None if body.messages is None else [one.model_dump(exclude_none=True) for one in body.messages]
+    with service.locked(session_of(request.state.owner, name)):
+        service.forget(service.conversations.update(request.state.owner, name, body.title, messages))
+    return json_answer({"id": name, "object": "session"})
+
+
 @router.delete("/v1/sessions/{name}")
 async def delete_session(name: str, request: Request, service: CurrentService) -> dict[str, Any]:
     await service.delete_session(request.state.owner, name)
@@ -164,7 +177,9 @@ async def tokenize(body: TokenizeRequest, request: Request, service: CurrentServ
         conversation = conversation_of(body, body.messages)
         rendered = service.prompts.of_conversation(conversation, answer=body.add_generation_prompt)
         _, ids = await until_gone(request, rendered)
-    found: dict[str, Any] = {"count": len(ids), "max_model_len": service.limits.capacity, "tokens": ids}
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": service.limits.capacity}
+    if body.return_tokens:
+        found["tokens"] = ids
     if body.return_token_strs:
         found["token_strs"] = await until_gone(request, service.prompts.tokens_of(ids))
     return found
@@ -192,8 +207,8 @@ async def load(service: CurrentService) -> Response:
 
 
 def _add_page(app: FastAPI) -> None:
-    for path, (name, kind) in PAGE_FILES.items():
-        app.add_api_route(path, _page_file((STATIC / name).read_bytes(), kind), include_in_schema=False)
+    for path, file in PAGE_FILES.items():
+        app.add_api_route(path, _page_file(file.read_bytes(), KINDS[file.suffix]), include_in_schema=False)
 
 
 def _page_file(content: bytes, kind: str) -> Callable[[], Response]:

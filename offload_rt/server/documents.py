@@ -186,12 +186,27 @@ class Conversations:
     def __init__(self, documents: DocumentCache) -> None:
         self._documents = documents
 
-    def keep(self, owner: str, name: str, messages: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Store a conversation and return the engine ids of evicted sessions."""
+    def keep(self, owner: str, name: str, messages: Sequence[Mapping[str, Any]], title: str | None = None) -> list[str]:
+        """Store a conversation and return the engine ids of evicted sessions.
+
+        `title` names it until the next title is given. By default its title is the first question.
+        """
+        known = self._documents.head(session_of(owner, name)) or {}
+        given = title or known.get("given_title")
         turns = sum(message.get("role") == "user" for message in messages)
-        head = {"owner": owner, "id": name, "title": _title(messages), "turns": turns, "updated": time.time()}
+        head = {"owner": owner, "id": name, "title": given or _title(messages), "turns": turns, "updated": time.time()}
+        head |= {"given_title": given} if given else {}
         evicted = self._documents.put(session_of(owner, name), head, list(messages))
         return [session_of(each["owner"], each["id"]) for each in evicted]
+
+    def update(
+        self, owner: str, name: str, title: str | None, messages: Sequence[Mapping[str, Any]] | None
+    ) -> list[str]:
+        """Change the title, the messages or both, and return the engine ids of evicted sessions.
+
+        Messages of an unknown name are a new conversation. Raises RefusedError (404) for only a title of one.
+        """
+        return self.keep(owner, name, self.messages(owner, name) if messages is None else messages, title)
 
     def of(self, owner: str) -> list[dict[str, Any]]:
         """Return the heads of an owner's conversations, newest first."""

@@ -151,7 +151,10 @@ class Saver:
         self._jobs.put((saving, layer))
 
     def _attach(self, saving: Saving, entry: Entry) -> bool:
-        """Give a block a stored extent if it is full and has no KV yet. Return whether it has a stored extent now."""
+        """Let the pool write the KV of a block directly to a new store file.
+
+        Only blocks of 64 tokens whose KV is not computed yet qualify. Returns whether the block has such an extent now.
+        """
         file, block = self._file, entry.block
         if (
             file is None

@@ -82,7 +82,7 @@ class _Pages:
         self._known: dict[int, tuple[list[int], torch.Tensor]] = {}
 
     def _block_rows(self, blocks: BlockTable) -> torch.Tensor:
-        """Return `PagedRows.block_rows`, int64 `[blocks]`."""
+        """Return the cached `PagedRows.block_rows`, int64 `[blocks]`, recomputed if the blocks changed."""
         ids, rows = self._known.get(id(blocks), ([], None))
         if rows is None or ids != blocks.ids:
             rows = self.pool.row_base(blocks) - torch.arange(0, len(blocks.ids) * BLOCK_SIZE, BLOCK_SIZE)
@@ -348,5 +348,5 @@ class CpuTransfer:
         return 0
 
     def check_integrity(self) -> None:
-        """Assert that block rows are cached for open sequences only."""
+        """Assert that block tables are cached only for open sequences."""
         self._pages.check_integrity(self.storage.opened)

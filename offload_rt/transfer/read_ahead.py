@@ -64,7 +64,7 @@ class BlockRun:
         return self._current[1]
 
     def _begin(self, first: int) -> None:
-        """Start reading block `first` and the blocks ahead of it."""
+        """Start reading block `first` and the `_ahead` blocks after it."""
         for i in range(first, min(first + 1 + self._ahead, len(self._blocks))):
             if i not in self._reading:
                 self._reading[i] = self._thread.start(self._read, self._blocks[i])

@@ -72,7 +72,10 @@ class PendingWriteBacks:
         self._bytes = 0
 
     def hold(self, event: Event, *tensors: torch.Tensor) -> None:
-        """Hold tensors that are read before `event`, the newest event of the write-back stream."""
+        """Keep `tensors` alive until the compute stream waits for `event`.
+
+        `event` must be the newest of the write-back stream, recorded after the stream has read the tensors.
+        """
         size = sum(tensor.nbytes for tensor in tensors)
         self._held.append((event, size, tensors))
         self._bytes += size

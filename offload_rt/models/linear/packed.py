@@ -29,6 +29,8 @@ class PackedWeights(LinearBackend):
 
     def linear(self, layer: BackendLinear, x: torch.Tensor) -> torch.Tensor:
         form, packed = cast(PackedFormat, layer.form), cast(torch.Tensor, layer.packed)
+        if form.permuted:
+            x = x[..., cast(torch.Tensor, layer.order)]
         code = None if x.is_cuda or torch.is_grad_enabled() else packed_products.compiled_for(x.dtype)
         if code is None or not x.numel():
             return F.linear(x, form.unpack(packed, x.dtype), layer.bias)
@@ -68,17 +70,25 @@ class PackedEmbedding(nn.Embedding):
         return found.view(*input.shape, self.form.ins)
 
 
-def hold_packed(module: nn.Module, packed: nn.Parameter, form: PackedFormat, dtype: torch.dtype) -> None:
+def hold_packed(module: nn.Module, form: PackedFormat, dtype: torch.dtype, rows: torch.Tensor | None = None) -> None:
     """Make `module`, a linear layer or an embedding, compute from packed weights, in place.
+
+    If `form.permuted`, the layer also gets `order`, int32 `[ins]`: the packed input i is the input `order[i]`.
 
     Args:
         module: A plain `nn.Linear`, or a subclass of `nn.Embedding` that calls its `forward`.
-        packed: Packed rows, uint8 `[out, form.row_bytes]`. A tied head and its embedding share it.
-        form: Format of the packed rows.
+        form: The format of the weights.
         dtype: The model's dtype.
+        rows: Packed rows, uint8 `[out, form.row_bytes]`. None leaves them uninitialised, for a later load.
     """
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    if rows is None:
+        rows = weight.new_empty((len(weight), form.row_bytes), dtype=torch.uint8)
+    module.form, module.packed = form, nn.Parameter(rows, requires_grad=False)  # type: ignore[assignment]
+    if form.permuted:
+        order = weight.new_empty(form.ins, dtype=torch.int32)
+        module.order = nn.Parameter(order, requires_grad=False)
     del module.weight
-    module.form, module.packed = form, packed  # type: ignore[assignment]
     if isinstance(module, nn.Linear):
         module.__class__ = BackendLinear
         module.backend = PACKED  # type: ignore[assignment]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ GROUP = 32
 _ROUTERS = ("gate", "router")
 """Name suffixes of layers that choose experts. They stay unpacked: they are small, and errors change the choice."""
 
+_FEW_OUTPUTS = 16
+"""Layers with this many times fewer outputs than inputs keep their weights, for example gates of recurrent layers. They
+are a small part of a model, and each output controls a whole head."""
+
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Fractions of a group's range that 4-bit codes may cover. The fraction with the smallest squared error is used."""
 
@@ -23,19 +28,24 @@ _WEIGHTS_AT_ONCE = 1 << 22
 def quantize_layers(model: Any, bits: int) -> None:
     """Pack linear layers of `model` in 4 or 8 bits, in place.
 
-    The head gets 8 bits; if it is tied to the embedding, it is not packed. Routers of experts, stacked experts and
-    layers whose inputs are not a multiple of 64 are not packed either. On the meta device, only sizes matter.
+    The head gets 8 bits; if it is tied to the embedding, it is not packed. Routers of experts, stacked experts, gates
+    with few outputs, and layers whose inputs are not a multiple of 64 are not packed either. On the meta device, only
+    sizes matter.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
     for name, module in model.named_modules():
         if type(module) is not nn.Linear or name.rpartition(".")[2].endswith(_ROUTERS) or (module is head and tied):
             continue
+        if _FEW_OUTPUTS * module.out_features < module.in_features:
+            continue
         width = 8 if module is head else bits
         if PackedFormat.fits(module.in_features, width, GROUP):
+            weight = module.weight.data
             form = PackedFormat(module.in_features, width, GROUP, width == 4, 0 if width == 4 else 128)
-            rows = nn.Parameter(_quantized(module.weight.data, form), requires_grad=False)
-            hold_packed(module, rows, form, module.weight.dtype)
+            if not weight.is_meta:  # all numbers below 2^15 times the power, so that few scales are subnormal
+                form = replace(form, exponent=int(torch.frexp(weight.abs().amax().float()).exponent) - 15)
+            hold_packed(module, form, weight.dtype, _quantized(weight, form))
 
 
 def _quantized(weight: torch.Tensor, form: PackedFormat) -> torch.Tensor:
@@ -43,9 +53,10 @@ def _quantized(weight: torch.Tensor, form: PackedFormat) -> torch.Tensor:
     found = torch.empty(len(weight), form.row_bytes, dtype=torch.uint8, device=weight.device)
     if weight.is_meta:
         return found
+    power = torch.tensor(2.0**-form.exponent)
     step = max(1, _WEIGHTS_AT_ONCE // form.ins)
     for start in range(0, len(weight), step):
-        groups = weight[start : start + step].float().view(-1, form.ins // form.group, form.group)
+        groups = (weight[start : start + step].float() * power).view(-1, form.ins // form.group, form.group)
         found[start : start + step] = form.pack(*(_int4(groups) if form.has_minima else _int8(groups)))
     return found
 

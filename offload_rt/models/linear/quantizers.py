@@ -23,8 +23,9 @@ class BitsAndBytes(LinearBackend):
             for weight in model.parameters():
                 if weight.is_floating_point():
                     weight.data = weight.data.to(dtype)
-        for module in model.modules() if moved else ():
-            # A weight that moves is read on another device or from a buffer, so it must not be repacked for the CPU.
+        # bitsandbytes repacks weights for a CPU at their first use. A weight that moves is read on another device or
+        # from a buffer, so it must keep its layout. Its CPU code rounds inputs to bfloat16, which is wrong for float32.
+        for module in model.modules() if moved or model.dtype == torch.float32 else ():
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
 

@@ -89,7 +89,6 @@ class CalibratedColumns:
         """No-op, because the columns are fixed."""
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """Return the calibrated basis."""
         return self._bases[layer]
 
     def fork(self) -> CalibratedColumns:
@@ -113,7 +112,7 @@ class PromptColumns:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices of the chosen columns."""
+        """Size in bytes of the bases chosen for this sequence."""
         return sum(basis.nbytes for basis in self._chosen.values())
 
     def observe(self, layer: int, q: torch.Tensor) -> None:

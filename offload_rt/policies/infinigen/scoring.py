@@ -110,7 +110,7 @@ class PartialKeys:
         return ScoreQuery(dot_scores(self._bases[layer].skew_query(q), columns))
 
     def basis(self, layer: int) -> Basis:
-        """Return the basis of the kept columns."""
+        """Return the matrices that map the layer's keys to the stored columns."""
         return self._bases[layer]
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:

@@ -203,6 +203,13 @@ class ChatRequest(SampledBody):
     trace: bool | None = None
 
 
+class SessionUpdate(Body):
+    """`POST /v1/sessions/NAME`: a new title, new messages, or both."""
+
+    title: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+
+
 class CompletionRequest(SampledBody):
     """`POST /v1/completions`."""
 
@@ -265,6 +272,7 @@ class TokenizeRequest(RequestBody):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool | None = None
+    return_tokens: bool = True
     return_token_strs: bool = False
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -1,172 +1,183 @@
-// The chat page: conversation, requests, settings and server statistics.
-import { $, count, headers, make, rows, say, server, size } from "./basics.js";
-import { markdown } from "./markdown.js";
-import { Sessions } from "./sessions.js";
-import * as watch from "./watch.js";
+// The chat page: connects the conversation, the message box, requests, the panels and the server's statistics.
+import { $, complain, count, make, rows, say, server, size, store, stored } from "./basics.js";
+import { Composer } from "./composer.js";
+import { Conversation, encodedAll } from "./conversation.js";
+import { send } from "./request.js";
+import { Sessions, exportJson, exportMarkdown } from "./sessions.js";
+import * as settings from "./settings.js";
+import * as sources from "./sources.js";
+import { Trace } from "./trace.js";
 
-const SHOWN_FILE = 2000; // maximum number of characters shown of an attached file
+let abort = null; // aborts the current request
 
-let model = "";
-let messages = []; // {role, content, thought, file, failed}
-let running = null; // the current request
-let added = null; // {name, text}
-const sessions = new Sessions((found) => { messages = found; draw(); });
+const chat = new Conversation({
+  edit(index) {
+    const { content, files } = chat.messages[index];
+    composer.load({ text: content, files }, index);
+    $("text").focus();
+  },
+  regenerate() {
+    const before = [...chat.messages];
+    chat.messages.splice(-1, 1, { role: "assistant", content: "", traces: [] });
+    run(() => chat.open(before));
+  },
+  proceed() {
+    const answer = chat.messages.at(-1), { finish } = answer;
+    answer.traces ??= [];
+    run(() => { answer.finish = finish; chat.draw(); }, true);
+  },
+  sources(message, body) {
+    sources.show(message, body);
+    setColumn("aside", true);
+    $("looked-title").focus();
+  },
+});
 
-// -------------------------------------------------------------------------------------------------------- conversation
+const composer = new Composer({
+  messages: (draft, editing) => withSystem([...chat.messages.slice(0, editing ?? undefined), question(draft)]),
+  submit(draft, editing) {
+    const before = [...chat.messages];
+    if (editing !== null) chat.messages.splice(editing);
+    chat.messages.push(question(draft), { role: "assistant", content: "", traces: [] });
+    run(() => { chat.open(before); composer.load(draft, editing); });
+  },
+  answer: () => Number($("most").value) || 1,
+});
 
-function folded(title, text) {
-  const details = make("details");
-  details.append(make("summary", title), make("pre", text));
-  return details;
-}
+const sessions = new Sessions(() => abort?.(), (messages) => {
+  composer.clear();
+  chat.open(messages);
+  sources.clear();
+});
 
-function drawn(message) {
-  const article = make("article", "", message.role);
-  article.append(make("h3", { user: "You", system: "System" }[message.role] || model || "Answer"));
-  if (message.file) {
-    const { name, text } = message.file;
-    article.append(folded(`${name} (${count(text.length)} characters)`, text.slice(0, SHOWN_FILE) + (text.length > SHOWN_FILE ? "\n…" : "")));
-  }
-  if (message.thought) article.append(folded("Thinking", message.thought));
-  markdown(article, message.content);
-  if (message.failed) {
-    article.classList.add("failed");
-    article.append(make("p", message.failed));
-  }
-  return article;
-}
+const question = ({ text, files }) => ({ role: "user", content: text, files });
 
-function draw() {
-  $("log").replaceChildren(...messages.map(drawn));
-  $("log").scrollTop = $("log").scrollHeight;
-}
-
-function redrawLast() {
-  const log = $("log");
-  if (!log.lastElementChild) return;
-  const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
-  const open = [...log.lastElementChild.querySelectorAll("details")].map((details) => details.open);
-  log.lastElementChild.replaceWith(drawn(messages.at(-1)));
-  log.lastElementChild.querySelectorAll("details").forEach((details, i) => { details.open = open[i] ?? false; });
-  if (atEnd) log.scrollTop = log.scrollHeight;
-}
-
-// Messages to send: the answered questions with their answers, and the newest question.
-function sent() {
-  const list = messages.slice(0, -1).filter((message, i, all) => {
-    const next = messages[i + 1];
-    if (message.failed || next.failed || message.role === "system") return false;
-    return message.role !== "user" || next.role === "assistant" || i === all.length - 1;
-  }).map((message) => !message.file ? { role: message.role, content: message.content } : {
-    role: message.role,
-    content: `${message.file.text}\n\n${message.content}`,
-    file_name: message.file.name,
-    file_length: message.file.text.length,
-  });
-  const system = $("system").value.trim();
+function withSystem(messages) {
+  const list = encodedAll(messages), system = settings.system();
   return system ? [{ role: "system", content: system }, ...list] : list;
 }
 
-function asked() {
-  const body = { messages: sent(), stream: true, stream_options: { include_usage: true }, trace: true, ...sessions.field };
-  if ($("most").value) body.max_tokens = Number($("most").value);
-  if ($("temperature").value) body.temperature = Number($("temperature").value);
-  return JSON.stringify(body);
+// ------------------------------------------------------------------------------------------------------------ requests
+
+function body(messages) {
+  const inSession = sessions.kept && !settings.otherPolicy();
+  return {
+    messages: withSystem(messages), stream: true, stream_options: { include_usage: true }, trace: true,
+    ...settings.fields(), ...(inSession && { session: sessions.name }),
+  };
 }
 
-// Uses XMLHttpRequest because fetch does not report upload progress.
-function ask(question) {
-  messages.push({ role: "user", content: question, file: added || undefined }, { role: "assistant", content: "" });
-  const answer = messages.at(-1), withFile = added !== null, begun = performance.now();
-  let read = 0, first = 0;
-  draw();
-  watch.begin();
+// Answer the last question, or continue the last answer. `restore` is called if the server refuses the request.
+function run(restore, continues = false) {
+  const answer = chat.messages.at(-1), trace = new Trace(answer.content.length), begun = performance.now();
+  const usage = { tokens: 0, read: 0, cached: 0 };
+  let first = 0, asked;
+  try {
+    asked = body(continues ? chat.messages : chat.messages.slice(0, -1));
+  } catch {
+    restore();
+    complain("The policy options in the settings are not JSON.");
+    return;
+  }
+  delete answer.finish;
+  answer.traces.push(trace);
+  chat.busy = true;
+  chat.draw();
+  sources.follow(answer);
   $("log").setAttribute("aria-busy", "true");
-  const request = running = new XMLHttpRequest();
-  request.open("POST", "v1/chat/completions");
-  request.setRequestHeader("Content-Type", "application/json");
-  for (const [name, value] of Object.entries(headers())) request.setRequestHeader(name, value);
-  request.upload.onprogress = (event) => {
-    if (withFile && event.lengthComputable) $("file-progress").value = event.loaded / event.total;
-    say(event.loaded < event.total ? "Sending…" : "Reading…");
-  };
-  request.upload.onload = () => { added = null; $("file").hidden = true; };
-  request.onprogress = () => {
-    if (request.status !== 200) return;
-    const end = request.responseText.lastIndexOf("\n\n");
-    if (end < read) return;
-    const had = answer.content.length + (answer.thought || "").length;
-    for (const block of request.responseText.slice(read, end).split("\n\n")) take(block, answer);
-    read = end + 2;
-    if (answer.content.length + (answer.thought || "").length === had) return;
-    if (!first) first = performance.now();
-    say("Answering…");
-    redrawLast();
-  };
-  request.onload = () => {
-    if (request.status !== 200) answer.failed = problem(request);
-    const rate = answer.tokens > 1 && first ? `, ${((answer.tokens - 1) / (performance.now() - first) * 1000).toFixed(1)} tokens/s` : "";
-    const reused = answer.cached ? `, ${count(answer.cached)} of ${count(answer.read)} prompt tokens reused` : "";
-    ended(answer.failed || (first ? `Done. First token after ${((first - begun) / 1000).toFixed(1)} s${rate}${reused}.` : "Done."));
-  };
-  request.onerror = () => { answer.failed = "The server does not respond."; ended(answer.failed); };
-  request.onabort = () => ended("Stopped.");
-  request.send(asked());
-  $("send").disabled = true;
-  $("stop").disabled = false;
   say("Sending…");
+
+  const take = (data) => {
+    if (data.error) answer.failed = data.error.message;
+    if (data.trace) { trace.take(data.trace, answer.content.length); progress(trace); sources.refresh(); }
+    if (data.usage) Object.assign(usage, { tokens: data.usage.completion_tokens, read: data.usage.prompt_tokens, cached: data.usage.prompt_tokens_details.cached_tokens });
+    for (const { delta, finish_reason: finish } of data.choices || []) {
+      if (finish) answer.finish = finish;
+      if (!delta.content && !delta.reasoning_content) continue;
+      answer.content += (delta.content || "").replace(/\r/g, "");
+      if (delta.reasoning_content) answer.thought = (answer.thought || "") + delta.reasoning_content;
+      if (!first) { first = performance.now(); say("Answering…"); }
+      grow();
+    }
+  };
+  abort = send(asked, {
+    uploading: (share) => say(share < 1 ? `Sending… ${Math.round(100 * share)} %` : "Reading…"),
+    event: take,
+    done: () => ended(answer, answer.failed || summary(usage, begun, first), "session" in asked),
+    stopped: () => ended(answer, "Stopped.", "session" in asked),
+    lost() {
+      if (first) answer.failed = "The connection was lost.";
+      if (!first) restore();
+      ended(answer, "", "session" in asked);
+      complain("The server does not respond.");
+    },
+    refused(message) {
+      answer.traces.pop();
+      restore();
+      ended(answer, "The request was refused.", true);
+      complain(message);
+    },
+  });
+  $("send").hidden = true;
+  $("stop").hidden = false;
 }
 
-function take(block, answer) {
-  const line = block.split("\n").find((each) => each.startsWith("data: "));
-  if (!line || line === "data: [DONE]") return;
-  const data = JSON.parse(line.slice(6));
-  if (data.error) answer.failed = data.error.message;
-  if (data.trace) watch.take(data.trace);
-  if (data.usage) {
-    answer.tokens = data.usage.completion_tokens;
-    answer.read = data.usage.prompt_tokens;
-    answer.cached = data.usage.prompt_tokens_details.cached_tokens;
-  }
-  for (const choice of data.choices || []) {
-    answer.content += choice.delta.content || "";
-    if (choice.delta.reasoning_content) answer.thought = (answer.thought || "") + choice.delta.reasoning_content;
-  }
+let growing = false;
+
+function grow() {
+  if (growing) return;
+  growing = true;
+  requestAnimationFrame(() => { growing = false; if (abort) chat.grow(); });
 }
 
-function problem(request) {
-  try { return JSON.parse(request.responseText).error.message; } catch { return `The server responded with status ${request.status}.`; }
+function summary({ tokens, read, cached }, begun, first) {
+  if (!first) return "Done.";
+  const rate = tokens > 1 ? `, ${((tokens - 1) / (performance.now() - first) * 1000).toFixed(1)} tokens/s` : "";
+  const reused = cached ? `, ${count(cached)} of ${count(read)} prompt tokens reused` : "";
+  return `Done. First token after ${((first - begun) / 1000).toFixed(1)} s${rate}${reused}.`;
 }
 
-function ended(text) {
-  running = null;
-  watch.end();
+function progress({ head, prefill, steps }) {
+  if (!prefill) return;
+  const [done, layers] = prefill;
+  $("reading").hidden = steps > 0 || done >= layers;
+  $("prefill").value = done / layers;
+  $("prefill-text").textContent = `layer ${done} of ${layers}, ${count(head.prompt_tokens)} tokens`;
+}
+
+function ended(answer, text, stored) {
+  abort = null;
+  chat.end();
+  $("reading").hidden = true;
   $("log").setAttribute("aria-busy", "false");
-  $("send").disabled = false;
-  $("stop").disabled = true;
-  redrawLast();
+  $("send").hidden = false;
+  $("stop").hidden = true;
+  const body = chat.bodyOf(answer);
+  if (body) sources.show(answer, body);
+  else sources.clear();
   say(text);
-  sessions.keep(messages);
+  sessions.keep(chat.messages, stored);
 }
 
-// --------------------------------------------------------------------------------------------------------- the server
+// ---------------------------------------------------------------------------------------------------------- the server
 
-function meter(used, most) {
+function meter(used, most, label) {
   const found = make("meter");
   found.max = most;
   found.value = used;
+  found.setAttribute("aria-label", label);
   return found;
 }
 
-async function figures() {
+async function statistics() {
   if (document.hidden) return;
   try {
     const answer = await server("v1/load");
-    if (answer.status === 401) { say("This server requires an API key: enter it under Settings."); $("settings").open = true; return; }
+    if (answer.status === 401) { complain("This server requires an API key: enter it in the settings."); settings.open(); return; }
     const load = await answer.json();
-    if (!model) await named();
+    if (!chat.model) await named();
     const held = make("span", `${size(load.pool_used_bytes)} of ${size(load.pool_limit_bytes)} `);
-    held.append(meter(load.pool_used_bytes, load.pool_limit_bytes));
+    held.append(meter(load.pool_used_bytes, load.pool_limit_bytes, "KV in host memory"));
     rows($("tiers"), [
       ["Weights", size(load.weight_bytes)], ["KV on the device", size(load.device_kv_bytes)],
       ["KV in host memory", held], ["kept for prefix caching", size(load.kept_bytes)],
@@ -187,59 +198,70 @@ async function figures() {
 async function named() {
   const answer = await server("v1/models");
   if (!answer.ok) return;
-  model = (await answer.json()).data[0].id;
-  $("model").textContent = model;
-  if (!running) draw();
-  await sessions.list();
+  const [model] = (await answer.json()).data;
+  chat.model = model.id;
+  composer.limit = model.max_model_len;
+  $("model").textContent = model.id;
+  settings.offer(model);
+  if (!abort) chat.draw();
 }
 
-// ------------------------------------------------------------------------------------------------------------- events
+// ------------------------------------------------------------------------------------------------------------- columns
 
-$("ask").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const text = $("text").value.trim();
-  if (running || (!text && !added)) return;
-  $("text").value = "";
-  ask(text);
-});
-$("text").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    $("ask").requestSubmit();
+const narrow = matchMedia("(max-width: 60rem)"); // the columns cover the conversation
+
+function setColumn(name, open) {
+  $(name).hidden = !open;
+  $(`${name}-toggle`).setAttribute("aria-expanded", open);
+  if (!narrow.matches) store(`${name} closed`, open ? null : "1");
+  else if (open) setColumn(name === "aside" ? "nav" : "aside", false);
+}
+
+function setColumns() {
+  for (const name of ["nav", "aside"]) {
+    const open = !narrow.matches && stored(`${name} closed`) === null;
+    $(name).hidden = !open;
+    $(`${name}-toggle`).setAttribute("aria-expanded", open);
   }
+}
+
+for (const name of ["nav", "aside"]) $(`${name}-toggle`).addEventListener("click", () => setColumn(name, $(name).hidden));
+narrow.addEventListener("change", setColumns);
+setColumns();
+
+// -------------------------------------------------------------------------------------------------------------- events
+
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || $("settings").open) return;
+  if (abort) abort();
+  else if (narrow.matches) for (const name of ["nav", "aside"]) setColumn(name, false);
 });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape" && running) running.abort(); });
-$("stop").addEventListener("click", () => { if (running) running.abort(); });
+$("stop").addEventListener("click", () => { if (abort) abort(); });
 $("fresh").addEventListener("click", () => {
-  if (running) running.abort();
   sessions.fresh();
+  if (narrow.matches) setColumn("nav", false);
   say("New conversation started.");
   $("text").focus();
 });
-$("upload").addEventListener("change", () => {
-  const [file] = $("upload").files;
-  if (!file) return;
-  const reader = new FileReader();
-  reader.onprogress = (event) => { $("file-progress").value = event.loaded / Math.max(1, event.total); };
-  reader.onload = () => {
-    added = { name: file.name, text: reader.result };
-    $("file-progress").value = 0;
-    say(`${file.name} will be sent with the next message.`);
-    $("text").focus();
-  };
-  reader.onerror = () => say(`${file.name} could not be read.`);
-  $("file-name").textContent = `${file.name} (${size(file.size)})`;
-  $("file").hidden = false;
-  reader.readAsText(file);
-  $("upload").value = "";
+$("session-list").addEventListener("click", (event) => { if (narrow.matches && event.target.matches(".title")) setColumn("nav", false); });
+$("export-markdown").addEventListener("click", () => exportMarkdown(sessions.title, chat.messages));
+$("export-json").addEventListener("click", () => exportJson(sessions.title, chat.messages));
+$("log").addEventListener("click", (event) => { // a sentence shows its sources
+  const body = event.target.closest("article.assistant .text");
+  if (!body || abort || event.target.closest("a, button") || getSelection().toString()) return;
+  const message = chat.messages[[...$("log").children].indexOf(body.closest("article"))];
+  if (!message.traces) return;
+  if (sources.shown() !== message) sources.show(message, body);
+  const sentence = document.elementFromPoint(event.clientX, event.clientY)?.closest(".sentence");
+  if (sentence) sources.choose(sentence);
+  setColumn("aside", true);
 });
-$("file-drop").addEventListener("click", () => { added = null; $("file").hidden = true; $("text").focus(); });
-$("key").value = sessionStorage.getItem("offload-rt key") || "";
 $("key").addEventListener("change", async () => {
-  sessionStorage.setItem("offload-rt key", $("key").value);
-  await figures();
+  try { sessionStorage.setItem("offload-rt key", $("key").value); } catch { /* no storage */ }
+  complain("");
+  await statistics();
   await sessions.begin();
 });
 
-figures().then(() => sessions.begin()); // first, because answers are labelled with the model name
-setInterval(figures, 2000);
+statistics().then(() => sessions.begin()); // first, because answers are labelled with the model name
+setInterval(statistics, 2000);

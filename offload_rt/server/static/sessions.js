@@ -1,17 +1,22 @@
-// Stored conversations: those of the server if it stores sessions, else one in the browser.
-import { $, make, say, server, store, stored } from "./basics.js";
+// The column of conversations: those of the server if it stores sessions, else one in the browser.
+import { $, button, download, make, post, reason, say, server, store, stored } from "./basics.js";
+import { decoded, encodedAll } from "./conversation.js";
+
+const UNDO = 8000; // milliseconds until a deletion is final
 
 export class Sessions {
-  // open(messages) shows a conversation.
-  constructor(open) {
+  // leave() ends what runs in the current conversation, open(messages) shows another one.
+  constructor(leave, open) {
+    this.leave = leave;
     this.open = open;
     this.kept = false; // whether the server stores sessions
-    this.known = []; // ids of the sessions on the server
+    this.found = []; // sessions of the server
     this.name = stored("session") || fresh();
+    this.deleting = new Map(); // name -> timer of its deletion
+    $("search").addEventListener("input", () => this.draw());
+    $("undo").addEventListener("click", () => this.undo());
+    addEventListener("pagehide", () => { for (const name of this.deleting.keys()) this.remove(name, { keepalive: true }); });
   }
-
-  // Session field of a request.
-  get field() { return this.kept ? { session: this.name } : {}; }
 
   async begin() {
     await this.list();
@@ -23,59 +28,140 @@ export class Sessions {
     try {
       const answer = await server("v1/sessions");
       if (!answer.ok) return;
-      const found = await answer.json();
-      this.kept = found.store;
-      this.known = found.data.map((each) => each.id);
-      $("sessions").hidden = !found.store;
-      $("session-list").replaceChildren(...found.data.map((each) => this.entry(each)));
-    } catch { /* the server statistics show that there is no connection */ }
+      const { store: kept, data } = await answer.json();
+      [this.kept, this.found] = [kept, data];
+      $("stored").hidden = !kept;
+      $("unstored").hidden = kept;
+      this.draw();
+    } catch { /* the statistics of the server show that there is no connection */ }
+  }
+
+  draw() {
+    const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+    const listed = this.found.filter(({ id, title }) => !this.deleting.has(id) && words.every((word) => title.toLowerCase().includes(word)));
+    $("session-list").replaceChildren(...listed.map((each) => this.entry(each)));
+    $("no-session").hidden = listed.length > 0;
+    $("no-session").textContent = words.length ? "No conversation has these words in its title." : "No conversations yet.";
   }
 
   entry(each) {
-    const item = make("li"), open = make("button", each.title || "Untitled"), away = make("button", "×", "away");
-    open.type = away.type = "button";
-    open.title = `${each.turns} questions, ${new Date(each.updated * 1000).toLocaleString()}`;
+    const item = make("li"), title = each.title || "Untitled", open = button(title, () => this.show(each.id));
+    open.className = "title";
+    open.title = `${title}\n${each.turns} questions, ${new Date(each.updated * 1000).toLocaleString()}`;
+    const rename = button("✎", () => this.rename(each, item), `Rename ${title}`);
+    const away = button("×", () => this.delete(each), `Delete ${title}`);
+    away.classList.add("away");
+    rename.classList.add("rename");
     if (each.id === this.name) open.setAttribute("aria-current", "true");
-    away.setAttribute("aria-label", `Delete ${each.title || "Untitled"}`);
-    open.addEventListener("click", () => this.show(each.id));
-    away.addEventListener("click", () => this.remove(each.id));
-    item.append(open, away);
+    item.append(open, rename, away);
     return item;
   }
 
   async show(name, quietly = false) {
-    const answer = this.known.includes(name) ? await server(`v1/sessions/${encodeURIComponent(name)}`) : null;
+    this.leave();
+    const known = this.found.some(({ id }) => id === name);
+    const answer = known ? await server(`v1/sessions/${encodeURIComponent(name)}`) : null;
     this.name = name;
     store("session", name);
-    this.open(answer?.ok ? (await answer.json()).messages.map(shown) : []);
-    await this.list();
+    this.open(answer?.ok ? (await answer.json()).messages.map(decoded).filter(({ role }) => role !== "system") : []);
+    this.draw();
     if (!quietly) { say("Conversation restored."); $("text").focus(); }
   }
 
-  async remove(name) {
-    await server(`v1/sessions/${encodeURIComponent(name)}`, { method: "DELETE" });
-    if (name === this.name) this.fresh();
+  rename(each, item) {
+    const field = make("input");
+    field.value = each.title;
+    field.maxLength = 200;
+    field.setAttribute("aria-label", "New title");
+    let ended = false;
+    const end = async (save) => {
+      if (ended) return;
+      ended = true;
+      const title = field.value.trim();
+      if (save && title && title !== each.title) await this.update(each.id, { title });
+      await this.list();
+    };
+    field.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== "Escape") return;
+      event.stopPropagation();
+      end(event.key === "Enter");
+    });
+    field.addEventListener("blur", () => end(true));
+    item.replaceChildren(field);
+    field.select();
+  }
+
+  async update(name, changes) {
+    const answer = await post(`v1/sessions/${encodeURIComponent(name)}`, changes);
+    if (!answer.ok) say(reason(await answer.text(), answer.status));
+  }
+
+  // Delete after `UNDO` milliseconds.
+  delete(each) {
+    this.deleting.set(each.id, setTimeout(() => this.remove(each.id), UNDO));
+    $("toast-text").textContent = `Deleted “${(each.title || "Untitled").slice(0, 40)}”.`;
+    $("toast").hidden = false;
+    this.undone = each.id === this.name ? this.name : null;
+    if (each.id === this.name) this.fresh();
+    this.draw();
+  }
+
+  async undo() {
+    const name = [...this.deleting.keys()].at(-1);
+    clearTimeout(this.deleting.get(name));
+    this.deleting.delete(name);
+    $("toast").hidden = true;
+    if (this.undone === name) await this.show(name, true);
+    this.draw();
+    say("Restored.");
+  }
+
+  async remove(name, options = {}) {
+    clearTimeout(this.deleting.get(name));
+    await server(`v1/sessions/${encodeURIComponent(name)}`, { method: "DELETE", ...options });
+    this.deleting.delete(name);
+    $("toast").hidden = this.deleting.size === 0;
     await this.list();
-    say("Deleted.");
   }
 
   fresh() {
+    this.leave();
     this.name = fresh();
     store("session", this.name);
     this.open([]);
     if (!this.kept) store("conversation", "[]");
-    for (const button of $("session-list").querySelectorAll("[aria-current]")) button.removeAttribute("aria-current");
+    this.draw();
   }
 
-  // Call this after messages have changed.
-  async keep(messages) {
+  // Call this after messages have changed. `stored`: whether the server has stored them with the request.
+  async keep(messages, stored) {
     store("session", this.name);
-    if (this.kept) await this.list();
-    else if (!store("conversation", JSON.stringify(messages))) {
+    if (this.kept) {
+      if (!stored && messages.length) await this.update(this.name, { messages: encodedAll(messages) });
+      await this.list();
+    } else if (!store("conversation", JSON.stringify(messages.map(({ traces, ...kept }) => kept)))) {
       say("This conversation is too long for the browser's storage and will be lost when the page is closed.");
     }
   }
+
+  get title() {
+    return this.found.find(({ id }) => id === this.name)?.title || "Conversation";
+  }
 }
+
+export function exportMarkdown(title, messages) {
+  const parts = messages.map(({ role, content, files = [] }) => {
+    const attached = files.map(({ name, text }) => `Attached ${name}:\n\n\`\`\`\`\n${text}\n\`\`\`\`\n`);
+    return [`## ${role === "user" ? "You" : "Answer"}`, ...attached, content].join("\n\n");
+  });
+  download(`${fileName(title)}.md`, `${[`# ${title}`, ...parts].join("\n\n")}\n`, "text/markdown");
+}
+
+export function exportJson(title, messages) {
+  download(`${fileName(title)}.json`, JSON.stringify({ title, messages: messages.map(({ traces, ...kept }) => kept) }, null, 2), "application/json");
+}
+
+const fileName = (title) => title.replace(/[^\p{L}\p{N} ._-]+/gu, "").trim().slice(0, 60) || "conversation";
 
 function fresh() {
   return [...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
@@ -86,12 +172,4 @@ function here() {
     const found = JSON.parse(stored("conversation") || "[]");
     return Array.isArray(found) ? found.filter((m) => typeof m.content === "string") : [];
   } catch { return []; }
-}
-
-// Convert a message from the server. An attached file precedes the question in its content.
-function shown(message) {
-  const content = typeof message.content === "string" ? message.content : "";
-  if (!message.file_name) return { role: message.role, content, thought: message.reasoning_content };
-  const text = content.slice(0, message.file_length);
-  return { role: message.role, content: content.slice(message.file_length + 2), file: { name: message.file_name, text } };
 }

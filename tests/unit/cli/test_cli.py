@@ -64,7 +64,7 @@ def test_the_summary_is_short_and_all_statistics_can_be_shown(generate: Cli) -> 
     short, long = generate("--policy", "infinigen").err, generate("--policy", "infinigen", "--stats").err
     rows = [line for line in short.splitlines() if "│" in line]
     assert [name for row in rows if (name := row.split("│")[1].strip())] == [
-        "prompt", "prefill", "decode", "attended exactly", "KV copied to the device", "KV"
+        "prompt", "prefill", "decode", "exact attention fraction", "host to device, KV", "KV"
     ]  # fmt: skip
     assert "approximated attention mass" in long and "attention mass" not in short
     help_text = " ".join(generate("--help").out.split())
@@ -380,12 +380,12 @@ def test_models_that_cannot_be_loaded(cli: Cli, tmp_path: Path) -> None:
     weights = short / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1000])
-    tries(short).fails_with("model.safetensors", "truncated", "1,000 bytes are missing")
+    tries(short).fails_with("model.safetensors", "ends early", "1,000 bytes are missing")
     weights.write_bytes(whole[:4])
     tries(short).fails_with("model.safetensors", "damaged", "header")
     weights.write_bytes(whole)
     (short / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-2.safetensors"}}))
-    tries(short).fails_with("lacks model-2.safetensors", "the download is incomplete")
+    tries(short).fails_with("model-2.safetensors", "does not exist, but the index")
     strange = Path(tiny_checkpoint(tmp_path / "strange", "llama"))
     config = json.loads((strange / "config.json").read_text())
     (strange / "config.json").write_text(

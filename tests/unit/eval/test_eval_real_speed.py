@@ -20,7 +20,7 @@ from offload_rt.errors import ConfigError, InputError
 from offload_rt.eval.speed import worker
 from offload_rt.eval.speed.competitors import COMPETITORS, FIRST, FLOAT32, SpeedConfig
 from offload_rt.eval.speed.real_speed import run_real_speed
-from offload_rt.eval.speed.worker import Answer, Child, Here
+from offload_rt.eval.speed.worker import Answer, InProcessCompetitor, SubprocessCompetitor
 
 BOOK = (Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8")[:4000]
 STATIC, LLAMA = "transformers, StaticCache", "llama.cpp, 16-bit KV"
@@ -73,7 +73,7 @@ def test_time_is_that_of_prompt_and_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     """A tick of this clock for each token."""
     clock = iter(range(10**6))
     monkeypatch.setattr(worker.time, "process_time", lambda: float(next(clock)))
-    answer = Here("full", "reference", SpeedConfig((), 3, 1, "float32")).ask([5, 6, 7])
+    answer = InProcessCompetitor("full", "reference", SpeedConfig((), 3, 1, "float32")).ask([5, 6, 7])
     assert (answer.prefill, answer.steps) == (1.0, [1.0] * 3) and answer.peak_bytes > 2**20
 
 
@@ -83,8 +83,8 @@ def test_time_is_that_of_prompt_and_tokens(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_process_answers_for_its_competitor() -> None:
     """And says what went wrong there, where something does."""
     config = SpeedConfig((), 3, 1, "float32")
-    child = Child("full", "reference", config)
-    assert child.ask([5, 6, 7]).tokens == Here("full", "reference", config).ask([5, 6, 7]).tokens
+    child = SubprocessCompetitor("full", "reference", config)
+    assert child.ask([5, 6, 7]).tokens == InProcessCompetitor("full", "reference", config).ask([5, 6, 7]).tokens
     with pytest.raises(InputError, match="token id 99999 is not"):
         child.ask([99_999])
     child.close()

@@ -58,7 +58,7 @@ def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Return a small Llama checkpoint in this format."""
     if importlib.util.find_spec(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
-    plain = tiny_checkpoint(tmp_path_factory.mktemp("plain"), "llama", intermediate_size=128, head_dim=16)
+    plain = tiny_checkpoint(tmp_path_factory.mktemp("plain"), "llama", intermediate_size=128, head_dim=32)
     folder = tmp_path_factory.mktemp("packed") / str(request.param)
     WAYS[request.param][0](plain).save_pretrained(folder)
     return folder

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload_rt.kernels import packed_products, team
-from offload_rt.kernels.packed_format import PackedFormat
+from offload_rt.kernels.packed_format import BLOCK, PackedFormat
 from offload_rt.models.linear.packed import hold_packed
 
 FORMATS = [
@@ -19,6 +19,10 @@ FORMATS = [
     PackedFormat(128, 6, 16, True),
     PackedFormat(1152, 6, 16, False, 32),
     PackedFormat(2304, 4, 128, False, 8),
+    PackedFormat(192, 8, 32, has_zeros=True, exponent=-9),
+    PackedFormat(2304, 4, 128, has_zeros=True),
+    *(PackedFormat(2304, bits, 32, True, has_factors=True) for bits in (4, 5)),
+    PackedFormat(512, 6, 16, False, 32, has_factors=True, exponent=3),
 ]
 needs_code = pytest.mark.skipif(packed_products.compiled_for(torch.float32) is None, reason="there is no compiled code")
 
@@ -27,11 +31,21 @@ def random_rows(form: PackedFormat, outs: int) -> tuple[torch.Tensor, torch.Tens
     """Return packed rows and their weights in float64."""
     groups = form.ins // form.group
     codes = torch.randint(1 << form.bits, (outs, form.ins), dtype=torch.uint8)
-    scales = torch.randn(outs, groups).half()
-    minima = torch.randn(outs, groups).half() if form.has_minima else None
-    offset = -form.offset * scales.double() if minima is None else minima.double()
-    weights = codes.double().view(outs, groups, -1) * scales.double()[..., None] + offset[..., None]
-    return form.pack(codes, scales, minima), weights.flatten(1)
+    kinds = 2 if form.has_minima else 1
+    if form.has_factors:
+        whole = torch.randint(-128, 128, (kinds, outs, groups), dtype=torch.int8)
+        factors = torch.randn(kinds, outs, form.ins // BLOCK).half()
+        parts = [*whole, *factors]
+        numbers = whole.double() * factors.double().repeat_interleave(BLOCK // form.group, -1)
+    else:
+        numbers = torch.randn(kinds, outs, groups).half()
+        parts, numbers = [*numbers], numbers.double()
+    zeros = torch.full((outs, groups), form.offset, dtype=torch.uint8)
+    if form.has_zeros:
+        parts.append(zeros.random_(1 << form.bits))
+    scales, minima = numbers[0], numbers[1] if form.has_minima else -zeros.double() * numbers[0]
+    weights = codes.double().view(outs, groups, -1) * scales[..., None] + minima[..., None]
+    return form.pack(codes, *parts), weights.flatten(1) * 2.0**form.exponent
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
@@ -58,7 +72,7 @@ def test_products_are_those_of_float64(form: PackedFormat, bias: bool, dtype: to
     """A row's result does not depend on the number of rows, up to the rows that torch multiplies."""
     rows, weights = random_rows(form, 21)
     layer = nn.Linear(form.ins, 21, bias=bias).to(dtype)
-    hold_packed(layer, nn.Parameter(rows, requires_grad=False), form, dtype)
+    hold_packed(layer, form, dtype, rows)
     x = torch.randn(packed_products.MAX_ROWS + 1, form.ins * 2, dtype=dtype)[..., ::2]
     expected = x.double() @ weights.T + (layer.bias.double() if bias else 0)
     size = (x.double().norm(dim=1)[:, None] * weights.norm(dim=1)).double()
@@ -75,7 +89,7 @@ def test_products_are_those_of_float64(form: PackedFormat, bias: bool, dtype: to
 def test_gradients_of_inputs_pass_through() -> None:
     rows, weights = random_rows(FORMATS[0], 3)
     layer, x = nn.Linear(192, 3), torch.randn(2, 192, requires_grad=True)
-    hold_packed(layer, nn.Parameter(rows, requires_grad=False), FORMATS[0], torch.float32)
+    hold_packed(layer, FORMATS[0], torch.float32, rows)
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, weights.sum(0).float().expand(2, 192))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
 import shutil
 import subprocess
@@ -98,15 +99,29 @@ def test_the_page_loads_nothing_from_elsewhere(url: str) -> None:
         if file.startswith(("data:", "#")):
             continue
         assert httpx2.get(f"{url}/{file}").status_code == 200, file
-    files = {path.name: path.read_text(encoding="utf-8") for path in STATIC.iterdir()}
+    files = {path.name: path.read_text(encoding="utf-8") for path in STATIC.iterdir() if path.is_file()}
     for name, text in files.items():
         path = "" if name == "page.html" else name
         assert httpx2.get(f"{url}/{path}").text == text, "it is not served"
         assert not re.findall(r"https?://[a-z]", text), "it would ask another server"
+        assert len(text.splitlines()) <= 400, name
         if name.endswith(".js"):
             assert set(re.findall(r'\$\("([a-z-]+)"\)', text)) <= links.ids
-            assert {f"{module}.js" for module in re.findall(r'from "\./(\w+)\.js"', text)} <= files.keys()
+            for module in re.findall(r'(?:from|import) "\./([\w./]+)"', text):
+                assert httpx2.get(f"{url}/{module}").status_code == 200, module
             assert "innerHTML" not in text and "eval(" not in text
+
+
+def test_vendored_libraries_are_as_published_and_named() -> None:
+    """`vendor/README.md` is the only place that names the versions, licences and checksums of other projects' files."""
+    folder = STATIC / "vendor"
+    table = re.findall(r"^\| `([\w.]+)` \| \S+ \S+ \| .+ \| `([\w.]+)` \| `([0-9a-f]{64})` \|$",
+                       (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)  # fmt: skip
+    names = {name for script, licence, _ in table for name in (script, licence)}
+    assert names | {"README.md"} == {path.name for path in folder.iterdir()}
+    for script, _, expected in table:
+        assert hashlib.sha256((folder / script).read_bytes()).hexdigest() == expected, script
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 300_000
 
 
 def test_the_dockerfile_copies_what_there_is_and_starts_the_server() -> None:

@@ -154,6 +154,8 @@ def test_what_a_request_does_is_traced(model: Path, tmp_path: Path) -> None:
 
 def test_a_request_names_its_policy(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path, max_engines=2) as (http, engine):
+        [listed] = http.get("/v1/models").json()["data"]
+        assert listed["policy"] == "full" and {"full", "infinigen"} < set(listed["policies"])
         expected = ask(http)
         for policy in ("streaming", "full"):  # the second engine replaces the first
             found = ask(http, policy=policy)
@@ -286,6 +288,23 @@ def test_what_is_being_answered_is_not_deleted(tokenizer: PreTrainedTokenizerBas
         wait_until(lambda: http.delete("/v1/sessions/novel").status_code == 200)
         assert http.get("/v1/sessions").json()["data"] == [] and len(engine.deleted) == 1
         assert http.delete("/v1/sessions/novel").status_code == 404
+
+
+def test_a_conversation_is_renamed_and_replaced(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    engine = ScriptedEngine(tokenizer, lambda prompt: "Yes.")
+    with served(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
+        path = "/v1/sessions/novel"
+        assert http.post(path, json={"title": "A"}).status_code == 404
+        assert http.post(path, json={"messages": [USER, ASSISTANT]}).status_code == 200
+        assert http.get(path).json()["messages"] == [USER, ASSISTANT]
+        assert http.get("/v1/sessions").json()["data"][0]["title"] == "Who?"
+        assert http.post(path, json={"title": "A novel"}).status_code == 200
+        http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "B"}], "session": "novel"})
+        [head] = http.get("/v1/sessions").json()["data"]
+        assert head["title"] == "A novel" and head.keys() == {"id", "title", "turns", "updated"}
+        assert http.get(path).json()["messages"][0]["content"] == "B"
+        for wrong in ({"title": ""}, {"messages": []}, {"title": "x" * 201}):
+            assert http.post(path, json=wrong).status_code == 400, wrong
 
 
 def test_a_response_is_not_deleted_while_its_conversation_goes_on(

@@ -1,0 +1,161 @@
+"""Convert a checkpoint folder with packed weights, such as GPTQ or AWQ, to a packed checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import ModelError
+from ..kernels.packed_format import PackedFormat
+from ..utils.progress import Progress
+from .checkpoint import build_skeleton, one_error, read_tokenizer
+from .importers import IMPORTERS
+from .importers.base import Importer
+from .linear import packing
+from .packed_checkpoint import CannotPackError, write_checkpoint
+from .source import ModelSource
+from .stored_tensors import StoredTensor, check_complete, stored_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_UNUSED = "rotary_emb.inv_freq"
+"""Buffer that old checkpoints store. transformers computes it."""
+
+
+@dataclass(frozen=True)
+class FolderImport:
+    """The conversion of a checkpoint folder (`importing.Conversion`)."""
+
+    source: ModelSource
+    config: PreTrainedConfig
+
+    @functools.cached_property
+    def _local(self) -> ModelSource:
+        """The source with a local folder, downloaded if it is on the hub."""
+        if self.source.folder is not None:
+            return self.source
+        from huggingface_hub import snapshot_download
+
+        hub = self.source.hub
+        with one_error(f"cannot download {self.source}"):
+            folder = snapshot_download(
+                self.source.place, revision=hub.revision, token=hub.token, cache_dir=hub.folder, allow_patterns=_FILES
+            )
+        return replace(self.source, place=str(folder))
+
+    def files(self) -> list[Path]:
+        assert self._local.folder is not None
+        return sorted(path for path in self._local.folder.iterdir() if path.is_file())
+
+    def formats(self, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:
+        with self._errors():
+            layers = _Layers(self.config, self.source, skeleton)
+            return {name: form for name in layers.modules if (form := layers.form(name)) is not None}
+
+    def write(self, folder: Path) -> None:
+        config = copy.deepcopy(self.config)
+        del config.quantization_config
+        source = self._local
+        with self._errors():
+            skeleton = build_skeleton(source, config, torch.bfloat16)
+            layers = _Layers(self.config, source, skeleton)
+            tensors, formats = layers.read()
+        write_checkpoint(folder, config, tensors, formats)
+        if (tokenizer := read_tokenizer(source)) is not None:
+            tokenizer.save_pretrained(folder)
+        if getattr(skeleton, "generation_config", None) is not None:
+            from transformers import GenerationConfig
+
+            if (source.folder or Path()).joinpath("generation_config.json").exists():
+                GenerationConfig.from_pretrained(source.place).save_pretrained(folder)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Convert CannotPackError, and the errors of damaged files, to ModelError."""
+        try:
+            with one_error(f"cannot read the packed weights of {self.source}"):
+                yield
+        except ModelError as error:
+            if isinstance(error.__cause__, CannotPackError):
+                raise ModelError(
+                    f"{self.source} has packed weights ({packing(self.config)}) of a kind that is not supported: "
+                    f"{error.__cause__}; quantize='none' loads them with transformers' packages"
+                ) from error
+            raise
+
+
+class _Layers:
+    """The tensors of a checkpoint by module.
+
+    Attributes:
+        modules: Tensors by the last part of their names, by the name of their module.
+    """
+
+    def __init__(self, config: Any, source: ModelSource, skeleton: PreTrainedModel) -> None:
+        """Raise CannotPackError if names differ from those of transformers' model."""
+        method = packing(config)
+        assert method is not None
+        self._importer: Importer = IMPORTERS[method]
+        given = config.quantization_config
+        self._options = given if isinstance(given, dict) else given.to_dict()
+        self._importer.check(self._options)
+        self._skeleton, self.modules = skeleton, defaultdict[str, dict[str, StoredTensor]](dict)
+        known = {**dict(skeleton.named_parameters(remove_duplicate=False)), **dict(skeleton.named_buffers())}
+        tied = set(getattr(skeleton, "all_tied_weights_keys", {}) or ())
+        for stored in stored_tensors(source):
+            module, _, part = stored.name.rpartition(".")
+            if stored.name.endswith(_UNUSED) or stored.name in tied:
+                continue
+            if stored.name not in known and (part not in self._importer.parts or f"{module}.weight" not in known):
+                raise CannotPackError(f"the model in transformers has no {stored.name}")
+            self.modules[module][part] = stored
+
+    def form(self, name: str) -> PackedFormat | None:
+        """Return the format of a module, or None if it is not packed."""
+        module: Any = self._skeleton.get_submodule(name)
+        parts = self.modules[name]
+        if type(module) is not nn.Linear or not any(part in parts for part in self._importer.parts):
+            return None
+        try:
+            return self._importer.form(
+                {part: each.shape for part, each in parts.items()}, self._options, module.in_features
+            )
+        except (KeyError, IndexError) as error:
+            raise CannotPackError(f"{name} lacks {error}") from error
+
+    def read(self) -> tuple[dict[str, torch.Tensor], dict[str, PackedFormat]]:
+        """Return the tensors of the packed checkpoint, and the formats of its modules."""
+        from safetensors import safe_open
+
+        tensors: dict[str, torch.Tensor] = {}
+        formats: dict[str, PackedFormat] = {}
+        files = {each.file for parts in self.modules.values() for each in parts.values()}
+        opened: dict[Path, Any] = {
+            file: safe_open(check_complete(file), framework="pt") for file in files if file is not None
+        }
+        with Progress(enabled=True).items("Packing weights", len(self.modules)) as advance:
+            for name, parts in self.modules.items():
+                found = {part: opened[each.file].get_tensor(each.name) for part, each in parts.items() if each.file}
+                if (form := self.form(name)) is not None:
+                    layer = self._importer.pack(found, form, self._options)
+                    outs = len(self._skeleton.get_submodule(name).weight)  # type: ignore[arg-type]
+                    if len(layer.rows) != outs:
+                        raise CannotPackError(f"{name} has {len(layer.rows)} outputs instead of {outs}")
+                    formats[name], tensors[f"{name}.packed"] = layer.form, layer.rows
+                    if layer.order is not None:
+                        tensors[f"{name}.order"] = layer.order
+                    found = {part: each for part, each in found.items() if part == "bias"}
+                tensors |= {f"{name}.{part}": each for part, each in found.items()}
+                advance()
+        return tensors, formats

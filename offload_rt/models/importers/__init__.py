@@ -1,0 +1,10 @@
+"""Importers of checkpoint folders with packed weights, by the `quant_method` of their configuration."""
+
+from __future__ import annotations
+
+from .awq import AWQ
+from .base import Importer
+from .compressed_tensors import CompressedTensors
+from .gptq import GPTQ
+
+IMPORTERS: dict[str, Importer] = {importer.method: importer for importer in (GPTQ(), AWQ(), CompressedTensors())}

@@ -1,0 +1,173 @@
+"""The cache of packed checkpoints: one folder for each converted file, which appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from ..utils.private_files import make_private_folder, open_private
+from ..utils.progress import report
+from ..utils.units import parse_size
+
+LIMIT_VARIABLE, DEFAULT_LIMIT = "OFFLOAD_RT_PACKED_LIMIT", "64GiB"
+"""Environment variable with the maximum size of all folders. The folders used least recently are deleted."""
+
+DIGEST, ORIGIN = "model.digest", "origin"
+"""Files with the digest of all other files, which is written last, and with the name of the checkpoint."""
+
+_NEW = "new-"  # prefix of folders that are not complete
+_LOCK = "lock"
+_BYTES_AT_ONCE = 1 << 24
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PackedEntry:
+    """A cached checkpoint.
+
+    Attributes:
+        folder: Its folder.
+        origin: The checkpoint that it was made from.
+        size: Bytes of its files.
+        used: Time of the last use, in seconds.
+    """
+
+    folder: Path
+    origin: str
+    size: int
+    used: float
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether a cached checkpoint exists. Its digest is not checked."""
+    return (folder / DIGEST).exists()
+
+
+def cached_folder(folder: Path, origin: str, write: Callable[[Path], None]) -> Path:
+    """Return the cached checkpoint `folder`. If it does not exist, `write` it.
+
+    One process writes at a time. Others wait for it, and for the same folder they find the result.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    if is_complete(folder):
+        os.utime(folder)  # marks it as used
+        return folder
+    with _locked(folder.parent):
+        if not is_complete(folder):
+            for leftover in folder.parent.glob(f"{_NEW}*"):  # of a process that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            _write(folder, origin, write)
+        _limit(folder.parent, parse_size(os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT, LIMIT_VARIABLE), folder)
+    return folder
+
+
+def _write(folder: Path, origin: str, write: Callable[[Path], None]) -> None:
+    """Write a folder under another name, and rename it once all files are on the disk."""
+    new = folder.with_name(f"{_NEW}{folder.name}")
+    make_private_folder(new)
+    try:
+        write(new)
+        (new / ORIGIN).write_text(origin)
+        (new / DIGEST).write_text(_digest(new))
+        for file in (*new.iterdir(), new):
+            _sync(file)
+        if folder.exists():  # what is left of an interrupted deletion
+            shutil.rmtree(folder)
+        os.replace(new, folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def is_intact(folder: Path) -> bool:
+    """Return whether the files of a cached checkpoint are those that were written."""
+    try:
+        return (folder / DIGEST).read_text() == _digest(folder)
+    except OSError:
+        return False
+
+
+def _digest(folder: Path) -> str:
+    """Return the digest of the names and contents of all files except `DIGEST`."""
+    digest, buffer = xxhash.xxh3_128(), bytearray(_BYTES_AT_ONCE)
+    for path in sorted(folder.iterdir()):
+        if path.name != DIGEST:
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+            with path.open("rb", buffering=0) as file:
+                while count := file.readinto(buffer):
+                    digest.update(memoryview(buffer)[:count])
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _locked(home: Path) -> Iterator[None]:
+    """Hold the lock of the cache. The kernel releases it when the process ends."""
+    make_private_folder(home)
+    handle = open_private(home / _LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("waiting for another process that packs weights")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def packed_entries(home: Path) -> list[PackedEntry]:
+    """Return the cached checkpoints in `home`, least recently used first."""
+    found = []
+    for folder in home.iterdir() if home.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # deleted at the same time, or a file
+            if not folder.name.startswith(_NEW):
+                size = sum(file.stat().st_size for file in folder.iterdir())
+                origin = (folder / ORIGIN).read_text() if (folder / ORIGIN).exists() else folder.name
+                found.append(PackedEntry(folder, origin, size, folder.stat().st_mtime))
+    return sorted(found, key=lambda entry: entry.used)
+
+
+def shrink_packed(home: Path, limit: int) -> list[PackedEntry]:
+    """Delete the checkpoints used least recently until the others have at most `limit` bytes. Return the deleted ones.
+
+    With a limit of 0, the records of files that cannot be packed are deleted as well.
+    """
+    if not home.is_dir():
+        return []
+    with _locked(home):
+        for leftover in (*home.glob(f"{_NEW}*"), *(home.glob("*.refused") if limit == 0 else ())):
+            leftover.unlink() if leftover.is_file() else shutil.rmtree(leftover, ignore_errors=True)
+        return _limit(home, limit, None)
+
+
+def _limit(home: Path, limit: int, keep: Path | None) -> list[PackedEntry]:
+    """Delete the folders used least recently while all of them are larger than the limit, except `keep`."""
+    entries, deleted = packed_entries(home), []
+    total = sum(entry.size for entry in entries)
+    for entry in entries:
+        if total > limit and entry.folder != keep:
+            # Processes that use these weights have mapped the file, which stays until they end.
+            (entry.folder / DIGEST).unlink(missing_ok=True)
+            shutil.rmtree(entry.folder, ignore_errors=True)
+            total -= entry.size
+            deleted.append(entry)
+            _log.info("deleted the packed weights of %s", entry.origin)
+    return deleted
