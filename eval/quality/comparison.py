@@ -195,7 +195,7 @@ def _draw_transfers(axis: Axes, sizes: Mapping[str, float]) -> None:
 def _draw_masses(axis: Axes, masses: Mapping[str, tuple[float, float, float]]) -> None:
     from matplotlib.ticker import PercentFormatter
 
-    styles = (("exact", "#4c78a8", "white"), ("from 4-bit KV", "#9ecae1", "black"), ("missed", "#e45756", "white"))
+    styles = (("exact", "#4c78a8", "white"), ("approximate KV", "#9ecae1", "black"), ("missed", "#e45756", "white"))
     start = np.zeros(len(masses))
     for (label, colour, ink), part in zip(styles, np.array(list(masses.values())).T, strict=True):
         axis.barh(list(masses), part, left=start, color=colour, height=0.6)

@@ -17,6 +17,7 @@ from ..config import EngineConfig
 from ..errors import ModelError
 from ..kv_cache.machine import memory_limit
 from ..models.source import find_source, hub_of
+from ..models.stored_tensors import check_weights
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,7 +69,7 @@ def check_before_loading(model: str, config: EngineConfig, *, text: bool = True)
     hub = hub_of(config)
     source = find_source(model, hub)
     source.check_folder()
-    source.check_weights()
+    check_weights(source)
     source.check_reachable()
     tokenizer = source if config.tokenizer is None else find_source(config.tokenizer, replace(hub, revision=None))
     if text and not tokenizer.has_tokenizer:

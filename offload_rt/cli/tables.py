@@ -159,7 +159,7 @@ def summary_table(stats: Stats) -> Table:
     per_token = stats.h2d_bytes / stats.decoded_tokens if stats.decoded_tokens else 0
     whole = per_token / stats.fetched_fraction if stats.fetched_fraction else 0
     times = f" ({whole / per_token:.0f} times less than all KV)" if per_token and whole > 1.5 * per_token else ""
-    rest = "; the rest is estimated from approximate KV" if stats.approximate_bytes_device else "; the rest is ignored"
+    rest = ", the rest through approximate KV" if stats.approximate_bytes_device else ", the rest is ignored"
     attended = _percent(stats.exact_fraction) + " of the context" + (rest if selects else "")
     device = stats.kv_bytes_device + stats.scoring_bytes_device
     return _table(
@@ -188,8 +188,8 @@ def texts_table(policy: str, tokenizer: PreTrainedTokenizerBase, written: Sequen
     cells = []
     for name, tokens in ((policy, written), ("full attention", full)):
         table.add_column(name, ratio=1)
-        common = tokenizer.decode(tokens[:same])
-        cells.append(Text.assemble(common, (tokenizer.decode(tokens).removeprefix(common), "bold")))
+        common, whole = (str(tokenizer.decode(list(part))) for part in (tokens[:same], tokens))
+        cells.append(Text.assemble(common, (whole.removeprefix(common), "bold")))
     table.add_row(*cells)
     return table
 
@@ -221,7 +221,7 @@ def comparison_table(found: Comparison) -> Table:
             ("same most probable token", same),
             ("KL divergence", f"{kl} nats per token: {verdict}"),
             ("speed", speed),
-            ("KV copied per token", f"{format_size(ours)}, full attention {format_size(all_kv)}{times}"),
+            ("host to device, KV", f"{format_size(ours)} per token, full attention {format_size(all_kv)}{times}"),
             ("KV on the device", f"{format_size(device)}, the whole KV {format_size(policy.kv_bytes_host)}"),
         ],
     )

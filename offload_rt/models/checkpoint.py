@@ -27,6 +27,7 @@ from .multimodal import belongs_to, is_multimodal, text_config, unused_modules, 
 from .packed_checkpoint import read_checkpoint
 from .registry import architectures, unsupported
 from .source import ModelSource
+from .stored_tensors import check_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -142,7 +143,7 @@ def read_weights(
     """
     from transformers import AutoModelForCausalLM
 
-    source.check_weights()
+    check_weights(source)
     method = packing(config)
     if method == PACKED.method:
         if source.folder is None:

@@ -22,9 +22,8 @@ from .importers import IMPORTERS
 from .importers.base import Importer
 from .linear import packing
 from .packed_checkpoint import CannotPackError, write_checkpoint
-from .safetensors_files import check_complete
 from .source import ModelSource
-from .stored_tensors import StoredTensor, stored_tensors
+from .stored_tensors import StoredTensor, check_complete, stored_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

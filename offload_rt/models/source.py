@@ -11,7 +11,6 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..errors import ModelError
-from .safetensors_files import check_files
 
 SHIPPED = {"reference": "llama", "reference-opt": "opt"}
 """Shipped checkpoints by name, with their folders under `offload_rt/reference`."""
@@ -91,18 +90,6 @@ class ModelSource:
             raise ModelError(f"{self} is a PEFT adapter, not a model; {MERGE}", reason="peft")
         expected = "a model folder contains config.json and *.safetensors, or one GGUF file"
         raise ModelError(f"{self} has no config.json; {expected}")
-
-    def check_weights(self) -> None:
-        """Raise ModelError if a local folder has no safetensors files or incomplete ones. Only headers are read."""
-        folder = self.folder
-        if folder is None or self.gguf is not None:
-            return
-        if any(folder.glob("*.safetensors")):
-            check_files(folder)
-            return
-        pickled = any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth"))
-        what = "only pickled weights, which are never loaded because they can run code" if pickled else "no weights"
-        raise ModelError(f"{self} has {what}; expected *.safetensors, as written by save_pretrained")
 
     @property
     def has_tokenizer(self) -> bool:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .safetensors_files import read_header, weight_files
+from ..errors import ModelError
+from ..utils.small_files import read_json
 from .source import ModelSource
+
+_INDEX = "model.safetensors.index.json"
+_HEADER_LIMIT = 100 << 20
+"""Longest header in bytes that the safetensors library accepts."""
 
 
 class StoredTensor(NamedTuple):
@@ -24,6 +30,14 @@ class StoredTensor(NamedTuple):
     kind: str
     size: int
     file: Path | None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that transformers reads: those of the index, model.safetensors, or all."""
+    if (index := folder / _INDEX).exists():
+        return sorted({folder / str(name) for name in read_json(index)["weight_map"].values()})
+    whole = folder / "model.safetensors"
+    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
 
 
 def stored_tensors(source: ModelSource) -> Iterator[StoredTensor]:
@@ -45,7 +59,51 @@ def stored_tensors(source: ModelSource) -> Iterator[StoredTensor]:
                 yield StoredTensor(name, tuple(info.shape), info.dtype, size, None)
         return
     for path in weight_files(source.folder):
-        for name, entry in read_header(path).items():
+        for name, entry in _header(path).items():
             if name != "__metadata__":
                 first, last = entry["data_offsets"]
                 yield StoredTensor(name, tuple(entry["shape"]), entry["dtype"], last - first, path)
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(_HEADER_LIMIT, path.stat().st_size):
+            raise ValueError(f"{path.name} is damaged: its header has a length of {length} bytes")
+        header: dict[str, Any] = json.loads(file.read(length))
+        return header
+
+
+def check_complete(path: Path) -> Path:
+    """Return `path`. Raise ModelError if this safetensors file is damaged or ends before its last tensor does."""
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in _header(path).items() if name != "__metadata__"]
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+        missing = start + max(ends, default=0) - path.stat().st_size
+    except FileNotFoundError:
+        raise ModelError(f"'{path}' does not exist, but the index of the checkpoint names it") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"'{path}' is damaged: its header cannot be read ({error})") from error
+    if missing > 0:
+        raise ModelError(f"'{path}' is damaged: the file ends early: {missing:,} bytes are missing")
+    return path
+
+
+def check_weights(source: ModelSource) -> None:
+    """Raise ModelError if a local folder has no safetensors files or incomplete ones. Only headers are read."""
+    folder = source.folder
+    if folder is None or source.gguf is not None:
+        return
+    if any(folder.glob("*.safetensors")):
+        try:
+            files = weight_files(folder)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"'{folder / _INDEX}' is damaged: {error}") from error
+        for file in files:
+            check_complete(file)
+        return
+    pickled = any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth"))
+    what = "only pickled weights, which are never loaded because they can run code" if pickled else "no weights"
+    raise ModelError(f"{source} has {what}; expected *.safetensors, as written by save_pretrained")

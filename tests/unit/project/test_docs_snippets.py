@@ -160,6 +160,11 @@ SMALL = {
 """Values in place of those in the documentation."""
 
 
+LENGTH = dict.fromkeys(("generate", "write", "chat"), ("--max-new-tokens", "4"))
+LENGTH["skew"] = ("--calibration-tokens", "128")
+"""Options that shorten commands without a length."""
+
+
 def runs(line: str) -> bool:
     words = line.split()
     return words[0] in ("cp", "head") or (words[0] == "offload-rt" and words[1] in RUN)
@@ -182,6 +187,8 @@ def run_line(line: str, model: str) -> int:
         small = [SMALL.get(before, word) for before, word in itertools.pairwise(words)]
         args = [model if word == "MODEL" or word.startswith("meta-llama/") else word for word in small]
         args = [str(Path.cwd() / "kv") if word == "/nvme/kv" else word for word in args]
+        if args[0] in LENGTH and not set(args) & {"--max-new-tokens", "--more", "--chapters", "--outline"}:
+            args[1:1] = LENGTH[args[0]]
         with contextlib.redirect_stdout(out):
             code = main(args[: args.index(">")] if ">" in args else args)
     else:
@@ -198,6 +205,7 @@ def run_line(line: str, model: str) -> int:
     "page", [page for page in PAGES if any(map(runs, shell_lines(page)))], ids=lambda page: page.name
 )
 def test_commands_run(page: Path, instruct: str, workplace: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(Path(instruct) / "cache"))
     Path("offload_rt").symlink_to(ROOT / "offload_rt")
     Path("opening.txt").write_text("It was a dark night.")
     Path("outline.txt").write_text("The road\nThe house\n")
