@@ -22,7 +22,7 @@
 #                sessions runs one; GPU_PYTHON=python3 takes that environment instead of making one
 #   make bench   the speed measurements, written to out/
 #   make bench-real  trained models' prompts and steps beside transformers' (MODEL=smollm2 runs one), to eval/results/MODEL;
-#                BENCH_FLAGS='--who all --gguf FILE' for kvpress and llama.cpp too, where their packages are installed
+#                BENCH_FLAGS='--runtimes all --gguf FILE' for kvpress and llama.cpp too, where their packages are installed
 #   make paper   counterparts of the paper's tables and figures for the reference models, written to eval/results/
 #                (about half an hour on two cores; what is done is not done again)
 #   make real    quality loss of selection on trained models (MODEL=smollm2 runs one), written to eval/results/MODEL; in

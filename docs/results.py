@@ -80,7 +80,7 @@ def perplexity() -> str:
     keys.sort(key=lambda key: (key[2] != DEFAULT, "approximate KV" not in key[2] and "values" not in key[2]))
     rows = []
     for key in keys:
-        row = next(model[key] for model in models if key in model)  # shares are alike on both models
+        row = next(model[key] for model in models if key in model)  # shares are equal on both models
         shares = [f"{row[column]:.1%}" for column in ("attended", "link")]
         if row["policy"] != "full":
             rows.append([key[2], *shares, *(change(model[key]) if key in model else "" for model in models)])
@@ -117,7 +117,7 @@ def score(row: Row) -> float:
 
 
 def ruler() -> str:
-    """Mean RULER scores by model and context, with the number of answers that equal full attention's."""
+    """Mean RULER scores by model and context, with the number of responses equal to full attention."""
     rows = []
     for model, contexts in (("qwen", ("", "_8192", "_16384", "_32000")), ("smollm2", ("",)), ("gemma", ("", "_16384"))):
         for context in contexts:
@@ -179,7 +179,7 @@ def needles() -> str:
 
 
 def formats() -> str:
-    """Perplexity with KV stored in fewer bits, beside approximate KV."""
+    """Perplexity with a quantised KV cache, compared with approximate KV."""
     models = [most_windows(load(f"{model}/bytes")) for model in ("qwen", "smollm2")]
     rows = [[key[2], *(change(model[key]) for model in models)] for key in models[0] if key[2] != "`full`"]
     return table(("setting", NAMES["qwen"], NAMES["smollm2"]), rows)
@@ -229,27 +229,28 @@ def reference() -> str:
 def others() -> str:
     """Prompt time, time per token and memory of other runtimes on Qwen at 2,048 tokens."""
     ours, theirs = load("qwen/rows_in_c/real_speed"), load("qwen/rivals/real_speed")
-    names = {row["who"] for row in ours}
-    rows = [row for row in theirs if row["who"] not in names] + [row for row in ours if "float32" not in row["who"]]
+    names = {row["runtime"] for row in ours}
+    rows = [row for row in theirs if row["runtime"] not in names]
+    rows += [row for row in ours if "float32" not in row["runtime"]]
     cells = [
-        [_runtime(row["who"]), f"{row['prefill']:.1f}", f"{row['step']:.0f}", f"{row['peak']:,.0f}"] for row in rows
+        [_runtime(row["runtime"]), f"{row['prefill']:.1f}", f"{row['step']:.0f}", f"{row['peak']:,.0f}"] for row in rows
     ]
     return table(("runtime", "prompt, s", "ms per token", "peak RSS, MiB"), cells)
 
 
-def _runtime(who: str) -> str:
-    return f"offload-rt, `{who}`" if who in ("full", "infinigen", "auto") else who
+def _runtime(name: str) -> str:
+    return f"offload-rt, `{name}`" if name in ("full", "infinigen", "auto") else name
 
 
 def lengths() -> str:
-    """Prompt time and time per token beside transformers over context length."""
+    """Prompt time and time per token compared with transformers, by context length."""
     rows = []
     for name in ("smollm2/rows_in_c", "smollm2/rows_in_c/long", "qwen/rows_in_c", "qwen/rows_in_c/long"):
         found: dict[int, dict[str, Row]] = {}
         for row in load(f"{name}/real_speed"):
-            found.setdefault(row["context"], {})[row["who"]] = row
+            found.setdefault(row["context"], {})[row["runtime"]] = row
         for context, by in found.items():
-            prompts = [f"{by[who]['prefill']:.1f}" for who in (DYNAMIC, "full")]
+            prompts = [f"{by[name]['prefill']:.1f}" for name in (DYNAMIC, "full")]
             steps = [f"{by[who]['step']:.0f}" if who in by else "" for who in (DYNAMIC, STATIC, "full", "infinigen")]
             rows.append([NAMES[name.partition("/")[0]], f"{context:,}", *prompts, *steps])
     head = ["prompt, s: `DynamicCache`", "`full`"]
@@ -261,7 +262,7 @@ DYNAMIC, STATIC = "transformers, DynamicCache", "transformers, StaticCache"
 
 
 def threads() -> str:
-    """Wall time per token by threads, idle and beside a busy process."""
+    """Wall time per token by threads, idle and with another busy process."""
     found: dict[tuple[float, int], dict[str, float]] = {}
     for row in load("cpu/threads/smollm2_6k/threads"):
         found.setdefault((row["busy"], row["threads"]), {})[row["policy"]] = row["median"]
@@ -286,12 +287,12 @@ def selecting() -> str:
 
 
 def avx2() -> str:
-    """Time per token and memory beside transformers, restricted to AVX2."""
+    """Time per token and memory compared with transformers, restricted to AVX2."""
     rows = []
     for name in ("smollm2", "qwen"):
         for row in load(f"cpu/avx2/{name}/real_speed"):
             cells = [f"{row['prefill']:.1f}", f"{row['step']:.0f}", f"{row['step_ratio']:.1f}", f"{row['peak']:,.0f}"]
-            rows.append([NAMES[name], f"{row['context']:,}", _runtime(row["who"]), *cells])
+            rows.append([NAMES[name], f"{row['context']:,}", _runtime(row["runtime"]), *cells])
     head = ("prompt, s", "ms per token", "times as fast as `DynamicCache`", "peak RSS, MiB")
     return table(("model", "context", "runtime", *head), rows)
 
@@ -310,7 +311,7 @@ def drafts() -> str:
 
 
 def disk() -> str:
-    """Decode steps whose KV lies on a disk."""
+    """Decode steps whose KV is on a disk."""
     rows = []
     for name, shape in (("qwen", "24 layers, recorded"), ("million", "2 layers, random")):
         for row in sorted(load(f"disk/{name}/disk_steps"), key=lambda row: (row["context"], row["what"])):
@@ -345,18 +346,18 @@ GPU_ROWS = {
 
 
 def readme() -> str:
-    """The README's table: offload-rt beside the alternatives."""
+    """The README's table: offload-rt compared with the alternatives."""
     quality = most_windows(load("qwen/perplexity"))[NOVEL, 8192, DEFAULT]
     on_gpu = json.loads((RESULTS / "gpu" / "time_per_token.json").read_text(encoding="utf-8"))["data"]
-    steps = {row["who"]: row["step"] for row in load("qwen/rows_in_c/long/real_speed") if row["context"] == 8192}
-    llama = {row["who"]: row["step"] for row in load("qwen/rivals/8000/real_speed")}["llama.cpp, 16-bit KV"]
+    steps = {row["runtime"]: row["step"] for row in load("qwen/rows_in_c/long/real_speed") if row["context"] == 8192}
+    llama = {row["runtime"]: row["step"] for row in load("qwen/rivals/8000/real_speed")}["llama.cpp, 16-bit KV"]
 
     def device(name: str) -> list[str]:
         times = dict(map(tuple, on_gpu[name]))
         return [f"{times[context]:.0f}" if context in times else "not measured" for context in (32768, 131072)]
 
-    def cpu(who: str) -> str:
-        return f"{steps[who]:.0f}"
+    def cpu(runtime: str) -> str:
+        return f"{steps[runtime]:.0f}"
 
     full, unknown = "0 (full attention)", ["not measured"] * 2
     rows = [

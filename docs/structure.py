@@ -2,7 +2,7 @@
 
     python docs/structure.py docs/pages/structure.svg
 
-The order is that of `tests/unit/project/test_layering.py`. The script also prints the lines of each folder.
+`tests/unit/project/test_layering.py` defines the order. The script also prints the lines of each folder.
 """
 
 from __future__ import annotations

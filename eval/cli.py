@@ -1,4 +1,4 @@
-"""Command line `offload-rt eval MEASURE ...`. Heavy modules are imported only when a measure runs."""
+"""Command line `offload-rt eval NAME ...`. Heavy modules are imported only when an evaluation runs."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError
 from .core.registry import MEASURES, run_measure
-from .measures import quality, speed, suites  # noqa: F401 - they register the built-in measures
+from .measures import quality, speed, suites  # noqa: F401 - they register the built-in evaluations
 
 
 def listing() -> str:
-    """Return the text of `offload-rt eval --help`, with one line per measure."""
+    """Return the text of `offload-rt eval --help`, with one line per evaluation."""
     width = max(map(len, MEASURES)) + 2
     lines = [f"  {name:{width}}{found.help}" for name, found in MEASURES.items()]
-    usage = "usage: offload-rt eval MEASURE ...\n"
-    head = "'offload-rt eval MEASURE --help' lists the options of a measure.\n\nmeasures:"
-    tail = "\nMEASURE may also be a Python file that registers a measure."
+    usage = "usage: offload-rt eval NAME ...\n"
+    head = "'offload-rt eval NAME --help' lists the options of an evaluation.\n\nevaluations and benchmarks:"
+    tail = "\nNAME may also be a Python file that registers an evaluation."
     return "\n".join([usage, head, *lines, tail])
 
 
 def run_eval(arguments: Sequence[str]) -> int:
-    """Run `arguments`: the name of a measure (or a Python file that registers one), followed by its arguments.
+    """Run `arguments`: the name of an evaluation (or a Python file that registers one), followed by its arguments.
 
-    `--help` lists all measures. Returns the exit code. Raises ConfigError if the measure is missing or unknown.
+    `--help` lists all evaluations. Returns the exit code. Raises ConfigError if the evaluation is missing or unknown.
     """
     if not arguments:
-        raise ConfigError(f"name a measure: {', '.join(MEASURES)} (see offload-rt eval --help)")
+        raise ConfigError(f"name an evaluation: {', '.join(MEASURES)} (see offload-rt eval --help)")
     name, *others = arguments
     if name in ("-h", "--help"):
         print(listing())

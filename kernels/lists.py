@@ -1,4 +1,4 @@
-"""Operations of the decode step over lists, in torch: the reference definitions of the Triton kernels.
+"""Operations of the decode step over lists, in torch: the reference implementation of the Triton kernels.
 
 A list is one KV head of one sequence. There are P = B * Hkv lists, sequence-major. Lists of a batch differ in length.
 int32 tensors (`starts`, `stops`, `counts`) mark the valid part, so shapes are static and the host never waits. Data
@@ -22,7 +22,7 @@ from .selection import quantised_scores as packed_scores
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of all lists, with statistics of S blocks of tokens.
+    """Scores of all lists, with statistics for S blocks of tokens.
 
     Attributes:
         scores: `[P, G, N]`, -inf outside the valid tokens of each list.

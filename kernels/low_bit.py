@@ -1,4 +1,4 @@
-"""Low-bit copies of keys and values, and attention over them, in torch: the reference for faster paths.
+"""Low-bit keys and values, and attention over them, in torch: the reference implementation of faster kernels.
 
 A vector `[d]` is stored as codes of `bits` bits (`d * bits / 8` bytes) and one 8-bit step. Code c stands for `(c -
 (2^bits - 1) / 2) * step`. The step is the largest magnitude of the vector divided by 2^(bits - 1), so no value is
@@ -28,7 +28,7 @@ KEY_BITS = 4
 """Bits per element of a key. Values tolerate two bits, scores do not."""
 
 SMALLEST = (127 - 20) << 3
-"""Upper eleven bits of a float32 (exponent and three fraction bits) of 2^-20, the step of code 0."""
+"""Upper eleven bits (exponent and three fraction bits) of 2^-20 in float32, the step of code 0."""
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
@@ -90,7 +90,7 @@ def dequantise_rows(packed: torch.Tensor, steps: torch.Tensor, bits: int, dtype:
 
 
 def packs(head_dim: int, value_bits: int) -> bool:
-    """Return whether keys of 4 bits and values of `value_bits` bits of one token fill whole bytes."""
+    """Return whether a token's 4-bit keys and `value_bits`-bit values fill whole bytes."""
     return head_dim * KEY_BITS % 8 == 0 and head_dim * value_bits % 8 == 0
 
 
@@ -112,17 +112,17 @@ class Layout:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of one packed key."""
+        """Size in bytes of one packed key."""
         return self.head_dim * KEY_BITS // 8
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of one packed value."""
+        """Size in bytes of one packed value."""
         return self.head_dim * self.value_bits // 8
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
+        """Size in bytes of one block."""
         return BLOCK * (self.key_bytes + self.value_bytes + 2)
 
     def keys(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

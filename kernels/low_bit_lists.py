@@ -1,4 +1,4 @@
-"""Operations on the low-bit KV of a batch, in torch: the reference definitions of the Triton kernels.
+"""Operations on the low-bit KV of a batch, in torch: the reference implementation of the Triton kernels.
 
 `lists.py` defines lists. The low-bit KV of a sequence is in its pages (`pages.py`). The basis of queries and
 keys, the mean of keys and the mixing of values are the same for all sequences.

@@ -84,7 +84,7 @@ class ScoredTokens:
     Attributes:
         scores: `[Hkv, G, n]`.
         peak: Largest score of each query, `[Hkv, G]`.
-        lse: Log of the sum of e^score of each query, `[Hkv, G]`.
+        lse: Log-sum-exp of each query's scores, `[Hkv, G]`.
         call: The call that computed the scores. `LowBitLibrary.merge` continues it.
     """
 
@@ -166,7 +166,7 @@ def select(
     Args:
         scores: Float32 `[Hkv, G, n]`.
         peak: Largest score of each query, `[Hkv, G]`.
-        lse: Log of the sum of e^score of each query, `[Hkv, G]`, or None if G = 1.
+        lse: Log-sum-exp of each query's scores, `[Hkv, G]`, or None if G = 1.
         alpha: Largest distance of a passing score from the peak.
         limit: Largest number of tokens.
 
@@ -194,7 +194,7 @@ def select(
 
 
 def _parts(blocks: int) -> tuple[int, int]:
-    """Return the number of blocks per part of a KV head, and the number of parts."""
+    """Return the number of blocks per part, and the number of parts per KV head."""
     per_part = max(MIN_BLOCKS, -(-blocks // MAX_PARTS))
     return per_part, -(-blocks // per_part)
 

@@ -1,4 +1,4 @@
-"""Root mean square norm in torch: the reference definition of `triton_norm`."""
+"""Root mean square norm in torch: the reference implementation of `triton_norm`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class PackedFormat:
         has_zeros: Whether each group has its own code that stands for 0, a uint8.
         has_factors: Whether scales and minima are int8 with factors, as in GGUF's Q4_K, Q5_K and Q6_K.
         exponent: Moves scales into the range of float16.
-        permuted: Whether inputs are in another order than those of the layer (see `hold_packed`).
+        permuted: Whether inputs are in another order than in the layer (see `hold_packed`).
     """
 
     ins: int
@@ -78,7 +78,7 @@ class PackedFormat:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Size in bytes of a row."""
         return self.factors + (2 * self.ins // BLOCK * (1 + self.has_minima) if self.has_factors else 0)
 
     def pack(self, codes: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ MAX_ROWS = 16
 """Maximum number of rows for which this is faster than torch's product with unpacked weights."""
 
 PART_BYTES = 1 << 16
-"""Bytes of packed weights that a thread reads at a time."""
+"""Packed weights that a thread reads at a time, in bytes."""
 
 WORTH_THREADS = 1 << 18
 """Minimum size of a packed weight in bytes for which several threads are used."""

@@ -1,4 +1,4 @@
-"""Attention over gathered KV in torch: the reference definition of all faster kernels.
+"""Attention over gathered KV in torch: the reference implementation of all faster kernels.
 
 LSE is the natural logarithm everywhere. Scores, softmax and LSE are float32 (float64 for float64 inputs). The product
 of weights and values runs in the dtype of the values.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 CACHED = 8 << 20
-"""Bytes of keys that fit the caches of a processor."""
+"""Size in bytes of keys that fit the caches of a processor."""
 
 FEW = 8
 """Maximum queries per KV head for which keys that exceed the caches are multiplied as k q^T."""
@@ -20,7 +20,7 @@ FEW = 8
 HALF = (torch.bfloat16, torch.float16)
 
 WIDENED = 1 << 20
-"""Bytes of half-precision keys that a CPU converts to float32 at a time, small enough for its caches."""
+"""Size in bytes of half-precision keys that a CPU converts to float32 at a time, small enough for its caches."""
 
 
 def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -66,7 +66,7 @@ def attention_weights(
 
 
 def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Replace scores s by c tanh(s / c) in place. Without a softcap c, return them unchanged."""
+    """Replace scores s with c tanh(s / c) in place. Without a softcap c, return them unchanged."""
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 

@@ -15,7 +15,7 @@ MAX_ROWS = 12
 """Maximum number of rows for which this is faster than torch's product."""
 
 PART_BYTES = 1 << 18
-"""Bytes of a weight that a thread reads at a time, in about 20 microseconds."""
+"""Part of a weight that a thread reads at a time (in about 20 microseconds), in bytes."""
 
 WORTH_THREADS = 1 << 20
 """Minimum size of a weight in bytes for which several threads are used."""

@@ -1,4 +1,4 @@
-"""Token selection in torch: skewed scores, thresholds and top-n. The reference definition of all faster kernels.
+"""Token selection in torch: skewed scores, thresholds and top-n. The reference implementation of all faster kernels.
 
 If scores are equal, the lower token index wins. On the CPU, C code selects the same sets without a sort, if it could be
 compiled. Scores are float32 (float64 for float64 models) and finite or -inf.
@@ -50,7 +50,7 @@ def quantise(x: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int)
 
 
 def dequantise(codes: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the middle `[Hkv, m, d]` of the interval of each code, in the dtype of `mean`."""
+    """Return the middle of each code's interval, `[Hkv, m, d]`, in the dtype of `mean`."""
     return (codes.to(mean.dtype) - ((1 << bits) - 1) / 2) * step.unsqueeze(1) + mean.unsqueeze(1)
 
 
@@ -186,7 +186,7 @@ def group_lse(scores: torch.Tensor) -> torch.Tensor | None:
 
 
 def top_tokens(values: torch.Tensor, n: int) -> torch.Tensor:
-    """Return the indices int64 `[Hkv, n]` of the n largest values of each row of `[Hkv, m]`.
+    """Return the indices, int64 `[Hkv, n]`, of the n largest values in each row of `[Hkv, m]`.
 
     The indices are ordered as in `select_tokens`. If values are equal, the lower index wins.
     """
@@ -220,7 +220,7 @@ def select_tokens(scores: torch.Tensor, alpha: float, limit: int) -> torch.Tenso
 def select_tokens_reference(
     scores: torch.Tensor, alpha: float, limit: int, lse: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute `select_tokens` in plain torch (reference definition). `lse` is `group_lse` of the scores, if known.
+    """Compute `select_tokens` in plain torch (reference implementation). `lse` is `group_lse` of the scores, if known.
 
     A token passes a query head if its score is within `alpha` of the maximum of that head. Each KV head takes the n
     best of the tokens that pass any head of the layer, best first. There are always at least n such tokens.
@@ -249,7 +249,7 @@ class ScoreQuery:
 def extend_selection(scores: torch.Tensor, attended: torch.Tensor, max_missed: float, most: int) -> torch.Tensor:
     """Select tokens in addition to `attended` until the missed attention mass is at most `max_missed`.
 
-    The missed mass is the mean over query heads. Each KV head takes its m best tokens, by the largest softmax of the
+    This mass is the mean over query heads. Each KV head takes its m best tokens, by the largest softmax of the
     group. m is the smallest number that suffices, at most `most`.
 
     Args:

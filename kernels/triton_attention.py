@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 _STEP_BYTES = 1 << 14
-"""Bytes of K (and of V) per step. The steps in flight then fit the 99 KiB of shared memory of consumer cards."""
+"""Size of K (and of V) per step in bytes. The steps in flight then fit the shared memory of consumer cards (99 KiB)."""
 
 PIECE_ROWS = 256
-"""KV rows per program."""
+"""KV vectors per program."""
 
 _PARTS = 16
 """Parts that the merge reads at once."""
@@ -68,7 +68,7 @@ def store_part(
 ) -> None:  # fmt: skip
     """Store the result of `attend_rows` for G query heads as rows [first, first + G) of a part.
 
-    The lse is always stored, out only if the part has KV rows (`some`).
+    The lse is always stored, out only if the part has KV vectors (`some`).
     """
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
     lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))

@@ -22,7 +22,7 @@ PROGRAMS = 32
 KiB in flight. `offload-rt eval gpu --part kernels` measures other numbers."""
 
 _BLOCK_BYTES = 1 << 12
-"""Bytes of K, and of V, that a program requests before the first use."""
+"""Size of K (and of V) in bytes that a program requests before the first use."""
 
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 _BLOCK_SIZE = tl.constexpr(BLOCK_SIZE)

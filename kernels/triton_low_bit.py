@@ -168,7 +168,7 @@ def _store_field(
     outs: tl.tensor, first: tl.tensor, acc: tl.tensor, total: tl.tensor,
     d: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, FIELD: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the channels of one field of rows [first, first + G) of a part."""
+    """Store the channels of one field for rows [first, first + G) of a part."""
     head, column = tl.arange(0, GROUP), tl.arange(0, V)
     at = outs + (first + head)[:, None] * d + FIELD * VALUES + column[None, :]
     tl.store(at, acc / total[:, None], mask=(head < G)[:, None] & (column < VALUES)[None, :])
@@ -193,7 +193,7 @@ def _attend(
     """Program (p, s): blocks [s * PIECE, ...) of list p within its range, with an online softmax.
 
     Writes part s: lse, and out `[G, d]` unless it has no blocks (0 if all tokens are excluded). KEYS and VALUES are the
-    bytes of a packed key and value, K and V the padded sizes.
+    sizes of a packed key and value in bytes, K and V the padded sizes.
     """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin = tl.maximum(tl.load(starts + p) // _BLOCK, piece * PIECE)

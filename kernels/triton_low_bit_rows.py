@@ -146,7 +146,7 @@ def append_rows(
 
 
 def padded_sizes(layout: Layout) -> dict[str, int]:
-    """Return the bytes of a packed key and value (KEYS, VALUES), and the sizes that a product needs (K, V)."""
+    """Return the sizes of a packed key and value in bytes (KEYS, VALUES), and the sizes that a product needs (K, V)."""
     keys, values = layout.key_bytes, layout.value_bytes
     padded = {"K": max(32, triton.next_power_of_2(keys)), "V": max(16, triton.next_power_of_2(values))}
     return {"KEYS": keys, "VALUES": values} | padded

@@ -55,7 +55,7 @@ def store_scores(
 def _own(
     table: tl.tensor, p: tl.tensor, heads: tl.tensor, KEYS: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the start of list p and the distance of its rows in elements of type KEYS.
+    """Return the start of list p and the distance between its rows, in elements of type KEYS.
 
     The start is a multiple of BYTES bytes, the distance a multiple of ALIGN elements.
     """

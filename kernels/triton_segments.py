@@ -20,11 +20,11 @@ from .segments import Run
 from .triton_attention import attend_rows, merge_parts, steps
 
 _PIECE, _PIECES = 256, 64
-"""KV rows per piece, and maximum pieces per run. Longer runs have larger pieces."""
+"""KV vectors per piece, and maximum pieces per run. Longer runs have larger pieces."""
 
 _QUERY_BYTES = 1 << 14
-"""Maximum bytes of the queries of a program for a shared run (16 to 64 queries). Queries and KV together fit the shared
-memory of a consumer card."""
+"""Maximum size in bytes of the queries per program for a shared run (16 to 64 queries). Queries and KV together fit
+the shared memory of a consumer card."""
 
 _FIELDS = tl.constexpr(11)
 """Fields of a run in the table: addresses of k and v, strides of head and row of k and of v, number of rows, first and

@@ -380,7 +380,7 @@ class AsyncLLM:
     def _fail(self, request: Request, error: Exception) -> None:
         """Send an error to the client of a request and end all its completions.
 
-        If the history of a finished turn cannot be written, the client already has the answer: only log the error.
+        If the history of a finished turn cannot be written, the client already has the response: only log the error.
         """
         if (client := self._by_number.get(request.prompt.id)) is not None:
             self._leave(client)

@@ -149,7 +149,7 @@ class EngineConfig:
         working_set: Number of fetched KV entries per layer, KV head and sequence that stay on the device. Frequently
             and recently used entries are kept, and only other entries are transferred. 0 disables it. The tokens do not
             change. On a CPU this only simulates a device and is slower.
-        exact: Lossless mode: the text equals that of full attention, but fewer passes read all KV. Draft tokens are
+        exact: Lossless mode: the text equals the text of full attention, but fewer passes read all KV. Draft tokens are
             proposed, one pass of full attention verifies several of them, and rejected tokens are discarded. True
             chooses the method ("lookup" for policy "full", else "both"). A method name or a mapping of `DraftOptions`
             is also accepted.

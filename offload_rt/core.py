@@ -193,7 +193,7 @@ class Selection:
 
 @dataclass(frozen=True, eq=False)
 class PagedRows:
-    """KV entries of one layer of one sequence in the blocks of the host pool.
+    """KV entries of one sequence in one layer, in blocks of the host pool.
 
     Token t of KV head h is row `t + block_rows[t // 64] + first + h * head_rows` of k and v. The object covers the
     resident tokens and `tokens`.

@@ -2,8 +2,8 @@
 
 Inside the block, calls of the model's forward with a cache are computed by this package: prompts with full attention,
 and each following token as a decode step with the policy. Generation modes, logits processors, stopping criteria,
-streamers and pipelines are still those of transformers. Greedy tokens equal those of `LLM`, and with policy "full" also
-the tokens of transformers. Calls without a cache run the model's own forward.
+streamers and pipelines still come from transformers. Greedy tokens equal the tokens of `LLM`, and with policy "full"
+also the tokens of transformers. Calls without a cache run the model's own forward.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     OffloadError
     ├── ConfigError          (ValueError)   an option has an invalid value, or is unknown
     ├── InputError           (ValueError)   a prompt, file or request is invalid
-    │   └── SessionBusyError                the session is answering another request
+    │   └── SessionBusyError                the session is running another request
     ├── ModelError           (ValueError)   the model is unsupported, incomplete or damaged
     │   └── LogitsError                     the model's logits are not finite
     ├── ArtifactError        (ValueError)   a skew artifact is damaged or belongs to another model
@@ -33,7 +33,7 @@ class InputError(OffloadError, ValueError):
 
 
 class SessionBusyError(InputError):
-    """The session is answering another request. A session gives one answer at a time."""
+    """The session is running another request. A session runs one request at a time."""
 
 
 class ModelError(OffloadError, ValueError):

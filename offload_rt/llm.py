@@ -156,7 +156,7 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum length of prompt and answer together. Limited by the model, host memory and device memory."""
+        """Maximum length of prompt and output together. Limited by the model, host memory and device memory."""
         return max_length(self.geometry.max_positions, self.runner.check_fits)
 
     @property
@@ -238,7 +238,7 @@ class LLM:
         continue_final_message: bool = False,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Return answers to one conversation or several, rendered with the tokenizer's chat template.
+        """Return responses to one conversation or several, rendered with the tokenizer's chat template.
 
         Args:
             messages: A list of messages such as `{"role": "user", "content": "..."}`, or a list of such lists.

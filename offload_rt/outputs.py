@@ -199,7 +199,7 @@ class Stats:
         missed_mass: Attention mass outside of the exactly attended tokens, mean over sampled steps and layers that
             select. With approximate KV, attention to the other tokens is estimated, not lost. None if it was not
             measured.
-        missed_mass_worst_layer: Missed mass of the layer in which it is largest, mean over sampled steps.
+        missed_mass_worst_layer: Missed attention mass of the layer with the largest value, mean over sampled steps.
         working_set_rows: Capacity of the working set in KV entries per layer and KV head.
         working_set_bytes: Size of the working set, included in `kv_bytes_device`.
         working_set_hit_rate: Fraction of selected KV entries found in the working set.
@@ -209,7 +209,7 @@ class Stats:
         draft_speedup: Estimated time of decoding without drafts, divided by the measured time. None if no pass without
             drafts was measured.
         attended_by_step: Fraction of visible tokens attended exactly, `[steps][layers]`.
-        missed_by_step: (step, missed mass of each layer) for each sampled step.
+        missed_by_step: (step, missed attention mass of each layer) for each sampled step.
         disk_bytes_read: Bytes read from the disk since the sequence began, for all sequences.
         disk_bytes_written: Bytes written since the sequence began, for all sequences.
         disk_hit_rate: Fraction of selected KV entries found in host memory instead of on disk.

@@ -24,12 +24,12 @@ ALL = -1
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """A format that the answer must follow. Set exactly one field.
+    """A format that the output must follow. Set exactly one field.
 
     Attributes:
         json: JSON schema, as a mapping or a string.
-        regex: Regular expression that the whole answer matches.
-        choice: Strings. The answer is one of them.
+        regex: Regular expression that the whole output matches.
+        choice: Strings. The output is one of them.
         grammar: Context-free grammar in Lark notation, as read by llguidance.
     """
 
@@ -45,7 +45,7 @@ class StructuredOutputs:
               "choice, grammar")  # fmt: skip
         if self.choice is not None:
             object.__setattr__(self, "choice", _texts("choice", self.choice))
-            check(bool(self.choice), "choice=[] allows no answer: it needs at least one string")
+            check(bool(self.choice), "choice=[] allows no output: it needs at least one string")
         if self.json is not None:
             object.__setattr__(self, "json", _schema(self.json))
 
@@ -59,20 +59,20 @@ class SamplingParams:
 
     Attributes:
         max_tokens: Maximum number of new tokens.
-        min_tokens: Number of new tokens before which neither end-of-text tokens nor stop strings end the answer.
+        min_tokens: Number of new tokens before which neither end-of-text tokens nor stop strings end the output.
         temperature: 0 is greedy decoding.
         top_k: Sample from the `top_k` most probable tokens; -1 or 0 disables it.
         top_p: Sample from the smallest set of tokens with this total probability; 1 disables it.
         min_p: Drop tokens less probable than this fraction of the most probable one; 0 disables it.
-        presence_penalty: Subtracted from the logits of tokens that occur in the answer.
-        frequency_penalty: Subtracted from the logit of a token once for each of its occurrences in the answer.
-        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt and answer.
+        presence_penalty: Subtracted from the logits of tokens that occur in the output.
+        frequency_penalty: Subtracted from the logit of a token once for each of its occurrences in the output.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt and output.
         seed: Seed of the random numbers; None is random. The random number of a token depends on the seed and on the
             token's position in the text. The first of n completions uses `seed`, and the others use seeds derived
             from it.
-        stop: String or strings that end the answer. They are not part of it.
-        stop_token_ids: Tokens that end the answer.
-        include_stop_str_in_output: Keep the stop string in the answer.
+        stop: String or strings that end the output. They are not part of it.
+        stop_token_ids: Tokens that end the output.
+        include_stop_str_in_output: Keep the stop string in the output.
         skip_special_tokens: Leave special tokens out of the text.
         ignore_eos: Continue after end-of-text tokens.
         logprobs: Number of most probable tokens per position whose log-probabilities are returned, in addition to the
@@ -85,10 +85,10 @@ class SamplingParams:
         n: Number of completions per prompt. The prompt is computed once.
         logits_processors: transformers' `LogitsProcessor` objects. They are called with token ids `[1, T]` and logits
             `[1, V]` of one completion at a time.
-        structured_outputs: Format of the answer.
+        structured_outputs: Format of the output.
         num_beams: Above 1, beam search as in transformers' `generate`; needs `temperature=0`. The best `n` beams are
             returned.
-        length_penalty: Beam scores are divided by length to this power; above 0 prefers long answers.
+        length_penalty: Beam scores are divided by length to this power; above 0 prefers long outputs.
         early_stopping: Beam search ends when `num_beams` beams have finished (True), when better ones are unlikely
             (False), or when none can become better ("never").
     """

@@ -31,7 +31,7 @@ _TENSORS: Final = ("query", "key", "key_mean", "key_std", "slope", "offset")
 
 
 def artifact_bytes(geometry: ModelGeometry) -> int:
-    """Return the number of bytes of the bases and corrections for a model of `geometry`."""
+    """Return the size in bytes of the bases and corrections for a model of `geometry`."""
     bases = geometry.kv_heads * geometry.head_dim**2
     return 2 * geometry.layers * (bases + geometry.hidden * len(SOURCES)) * torch.float32.itemsize
 
@@ -121,8 +121,8 @@ class SkewArtifact:
             fingerprint: Fingerprint of the model in use. None accepts the artifact of any model.
 
         Raises:
-            ArtifactError: The file is missing, damaged, not a skew artifact, has another format version, or made for
-                another model.
+            ArtifactError: The file is missing, damaged, not a skew artifact, has another format version, or was made
+                for another model.
         """
         path = Path(path)
         header, tensors = _read(path)

@@ -97,7 +97,7 @@ def measure(
     """Return the moments of queries and keys and the correction of guesses, on the CPU.
 
     Queries and keys are taken after RoPE and without the scale. The moments have leading axes `[L, Hkv]`. The moments
-    of a KV head include the queries of all G heads of its group. The text runs in segments of at most `positions`
+    of a KV head include the queries of all G heads in its group. The text runs in segments of at most `positions`
     tokens. Each segment starts at position 0 and uses exact causal attention. Raises the errors of `calibrate`.
 
     With RoPE, the moments depend on the positions. A basis from the first 2,048 positions fits the slow rotary planes

@@ -20,7 +20,7 @@ from ..config import Source
 from ..models.adapter import ModelAdapter
 
 SOURCES: Final[tuple[Source, ...]] = get_args(Source)
-"""Sources of a guess, in the order of the first axis of a correction."""
+"""Sources of a predicted query, ordered as the first axis of a correction."""
 
 
 @dataclass(frozen=True, eq=False)

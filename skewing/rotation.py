@@ -114,7 +114,7 @@ BASES: Final[Mapping[SkewMethod, Callable[[Moments], SkewBasis]]] = {"svd": svd_
 def kept_energy(moments: Moments, basis: SkewBasis, columns: int) -> torch.Tensor:
     """Return the fraction `[...]` of the scores' mean square that the first `columns` columns keep: 1 - error / total.
 
-    The keys are centred. The result is negative if the kept columns approximate the scores worse than zeros would. It
+    The keys are centred. The result is negative if these columns approximate the scores worse than zeros would. It
     is 1 if the total is 0.
     """
     skewed = moments.skewed(basis)

@@ -195,7 +195,7 @@ class Haystack:
         return Passage(kind, Text((*tokens, *asked), start - 1, start), tuple(questions))
 
     def _ask(self, needle: Needle) -> tuple[list[int], list[list[int]]]:
-        """Return the tokens of all questions, and the positions of the answer tokens of each question."""
+        """Return the tokens of all questions, and the positions of each question's answer tokens."""
         tokens: list[int] = []
         marks: list[list[int]] = []
         for question in needle.questions:

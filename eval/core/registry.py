@@ -4,8 +4,8 @@
     def tokens(args: argparse.Namespace) -> int:
         ...
 
-A Python file that registers a measure is run by its path: `offload-rt eval ./tokens.py --text book.txt`. Modules that
-register measures import heavy dependencies inside the function, so that listing all measures stays fast.
+A Python file that registers an evaluation is run by its path: `offload-rt eval ./tokens.py --text book.txt`. Modules
+that register evaluations import heavy dependencies inside the function, so that listing them stays fast.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Flags = Callable[[argparse.ArgumentParser], None]
 
 @dataclass(frozen=True)
 class Measure:
-    """A registered measure.
+    """A registered evaluation or benchmark.
 
     Attributes:
         help: One-line description.
         add_flags: Adds the flags to a parser. If None, `run` parses `args.arguments` itself.
-        run: Runs the measure and returns the exit code. Its docstring is the `--help` description.
+        run: Runs the evaluation and returns the exit code. Its docstring is the `--help` description.
     """
 
     help: str
@@ -40,15 +40,15 @@ class Measure:
 
 
 MEASURES: dict[str, Measure] = {}
-"""Registered measures by name."""
+"""Registered evaluations by name."""
 
 
 def measure(name: str, help: str, add_flags: Flags | None) -> Callable[[Run], Run]:
-    """Register the decorated function as the measure `name`. Raises ConfigError if the name is taken."""
+    """Register the decorated function as the evaluation `name`. Raises ConfigError if the name is taken."""
 
     def register(run: Run) -> Run:
         if name in MEASURES:
-            raise ConfigError(f"there is a measure {name!r} already: choose another name")
+            raise ConfigError(f"there is an evaluation {name!r} already: choose another name")
         MEASURES[name] = Measure(help, add_flags, run)
         return run
 
@@ -64,19 +64,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run_measure(name: str, arguments: Sequence[str], prog: str) -> int:
-    """Run a measure and return its exit code.
+    """Run an evaluation and return its exit code.
 
     Args:
-        name: Name of a registered measure, or path of a Python file that registers one.
-        arguments: Command-line arguments of the measure.
+        name: Name of a registered evaluation, or path of a Python file that registers one.
+        arguments: Command-line arguments of the evaluation.
         prog: Program name in usage messages.
 
     Raises:
-        ConfigError: If the measure or a flag is unknown. Errors of the measure propagate.
+        ConfigError: If the evaluation or a flag is unknown. Errors of the evaluation propagate.
     """
     found = _from_file(Path(name)) if name.endswith(".py") else None
     if found is None:
-        check_choice("measure", name, MEASURES)
+        check_choice("evaluation", name, MEASURES)
         found = MEASURES[name]
     if found.add_flags is None:
         return found.run(argparse.Namespace(arguments=list(arguments)))
@@ -87,9 +87,9 @@ def run_measure(name: str, arguments: Sequence[str], prog: str) -> int:
 
 
 def _from_file(path: Path) -> Measure:
-    """Load the measure that a Python file registers.
+    """Load the evaluation that a Python file registers.
 
-    Raises InputError if there is no such file, ConfigError unless it registers exactly one measure.
+    Raises InputError if there is no such file, ConfigError unless it registers exactly one evaluation.
     """
     if not path.is_file():
         raise InputError(f"cannot read {str(path)!r}: there is no such file")
@@ -97,5 +97,5 @@ def _from_file(path: Path) -> Measure:
     runpy.run_path(str(path))
     added = [name for name in MEASURES if name not in before]
     if len(added) != 1:
-        raise ConfigError(f"{str(path)!r} registers {len(added)} measures; it must register one with @measure(...)")
+        raise ConfigError(f"{str(path)!r} registers {len(added)} evaluations; it must register one with @measure(...)")
     return MEASURES.pop(added[0])

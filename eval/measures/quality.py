@@ -1,4 +1,4 @@
-"""Quality measures: perplexity, retrieval, harness tasks, tuning."""
+"""Evaluations of quality: perplexity, retrieval, harness tasks, tuning."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def perplexity(args: argparse.Namespace) -> int:
 
 @measure("divergence", "KL divergence and top-1 agreement with full, position by position", _perplexity_flags)
 def divergence(args: argparse.Namespace) -> int:
-    """Measure how far the next-token distribution of each policy is from that of full attention: KL divergence over
+    """Measure how far the next-token distribution of each policy is from full attention: KL divergence over
     the whole vocabulary and agreement of the most probable token. Example: offload-rt eval divergence reference --text
     BOOK --budgets 0.02,0.05 --windows 4 --out DIR"""
     from ..quality.divergence import run_divergence
@@ -120,7 +120,7 @@ def _tune_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
-@measure("tune", "infinigen's settings that keep a limit on the missed mass at the fewest bytes", _tune_flags)
+@measure("tune", "infinigen's settings with the fewest bytes within a limit on the missed attention mass", _tune_flags)
 def tune(args: argparse.Namespace) -> int:
     """Choose infinigen's scorer, source, window, skew and threshold, so that a limit on the missed attention mass of a
     text is kept with the fewest bytes. Saves them with the skew artifact; 'generate --skew DIR' uses them as defaults.

@@ -1,4 +1,4 @@
-"""Speed measures: decode steps, prompts, threads, C kernels."""
+"""Benchmarks of speed: decode steps, prompts, threads, C kernels."""
 
 from __future__ import annotations
 
@@ -38,19 +38,23 @@ def _real_speed_flags(parser: argparse.ArgumentParser) -> None:
     _trained_model_flags(parser)
     add_options(parser, SpeedConfig)
     parser.add_argument(
-        "--who", type=names, default=SpeedConfig.who, metavar="A;B", help=f"all, or of {'; '.join(COMPETITORS)}"
+        "--runtimes",
+        type=names,
+        default=SpeedConfig.runtimes,
+        metavar="A;B",
+        help=f"runtimes to compare: all, or some of {'; '.join(COMPETITORS)}",
     )
 
 
-@measure("real-speed", "prompt and decode times of a trained model beside other runtimes", _real_speed_flags)
+@measure("real-speed", "prompt and decode times of a trained model compared with other runtimes", _real_speed_flags)
 def real_speed(args: argparse.Namespace) -> int:
     """Compare transformers' caches, the policies of this package, and kvpress and llama.cpp if installed, on the same
     model and text. Reports the time to the first token, the time of each further token, memory, and agreement with
-    float32. Each competitor runs in its own process; they answer alternately. Times are CPU time."""
+    float32. Each competitor runs in its own process, and they take turns. Times are CPU time."""
     from ..speed.competitors import SpeedConfig
     from ..speed.real_speed import run_real_speed
 
-    config, say = config_of(args, SpeedConfig, who=args.who), say_on_stderr()
+    config, say = config_of(args, SpeedConfig, runtimes=args.runtimes), say_on_stderr()
     return show(run_real_speed(args.model, read_text(args.text), config, Path(args.out), say), args.out, say)
 
 
@@ -61,9 +65,9 @@ def _threads_flags(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ThreadsConfig)
 
 
-@measure("threads", "wall time of a token by number of threads, idle and beside a busy process", _threads_flags)
+@measure("threads", "wall time of a token by number of threads, idle and with another busy process", _threads_flags)
 def threads(args: argparse.Namespace) -> int:
-    """Measure the wall time of a token for several numbers of threads, on an idle machine and beside a busy process.
+    """Measure the wall time of a token by number of threads, on an idle machine and with another busy process.
     torch is imported before this package."""
     from ..speed.threads import ThreadsConfig, run_threads
 

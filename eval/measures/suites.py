@@ -1,4 +1,4 @@
-"""Suites of measures, run by `make paper`, `make gpu` and `make real`."""
+"""Suites of evaluations, run by `make paper`, `make gpu` and `make real`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def paper(args: argparse.Namespace) -> int:
 
 
 def _gpu_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--part", metavar="NAME", help="only this one (default: all in turn)")
+    parser.add_argument("--part", metavar="NAME", help="only this one (default: all, one after another)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny sizes, only to check that everything runs")
     parser.add_argument("--out", type=Path, metavar="DIR", help="JSON (eval/results/gpu; out/gpu with --small)")

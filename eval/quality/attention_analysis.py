@@ -13,8 +13,8 @@ import torch
 from ...core import KVPart
 from ...models.adapter import ModelAdapter
 from ...models.full_attention import attend_layer
-from ..core.figures import picture
 from ..core.model_under_test import ModelUnderTest
+from ..core.plots import picture
 from ..core.report import Column, Report, Row
 from .perplexity import PerplexityConfig, about, cut_windows
 

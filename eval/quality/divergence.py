@@ -1,6 +1,6 @@
 """Distance of the next-token distribution from full attention, position by position.
 
-Perplexity hides opposite errors: a policy can raise the probability of one token and lower that of another. The KL
+Perplexity hides opposite errors: a policy can raise the probability of one token and lower it for another. The KL
 divergence KL(full || policy) over the whole vocabulary and the agreement of the most probable token do not.
 """
 

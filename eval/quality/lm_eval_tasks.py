@@ -150,7 +150,7 @@ class Models:
 
 
 def measure(model: Any, task: str, config: TasksConfig, length: int | None = None, tokenizer: str = "") -> Row:
-    """Run one task. `length` is the length of RULER documents in tokens of the tokenizer of model `tokenizer`.
+    """Run one task. `length` is the length of RULER documents in tokens of the model `tokenizer`.
 
     Returns:
         Row with `metrics` {name: [value, standard error]}, counts and mean fractions, and as `samples` the metrics and

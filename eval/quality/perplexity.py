@@ -13,7 +13,7 @@ import numpy as np
 
 from ...errors import ConfigError, InputError
 from ...utils.config_fields import option
-from ..core.figures import lines, picture
+from ..core.plots import lines, picture
 from ..core.report import Column, Report, Row, RowStore, say_nothing
 from ..core.stats import paired_bootstrap, perplexity_change, ratio_error
 from ..core.variants import Scored, Text, Variant, text_digest

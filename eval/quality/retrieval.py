@@ -16,8 +16,8 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...utils.config_fields import check_choice, option
-from ..core.figures import lines, picture
 from ..core.needles import KINDS, Haystack, Passage
+from ..core.plots import lines, picture
 from ..core.report import Column, Report, Row, RowStore, say_nothing
 from ..core.stats import paired_bootstrap, share_error
 from ..core.variants import Variant, text_digest

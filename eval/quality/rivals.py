@@ -68,7 +68,7 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         return EntryShape(1, torch.float32)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return the highest score for new tokens. Queries of a prompt replace it by their votes."""
+        """Return the highest score for new tokens. Queries of a prompt replace it with their votes."""
         return k.new_full((*k.shape[:2], 1), NEWEST, dtype=torch.float32)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
@@ -76,7 +76,7 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         return max_pool1d(keys.entries.transpose(1, 2), self._pooled, stride=1, padding=self._pooled // 2)[:, 0]
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
-        """Replace the votes by those of the last queries of q `[H, m, d]`, whose tokens are [start, start + m)."""
+        """Replace the votes with votes of the last queries in q `[H, m, d]`, whose tokens are [start, start + m)."""
         stop = start + q.shape[1]
         observed = q[:, -self._observed :].view(len(entries), -1, min(self._observed, q.shape[1]), q.shape[2])
         wide = torch.promote_types(q.dtype, torch.float32)

@@ -1,6 +1,6 @@
 """Tune `infinigen` for one model and text: minimize bytes read under a limit on the missed attention mass.
 
-Missed mass is measured with exact scores of every decoded position. The limit applies to the worst layer and therefore
+It is measured with exact scores of every decoded position. The limit applies to the worst layer and therefore
 also to the mean over layers. The objective is the bytes read per decode step in the sparse layers: KV fetched from the
 host, plus the scoring keys and the resident window, which are read on the device.
 
@@ -80,14 +80,14 @@ class Trial:
     missed: float
     worst: float
     attended: float
-    link_bytes: float
+    fetched_bytes: float
     scoring_bytes: float
     window_bytes: float
 
     @property
     def bytes(self) -> float:
         """Objective: total bytes read per decode step."""
-        return self.link_bytes + self.scoring_bytes + self.window_bytes
+        return self.fetched_bytes + self.scoring_bytes + self.window_bytes
 
     def keeps(self, limit: float) -> bool:
         """Return whether the mean and the worst layer are within the limit."""
@@ -95,7 +95,7 @@ class Trial:
 
     def row(self, limit: float) -> Row:
         """Return the table row."""
-        names = ("missed", "worst", "attended", "link_bytes", "scoring_bytes", "window_bytes", "bytes")
+        names = ("missed", "worst", "attended", "fetched_bytes", "scoring_bytes", "window_bytes", "bytes")
         shown = " ".join(
             f"{key}={value}" for key, value in self.options.items() if key not in ("dense_layers", "approximate_kv")
         )
@@ -134,13 +134,13 @@ class Search:
             scored.missed,
             scored.missed_worst,
             scored.sparse_attended,
-            link_bytes=scored.sparse_link * seen * token,
+            fetched_bytes=scored.sparse_link * seen * token,
             scoring_bytes=float(demand.scoring_bytes(geometry.layers, int(context))),
             window_bytes=min(chosen.sinks + chosen.recent, context) * token * len(layers),
         )
 
     def cheapest(self, trials: Sequence[Trial]) -> Trial:
-        """Return the trial with the fewest bytes within the limit, else the trial with the lowest missed mass."""
+        """Return the trial with the fewest bytes within the limit, else with the lowest missed attention mass."""
         limit = self.config.max_missed_mass
         kept = [trial for trial in trials if trial.keeps(limit)]
         return min(kept, key=lambda t: t.bytes) if kept else min(trials, key=lambda t: t.worst)
@@ -148,7 +148,7 @@ class Search:
     def smallest(self, options: Options, name: str, ladder: Sequence[float]) -> Trial:
         """Find by bisection the first value of `name` on the ladder that keeps the limit, else the last value.
 
-        Assumes that the missed mass decreases along the ladder.
+        Assumes that the missed attention mass decreases along the ladder.
         """
         low, high = 0, len(ladder) - 1
         while low < high:
@@ -208,7 +208,7 @@ def run_tune(
 ) -> tuple[Report, TunedPolicy]:
     """Search on `text` (called `name`) and write skew.safetensors, policy.json and the table of all trials to `out`.
 
-    If no setting keeps the limit, the setting with the lowest missed mass is written, and "kept" is false.
+    If no setting keeps the limit, the setting with the lowest missed attention mass is written, and "kept" is false.
 
     Raises:
         InputError: If the text is too short, or if `out` cannot be written.
@@ -259,16 +259,16 @@ COLUMNS = (
     Column("setting", "setting"),
     Column("chosen", "chosen"),
     Column("keeps the limit", "keeps"),
-    Column("missed mass", "missed", ".4f"),
+    Column("missed attention mass", "missed", ".4f"),
     Column("worst layer", "worst", ".4f"),
     Column("attended", "attended", ".1%"),
     Column("bytes per step", "bytes", ",.0f"),
-    Column("fetched", "link_bytes", ",.0f"),
+    Column("fetched", "fetched_bytes", ",.0f"),
     Column("scoring keys", "scoring_bytes", ",.0f"),
     Column("window", "window_bytes", ",.0f"),
 )
 
 NOTES = (
-    "Missed mass is measured: attention to tokens not attended, mean over decoded positions, heads and sparse layers.",
+    "Missed attention mass is measured on unattended tokens: mean over decoded positions, heads and sparse layers.",
     "Bytes are read per decode step in the sparse layers; the objective is their sum. Settings are in order of trial.",
 )

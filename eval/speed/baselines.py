@@ -264,7 +264,7 @@ class Field:
         return build_policy(self.loaded, policy, options, lambda method: artifact)
 
 
-class Skipped(Exception):  # noqa: N818 - an answer, not an error
+class Skipped(Exception):  # noqa: N818 - a result, not an error
     """Raised with the reason why a baseline cannot run on this machine."""
 
 

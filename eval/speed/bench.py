@@ -25,7 +25,7 @@ from ...kv_cache.pool import HostPool
 from ...models.linear import use_backends
 from ...models.registry import adapter_for
 from ...utils.config_fields import check_choice, option
-from ..core.figures import lines, picture
+from ..core.plots import lines, picture
 from ..core.report import Column, Report, Row, Say
 from .baselines import MAKERS, SHAPES, Baseline, Context, Field, Shape, Skipped
 from .synthetic_kv import SyntheticKV

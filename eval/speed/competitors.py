@@ -37,12 +37,12 @@ class SpeedConfig:
     repeats: int = option(3, help="prompts of each length, from different positions in the text", metavar="N")
     dtype: str = option("bfloat16", help="data type of the models", metavar="bfloat16|float32")
     threads: int = option(1, help="threads of each competitor", metavar="N")
-    who: tuple[str, ...] = ("transformers, StaticCache", "full", "infinigen", "auto", FLOAT32)
+    runtimes: tuple[str, ...] = ("transformers, StaticCache", "full", "infinigen", "auto", FLOAT32)
     gguf: str | None = option(None, help="model file for llama.cpp (package llama-cpp-python)", metavar="FILE")
     compression: float = option(0.5, help="fraction of the KV entries that kvpress drops", metavar="F")
 
     def __post_init__(self) -> None:
-        for name in self.who:
+        for name in self.runtimes:
             check_choice("competitor", name, COMPETITORS)
 
 

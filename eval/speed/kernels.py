@@ -41,7 +41,7 @@ class KernelSize:
     """Sizes of the benchmark.
 
     Attributes:
-        copied: Bytes of each copy that measures a bandwidth.
+        copied: Size in bytes of each copy that measures a bandwidth.
         tokens: Context length in tokens.
         share: Fraction of the tokens fetched.
         batch: Number of sequences with a shared prefix.

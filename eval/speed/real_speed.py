@@ -1,6 +1,6 @@
 """Compare prompt and decode times of a trained model with alternative runtimes.
 
-All competitors use the same weights and tokens. Each runs in its own process; they answer alternately.
+All competitors use the same weights and tokens. Each runs in its own process, and they take turns.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from ...errors import InputError
 from ...llm import LLM
 from ..core.report import Column, Report, Row, Say
 from .competitors import FIRST, FLOAT32, SpeedConfig
-from .worker import Answer, SubprocessCompetitor
+from .worker import Result, SubprocessCompetitor
 
 COLUMNS = (
     Column("model", "model"),
     Column("prompt", "context", ",d"),
-    Column("who", "who"),
+    Column("runtime", "runtime"),
     Column("prompt, s", "prefill", ".2f"),
-    Column("each", "prefills"),
-    Column("transformers' over it", "prefill_ratio", ".2f"),
-    Column("a token, ms", "step", ".1f"),
-    Column("quarters", "quarters"),
-    Column("transformers' over it", "step_ratio", ".2f"),
+    Column("repeats, s", "prefills"),
+    Column("times as fast", "prefill_ratio", ".2f"),
+    Column("ms per token", "step", ".1f"),
+    Column("quartiles, ms", "quarters"),
+    Column("times as fast", "step_ratio", ".2f"),
     Column("peak RSS, MiB", "peak", ",.0f"),
-    Column("tokens as in float32", "same"),
+    Column("tokens equal to float32", "same"),
 )
 
 
 class Worker(Protocol):
     """Interface of a competitor."""
 
-    def ask(self, prompt: Sequence[int]) -> Answer:
-        """Answer one prompt."""
+    def ask(self, prompt: Sequence[int]) -> Result:
+        """Generate from one prompt."""
         ...
 
     def close(self) -> None:
@@ -57,25 +57,27 @@ def run_real_speed(
     Competitors that do not start are left out. Files are written after each context length.
 
     Raises:
-        InputError: If the text is too short, or if a competitor fails to answer.
+        InputError: If the text is too short, or if a competitor fails to generate.
     """
     ids = LLM(model, policy="full", dtype=config.dtype).encode(text)
     if len(ids) < max(config.contexts) + 100 * config.repeats:
         raise InputError(f"the text has {len(ids):,} tokens; it needs {max(config.contexts) + 100 * config.repeats:,}")
     about = {
-        "clock": "CPU time of a process for each, which answer in turn", "threads": config.threads,
+        "clock": "CPU time of one process per runtime; runtimes take turns", "threads": config.threads,
         "dtype": config.dtype, "tokens decoded": config.tokens,
-        "repeats": f"{config.repeats}, each from another place of the text",
-        "tokens as in float32": f"of the first repeat, from the first on, as many as '{FLOAT32}' chooses too",
+        "repeats": f"{config.repeats}, from different positions of the text",
+        "tokens equal to float32": f"common prefix with '{FLOAT32}' in the first repeat",
+        "times as fast": f"relative to {FIRST}",
     }  # fmt: skip
     if config.gguf is not None:
         about["llama.cpp"] = f"weights of {Path(config.gguf).name}"
-    report = Report("real_speed", f"{Path(model).name}: prompts and steps beside transformers'", about, COLUMNS, [])
+    title = f"{Path(model).name}: prompt and decode times compared with transformers"
+    report = Report("real_speed", title, about, COLUMNS, [])
     with ExitStack() as ends:
         workers = _started(model, config, say, start, ends)
         for context in config.contexts:
-            answers = _asked(workers, ids, context, config, say)
-            report.rows.extend(_row(Path(model).name, context, name, answers) for name in workers)
+            results = _asked(workers, ids, context, config, say)
+            report.rows.extend(_row(Path(model).name, context, name, results) for name in workers)
             report.write(out)
     return report
 
@@ -89,7 +91,7 @@ def _started(
 ) -> dict[str, Worker]:
     """Start the competitors. The reason is reported for each that does not start."""
     workers: dict[str, Worker] = {}
-    for name in (FIRST, *config.who):
+    for name in (FIRST, *config.runtimes):
         try:
             workers[name] = start(name, model, config)
         except (InputError, ImportError) as error:
@@ -103,32 +105,32 @@ def _started(
 
 def _asked(
     workers: dict[str, Worker], ids: list[int], context: int, config: SpeedConfig, say: Say
-) -> dict[str, list[Answer]]:
-    """Collect the answers of every competitor to the prompts of one length. float32 answers only the first prompt."""
-    answers: dict[str, list[Answer]] = {name: [] for name in workers}
+) -> dict[str, list[Result]]:
+    """Collect the results of every competitor for prompts of one length. float32 runs only the first prompt."""
+    results: dict[str, list[Result]] = {name: [] for name in workers}
     begin, names = (len(ids) - context) // 3, list(workers)
     for repeat in range(config.repeats):
         prompt = ids[begin + 100 * repeat :][:context]
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
             if repeat and name == FLOAT32:
                 continue
-            answers[name].append(workers[name].ask(prompt))
-            last = answers[name][-1]
+            results[name].append(workers[name].ask(prompt))
+            last = results[name][-1]
             say(f"{context:,} tokens, {name}: {last.prefill:.2f} s, then {1e3 * median(last.steps):.1f} ms a token")
-    return answers
+    return results
 
 
-def _row(model: str, context: int, name: str, answers: dict[str, list[Answer]]) -> Row:
-    prefills, first_prefills = ([one.prefill for one in answers[who]] for who in (name, FIRST))
-    steps, first_steps = ([step for one in answers[who] for step in one.steps] for who in (name, FIRST))
+def _row(model: str, context: int, name: str, results: dict[str, list[Result]]) -> Row:
+    prefills, first_prefills = ([one.prefill for one in results[runtime]] for runtime in (name, FIRST))
+    steps, first_steps = ([step for one in results[runtime] for step in one.steps] for runtime in (name, FIRST))
     low, middle, high = (1e3 * part for part in quantiles(steps, n=4, method="inclusive"))
     return {
-        "model": model, "context": context, "who": name, "prefill": median(prefills),
+        "model": model, "context": context, "runtime": name, "prefill": median(prefills),
         "prefills": " / ".join(f"{each:.2f}" for each in prefills), "step": middle,
         "quarters": f"{low:.1f} to {high:.1f}", "prefill_ratio": median(first_prefills) / median(prefills),
-        "step_ratio": 1e3 * median(first_steps) / middle, "peak": max(one.peak_bytes for one in answers[name]) / 2**20,
-        "same": _same(answers[name][0].tokens, answers[FLOAT32][0].tokens) if FLOAT32 in answers else None,
-        "samples": {"prefills": prefills, "steps": steps, "tokens": answers[name][0].tokens},
+        "step_ratio": 1e3 * median(first_steps) / middle, "peak": max(one.peak_bytes for one in results[name]) / 2**20,
+        "same": _same(results[name][0].tokens, results[FLOAT32][0].tokens) if FLOAT32 in results else None,
+        "samples": {"prefills": prefills, "steps": steps, "tokens": results[name][0].tokens},
     }  # fmt: skip
 
 

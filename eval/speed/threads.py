@@ -1,4 +1,4 @@
-"""Measure the wall time of a token by number of threads, on an idle machine and beside a busy process.
+"""Measure the wall time of a token by number of threads, on an idle machine and with another busy process.
 
 Each case runs in its own process with a user's environment: torch and transformers are imported before this package,
 and no OpenMP variable is set. The policies of a case take turns, three tokens each.
@@ -26,7 +26,7 @@ from ...utils.openmp import WAIT_VARIABLES
 from ..core.report import Column, Report, Row, Say
 
 TURN = 3
-"""Tokens of one policy before the next one has its turn."""
+"""Tokens that one policy decodes before the next policy continues."""
 
 WARM_UP = 4
 """Warm-up turns of each policy, excluded from the results, because `ThreadChoice` measures steps during them."""

@@ -18,7 +18,7 @@ from .competitors import COMPETITORS, SpeedConfig
 
 
 @dataclass(frozen=True)
-class Answer:
+class Result:
     """CPU seconds to the first token and of each further token, the tokens, and peak memory so far in bytes."""
 
     prefill: float
@@ -43,8 +43,8 @@ class InProcessCompetitor:
         torch.set_num_threads(config.threads)
         self._ask, self._tokens = COMPETITORS[name](model, config), config.tokens
 
-    def ask(self, prompt: Sequence[int]) -> Answer:
-        """Answer one prompt."""
+    def ask(self, prompt: Sequence[int]) -> Result:
+        """Generate from one prompt."""
         began = time.process_time()
         times, tokens = [], []
         for token in islice(self._ask(prompt), self._tokens + 1):
@@ -52,7 +52,7 @@ class InProcessCompetitor:
             times.append(now - began)
             tokens.append(token)
             began = now
-        return Answer(times[0], times[1:], tokens, _peak_bytes())
+        return Result(times[0], times[1:], tokens, _peak_bytes())
 
     def close(self) -> None:
         """Do nothing."""
@@ -70,12 +70,12 @@ class SubprocessCompetitor:
         other.close()
         self._take(name)
 
-    def ask(self, prompt: Sequence[int]) -> Answer:
-        """Answer one prompt. Raises InputError with the error of the process if it fails."""
+    def ask(self, prompt: Sequence[int]) -> Result:
+        """Generate from one prompt. Raises InputError with the error of the process if it fails."""
         self._end.send(list(prompt))
-        answer = self._take("a competitor")
-        assert isinstance(answer, Answer)
-        return answer
+        result = self._take("a competitor")
+        assert isinstance(result, Result)
+        return result
 
     def _take(self, name: str) -> object:
         try:
@@ -93,7 +93,7 @@ class SubprocessCompetitor:
 
 
 def _serve(end: Connection, name: str, model: str, config: SpeedConfig) -> None:
-    """Answer prompts until the other end is closed. Errors are sent as strings."""
+    """Generate from prompts until the other end is closed. Errors are sent as strings."""
     try:
         competitor = InProcessCompetitor(name, model, config)
         end.send(None)

@@ -48,7 +48,7 @@ DECODE = BenchConfig(
     repeats=5,
     threads=os.cpu_count() or 1,
 )  # fmt: skip
-"""Decode steps of an 8B shape beside transformers' caches."""
+"""Decode steps of an 8B shape compared with transformers' caches."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ..core.figures import lines, picture
+from ..core.plots import lines, picture
 from ..core.report import write_atomic
 from .gpu_parts import PARTS
 

@@ -23,8 +23,8 @@ import torch
 from ...core import BLOCK_SIZE
 from ...skewing.calibrate import cached_artifact
 from ...utils.texts import read_file
-from ..core.figures import lines, picture
 from ..core.model_under_test import ModelUnderTest
+from ..core.plots import lines, picture
 from ..core.report import Report, Row, RowStore, Say
 from ..core.variants import Variant, grid, text_digest
 from ..quality.attention_analysis import run_analysis
@@ -174,7 +174,7 @@ class Paper:
         run_retrieval(self.tested, self.book, self.name, variants, needles, out, self.say)
 
     def _bounded(self, context: int) -> list[Variant]:
-        """Return infinigen in a pool of 80 % of the KV cache of `context` tokens, under each eviction policy."""
+        """Return infinigen under each eviction policy, in a pool for 80 % of `context` tokens."""
         slots = int(LIMIT * context) // BLOCK_SIZE * BLOCK_SIZE
         limit = self.tested.geometry.kv_bytes(slots, self.tested.loaded.adapter.dtype)
         return [Variant("infinigen", ROWS, {"host_memory": limit, "eviction": e}) for e in EVICTIONS]
@@ -234,7 +234,7 @@ class Paper:
                 lines(axes[2 + column], time_of, x=option, y="ms per token")
 
     def _milliseconds(self, variant: Variant) -> float:
-        """Return the mean time of a decode step of one sequence in ms, median of three runs."""
+        """Return the mean time in ms of a decode step with one sequence, median of three runs."""
         length = self.size.lengths[0]
         key = {"suite": "cost", **self.tested.identity, "variant": self.tested.key(variant), "length": length}
 

@@ -1,4 +1,4 @@
-"""Run other programs from a suite: tests, other measures, training."""
+"""Run other programs from a suite: tests, other evaluations, training."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 """Root of the repository; tests and scripts run there."""
 
 CLI = (sys.executable, "-P", "-m", "offload_rt")
-"""Command line of `offload-rt`, independent of the location of the script."""
+"""Command line of `offload-rt` that does not depend on the script's location."""
 
 STOPPED = 124
 """Exit code of a program stopped at its time limit."""
 
 TOLD = 6000
-"""Number of characters kept of the output of a failed program."""
+"""Number of characters kept from the output of a failed program."""
 
 
 def run_program(command: Sequence[str], limit: float, **variables: str) -> tuple[int, str]:

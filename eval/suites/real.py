@@ -50,7 +50,7 @@ RULER = (
 """RULER tasks most sensitive to selecting few tokens."""
 
 EXTRACTION = ("text2json_16", "text2json_64", "text2json_128", "longproc_routes", "longproc_pages")
-"""Tasks with long outputs whose answer needs much of the context."""
+"""Tasks with long outputs that depend on much of the context."""
 
 TASKS = ("piqa_local", "copa_local", "openbookqa_local", "winogrande_local", "rte_local", "lambada_local")
 

@@ -1,6 +1,6 @@
 """Beam search: beams are forks of one sequence and share its full blocks.
 
-`Beams` is the search itself. Its scores and tokens equal those of transformers' `generate(num_beams=...)`.
+`Beams` is the search itself. Its scores and tokens equal the results of transformers' `generate(num_beams=...)`.
 `BeamSearchRequest` forks and frees sequences accordingly.
 """
 
@@ -86,8 +86,8 @@ class Beams:
         self.done = not self._improvable or full or bool(ends.all())
         if self.done and not bool(self._is_finished[: params.n].all()):
             raise InputError(
-                f"the constraints leave fewer than n={params.n} answers of num_beams={width} beams: lower n, or allow "
-                "more tokens (allowed_token_ids, bad_words, logit_bias, min_tokens, logits_processors)"
+                f"the constraints leave fewer than n={params.n} completions of num_beams={width} beams: lower n, or "
+                "allow more tokens (allowed_token_ids, bad_words, logit_bias, min_tokens, logits_processors)"
             )
         return [(parents[i], tokens[i]) for i in best]
 
@@ -159,7 +159,7 @@ class BeamSearchRequest(Request):
         return []
 
     def _move(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
-        """Replace the sequences by the sequences of the chosen (parent, token) pairs.
+        """Replace the sequences with the sequences of the chosen (parent, token) pairs.
 
         Sequences without a chosen continuation are freed first. The first continuation of a sequence takes it over;
         further continuations fork it.

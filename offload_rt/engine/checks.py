@@ -32,7 +32,7 @@ def check_positions(tokens: int, model: LoadedModel) -> None:
     geometry = model.adapter.geometry
     if tokens <= geometry.max_positions:
         return
-    needed = f"prompt and answer need {tokens} positions, and {model.name}"
+    needed = f"prompt and new tokens need {tokens} positions, and {model.name}"
     if geometry.absolute_positions:
         raise ModelError(f"{needed} has {geometry.max_positions}: shorten the prompt, or lower max_tokens")
     warnings.warn(f"{needed} was trained for {geometry.max_positions}: quality beyond them is unknown", stacklevel=2)

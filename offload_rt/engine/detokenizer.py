@@ -12,7 +12,7 @@ CONTEXT_TOKENS = 6
 """Number of prompt tokens that are decoded together with the new tokens."""
 
 _INCOMPLETE = 3
-"""Maximum number of bytes, and of tokens, of an incomplete UTF-8 character."""
+"""Maximum number of bytes, and of tokens, in an incomplete UTF-8 character."""
 
 _MAX_HELD = 8
 """If this many tokens end in an invalid byte, they are more than one incomplete character."""
@@ -85,7 +85,7 @@ def known_texts(
 
 
 def added_text(known: Sequence[str], both: str) -> str:
-    """Return the rest of `both` after the first of the `known` texts that is a prefix of it."""
+    """Return the rest of `both` after its first prefix in `known`."""
     rest = known[0].rstrip(_PENDING)  # fallback; not needed for valid UTF-8
     return both[len(next((text for text in known if both.startswith(text)), rest)) :]
 
@@ -181,6 +181,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    """Return the length of the longest suffix of `text` that `stop` continues."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

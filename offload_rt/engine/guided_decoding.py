@@ -34,7 +34,7 @@ JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_sepa
 
 
 class GuidedDecoder:
-    """State of one guided answer. `ends` are the tokens that may end a complete answer."""
+    """State of one guided output. `ends` are the tokens that may end a complete output."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class GuidedDecoder:
 
     @property
     def complete(self) -> bool:
-        """Whether the answer is complete, so that only an end token may follow."""
+        """Whether the output is complete, so that only an end token may follow."""
         return self._matcher.is_stopped()
 
     def allowed(self) -> torch.Tensor:
@@ -124,7 +124,7 @@ def _check_size(spec: StructuredOutputs) -> None:
 
 
 def _nesting(schema: Any) -> tuple[int, int]:
-    """Return the depth of a schema, and an upper bound on the number of targets of its references.
+    """Return the depth of a schema and an upper bound on the number of targets that its references have.
 
     The target of a reference depends on the `$id` around it.
     """

@@ -23,7 +23,7 @@ from .guided_decoding import GuidedDecoder
 
 
 class NewTokenPenalties(LogitsProcessor):
-    """Presence and frequency penalties as in OpenAI and vLLM: only tokens of the answer count."""
+    """Presence and frequency penalties as in OpenAI and vLLM: only generated tokens count."""
 
     def __init__(self, prompt: int, presence: float, frequency: float) -> None:
         self._prompt, self._presence, self._frequency = prompt, presence, frequency

@@ -80,8 +80,8 @@ def shortened(ids: Sequence[int], room: int, truncate: str | None, what: str) ->
         return list(ids)
     if truncate is None or room < 1:
         raise InputError(
-            f"{what} has {len(ids):,} tokens, and {max(0, room):,} fit together with the answer: use --truncate tail "
-            "to drop its end, head to drop its beginning, or middle"
+            f"{what} has {len(ids):,} tokens, and {max(0, room):,} fit together with the new tokens: use --truncate "
+            "tail to drop its end, head to drop its beginning, or middle"
         )
     check_choice("truncate", truncate, TRUNCATE)
     first = {"head": 0, "tail": room, "middle": room // 2}[truncate]

@@ -260,7 +260,7 @@ class Runner:
         return sequence
 
     def _register(self, sequence: Sequence, origin: Sequence | None) -> None:
-        """Open the storage of a sequence, as a copy of the storage of `origin` if given. Undo this on an error."""
+        """Open the storage of a sequence. If `origin` is given, copy its storage. Undo this on an error."""
         self._open[sequence.id] = sequence
         try:
             self._check_device()
@@ -403,7 +403,7 @@ class Runner:
 
     @property
     def scoring_bytes(self) -> int:
-        """Bytes of scoring keys and approximate KV of all open sequences on the device."""
+        """Size in bytes of scoring keys and approximate KV on the device, over all open sequences."""
         return sum(one.state.device_bytes for one in self._open.values())
 
     def check_integrity(self) -> None:

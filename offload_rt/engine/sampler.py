@@ -35,7 +35,7 @@ class Sampler:
     text. `seed=None` uses a random seed. Completion 0 uses `seed`, and other completions use seeds derived from it.
 
     Args:
-        ends: Tokens that end an answer.
+        ends: Tokens that end the output.
         tokenizer: Needed for parameters given as text.
     """
 

@@ -33,7 +33,7 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 class Fractions:
     """Fractions of visible tokens that are `fetched` and `attended` exactly: means over layers and tokens.
 
-    `sparse_*` are means over the layers that select.
+    `sparse_*` are means over the sparse layers.
     """
 
     fetched: float

@@ -78,7 +78,7 @@ class Swap:
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of all blocks on disk."""
+        """Size in bytes of all blocks on disk."""
         return self._disk.bytes_used
 
     def swap_out(self, sequence: Sequence, batch: int) -> SwappedSequence | None:

@@ -55,7 +55,7 @@ class Arena:
         self.active += 1
 
     def view(self, slab: int, place: int, offset: int, size: int) -> KVPart:
-        """Return views of K and V `[Hkv, size, width]` of contiguous slots of a slab in one layer."""
+        """Return views of K and V `[Hkv, size, width]` for contiguous slots of a slab, in one layer."""
         planes = self.planes[slab, place].narrow(2, offset, size)
         return KVPart(planes[:, 0], planes[:, 1])
 

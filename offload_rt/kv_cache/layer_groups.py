@@ -64,7 +64,7 @@ class LayerGroups:
         return (self.window + BLOCK_SIZE - 2) // BLOCK_SIZE + 1 if self.sliding else 0
 
     def blocks(self, tokens: int) -> int:
-        """Return the maximum number of blocks of all groups for one sequence of `tokens` tokens."""
+        """Return the maximum number of blocks, over all groups, for a sequence of `tokens` tokens."""
         places = -(-tokens // BLOCK_SIZE)
         return self.full * places + self.sliding * min(places, self.window_blocks)
 

@@ -82,12 +82,12 @@ class ArenaLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row: K or V of one token, layer and head."""
+        """Size in bytes of a row: K or V for one token, layer and head."""
         return self.head_dim * self.itemsize
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of K and V of a block in all its layers."""
+        """Size in bytes of K and V in all layers of a block."""
         return 2 * self.layers * self.kv_heads * BLOCK_SIZE * self.row_bytes
 
     @property

@@ -54,7 +54,7 @@ class HostPool(StoredRows):
     Args:
         geometry: Layers, KV heads and head size of the model.
         dtype: Data type of the model's KV.
-        limit_bytes: Maximum bytes of host memory. None means half of the available memory.
+        limit_bytes: Limit on host memory in bytes. None means half of the available memory.
         kv_cache_dtype: Storage format (`kv_format.py`).
         pin: Page-lock each slab for CUDA when it is first needed.
         slab_tokens: Tokens per slab, the unit of allocation.
@@ -120,12 +120,12 @@ class HostPool(StoredRows):
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of all referenced blocks, at most `limit_bytes`. Shared blocks count once."""
+        """Size in bytes of all referenced blocks, at most `limit_bytes`. Shared blocks count once."""
         return self._held.used * self.block_bytes
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all blocks in block tables. Shared blocks count once."""
+        """Size in bytes of all blocks in block tables. Shared blocks count once."""
         return (self._held.used - self.idle_blocks) * self.block_bytes
 
     def bytes_of(self, blocks: BlockTable) -> int:

@@ -160,8 +160,8 @@ class PrefixTree:
 
         Returns:
             The new blocks, and a dict from index to the block that the tree already had for the same tokens and
-            provenance. The caller adds the tree's reference to the new blocks, and replaces its own blocks by those of
-            the dict.
+            provenance. The caller adds the tree's reference to the new blocks, and replaces its own blocks with the
+            blocks in the dict.
         """
         self._clock += 1
         known = next((i for i in range(len(blocks), 0, -1) if blocks[i - 1] in self._of), 0)

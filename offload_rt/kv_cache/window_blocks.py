@@ -1,4 +1,4 @@
-"""Cache of window blocks (KV of sliding-window layers) that belong to published blocks of the prefix tree."""
+"""Cache of window blocks (KV of sliding-window layers) for published blocks in the prefix tree."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | 
 def group_weights(
     q: torch.Tensor, parts: list[KVPart], scale: float, lse: torch.Tensor, softcap: float | None = None
 ) -> torch.Tensor:
-    """Return softmax weights `[Hkv, n]` of all tokens of `parts`, summed over the query heads of each KV head.
+    """Return softmax weights `[Hkv, n]` for all tokens in `parts`, summed over the query heads of a KV head.
 
     q is `[H, d]`. lse `[H]` is the log-sum-exp over all parts together, as `attend` returns it.
     """

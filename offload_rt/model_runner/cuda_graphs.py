@@ -6,8 +6,8 @@ sizes are rounded up; the remaining rows are padding. A launch takes the host 5 
 
 A step runs eagerly if a launch depends on more than the inputs (policies without a `rule`, columns chosen from the
 prompt, working sets, shared blocks, eviction, streamed weights), or if the host must read values during the step
-(recorders, measurement of missed mass). The first step of each size is eager too, because it compiles kernels. If a
-capture fails, all later steps are eager, and one warning is logged.
+(recorders, measurement of missed attention mass). The first step of each size is eager too, because it compiles
+kernels. If a capture fails, all later steps are eager, and one warning is logged.
 """
 
 from __future__ import annotations

@@ -133,12 +133,12 @@ class Trace:
 
     @property
     def measures_missed(self) -> bool:
-        """Whether the current step measures the missed mass."""
+        """Whether the current step measures the missed attention mass."""
         return self.missed_every > 0 and (len(self.attended) - 1) % self.missed_every == 0
 
     @property
     def measures_missed_next(self) -> bool:
-        """Whether the next step will measure the missed mass."""
+        """Whether the next step will measure the missed attention mass."""
         return self.missed_every > 0 and len(self.attended) % self.missed_every == 0
 
     def settle(self) -> None:

@@ -138,7 +138,7 @@ class DecoderAdapter(ModelAdapter):
         ]
 
     def _run(self, decoder_layer: int, module: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Run a decoder layer without attention, or a mixer beside the attention, on the state of this adapter."""
+        """Run a decoder layer without attention, or a mixer parallel to the attention, on the state of this adapter."""
         return run_layer(module, decoder_layer, hidden, self._state)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

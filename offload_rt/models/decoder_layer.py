@@ -70,7 +70,7 @@ class DecoderLayer:
         self._mlp: Any = None if lone else first_of(module, _MLP)
         shared = None if lone else getattr(module, "shared_mlp", None)
         self._shared_mlp = None if shared is self._mlp else shared
-        # Falcon-H1: a recurrent mixer beside the attention, with the same input.
+        # Falcon-H1: a recurrent mixer parallel to the attention, with the same input.
         self._mixer = getattr(module, "mamba", None)
         used = [self.attention, self._mlp, self._shared_mlp, self._mixer]
         own = {name for name, child in module.named_children() if any(child is each for each in used)}
@@ -105,8 +105,8 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Return the residual stream `[T, D]` from the layer's input and its projected attention, both `[T, D]`.
 
-        If attention and MLP run in parallel, the MLP is already included. `mix` runs the recurrent mixer beside the
-        attention, if there is one, on the layer's normed input.
+        If attention and MLP run in parallel, the MLP is already included. `mix` runs the recurrent mixer parallel to
+        the attention, if there is one, on the layer's normed input.
         """
         if self._mixer is not None:
             beside = mix(self._mixer, self.attention_input(hidden)) * self._mixer_multiplier

@@ -103,7 +103,7 @@ class _Layers:
     """
 
     def __init__(self, config: Any, source: ModelSource, skeleton: PreTrainedModel) -> None:
-        """Raise CannotPackError if names differ from those of transformers' model."""
+        """Raise CannotPackError if names differ from the names in transformers' model."""
         method = packing(config)
         assert method is not None
         self._importer: Importer = IMPORTERS[method]

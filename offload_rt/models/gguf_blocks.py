@@ -1,7 +1,7 @@
 """Convert blocks of quantised GGUF tensors to packed weights (`PackedFormat`).
 
-Nothing is rounded. Scales and minima of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are float16. Those of Q4_K, Q5_K and Q6_K are
-whole numbers of 6 or 8 bits with a float16 factor for each 256 weights.
+Nothing is rounded. Scales and minima of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are float16. Scales and minima of Q4_K, Q5_K
+and Q6_K are whole numbers of 6 or 8 bits with a float16 factor for each 256 weights.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _TYPES: dict[str, tuple[int, int, int, int | None, Callable[[torch.Tensor], Part
     "Q5_K": (176, 5, 32, None, _q5_k),
     "Q6_K": (210, 6, 16, 32, _q6_k),
 }
-"""Types of quantised tensors: bytes of a block, bits of a code, group size, offset (None with minima), conversion."""
+"""Types of quantised tensors: block size in bytes, bits per code, group size, offset (None with minima), conversion."""
 
 _ROWS_AT_ONCE = 1 << 22
 """Number of weights that are converted at a time, which bounds the memory of intermediate results."""

@@ -10,7 +10,7 @@ from typing import BinaryIO
 from ..errors import ModelError
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of metadata values, by type."""
+"""Size in bytes of metadata values, by type."""
 _STRING, _ARRAY = 8, 9
 _LONGEST = 1 << 30
 

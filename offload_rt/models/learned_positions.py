@@ -50,7 +50,7 @@ class OPTAdapter(LearnedPositionsAdapter):
     """`ModelAdapter` for `OPTForCausalLM`: norms before attention, or after it (OPT-350m).
 
     transformers multiplies OPT's queries by 1/sqrt(d) before attention. Here queries are unscaled, and the factor is
-    in `geometry.scales`. Embedding projections and final norms that a checkpoint lacks are replaced by the identity.
+    in `geometry.scales`. Embedding projections and final norms that a checkpoint lacks are replaced with the identity.
     """
 
     def __init__(self, model: Any) -> None:

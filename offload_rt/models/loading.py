@@ -59,7 +59,7 @@ class LoadedModel:
 
     Attributes:
         eos_token_ids: Token ids that end a text; empty if there are none.
-        weight_bytes: Bytes of parameters and buffers; tied ones count once.
+        weight_bytes: Size in bytes of parameters and buffers; tied ones count once.
         layers: Modules of the decoder layers, in order.
         sampling: Sampling defaults of the checkpoint.
         embedding: The embedding in host memory, or None if it is on the device.

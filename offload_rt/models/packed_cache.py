@@ -90,7 +90,7 @@ def _write(folder: Path, origin: str, write: Callable[[Path], None]) -> None:
 
 
 def is_intact(folder: Path) -> bool:
-    """Return whether the files of a cached checkpoint are those that were written."""
+    """Return whether the files of a cached checkpoint are unchanged."""
     try:
         return (folder / DIGEST).read_text() == _digest(folder)
     except OSError:

@@ -41,7 +41,7 @@ def write_checkpoint(
     Args:
         folder: An existing folder.
         config: Configuration of the model.
-        tensors: Weights by name. Those of a packed module are its parameters, such as `packed`.
+        tensors: Weights by name. A packed module has its parameters, such as `packed`.
         formats: Format of each packed weight, by the name of its module.
     """
     from safetensors.torch import save_file

@@ -43,7 +43,7 @@ class StateSlots:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all slots."""
+        """Size in bytes of all slots."""
         return sum(each.nbytes for tensors in (self.conv, self.recurrent) for each in tensors.values())
 
     def take(self, origin: int | None = None) -> int:

@@ -75,7 +75,7 @@ def adapter_for(model: Any) -> ModelAdapter:
     except ModelError as error:
         raise unsupported(architecture, str(error), error.reason) from error
     except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError) as error:
-        why = f"its modules are not those of a known decoder ({type(error).__name__}: {error})"
+        why = f"its modules do not match a known decoder ({type(error).__name__}: {error})"
         raise unsupported(architecture, why, "modules") from error
     return adapter
 

@@ -43,7 +43,7 @@ class ModelShape:
         packing: Quantisation method of weights that stay packed, or None.
         streams: Whether layers can be copied to the device one by one.
         placement: Weights other than layers that stay in host memory.
-        host_bytes: Bytes of the weights that `placement` keeps in host memory.
+        host_bytes: Size in bytes of the weights that `placement` keeps in host memory.
     """
 
     geometry: ModelGeometry
@@ -120,7 +120,7 @@ def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[s
 
 
 def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
-    """Return the bytes of a packed checkpoint's weights outside its layers, and of each layer.
+    """Return the size in bytes of a packed checkpoint's weights outside its layers, and of each layer.
 
     Packed weights count with their size in the file, plain weights with their size in `dtype`. Weights of layers are
     aligned.

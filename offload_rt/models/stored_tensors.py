@@ -33,7 +33,7 @@ class StoredTensor(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that transformers reads: those of the index, model.safetensors, or all."""
+    """Return the safetensors files that transformers reads: the files of the index, model.safetensors, or all."""
     if (index := folder / _INDEX).exists():
         return sorted({folder / str(name) for name in read_json(index)["weight_map"].values()})
     whole = folder / "model.safetensors"

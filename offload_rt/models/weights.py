@@ -48,8 +48,8 @@ class ExpertSizes:
     Attributes:
         count: Experts in each layer that has any.
         chosen: Experts per token.
-        each: Bytes of one expert, per layer; 0 if the layer has none.
-        whole: Aligned bytes of all experts, per layer; 0 if the layer has none.
+        each: Size of one expert in bytes, per layer; 0 if the layer has none.
+        whole: Aligned size of all experts in bytes, per layer; 0 if the layer has none.
     """
 
     count: int
@@ -60,7 +60,7 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """Bytes of a model's weights.
+    """Sizes of a model's weights in bytes.
 
     Attributes:
         fixed: Embeddings (a tied head counts once), head, final norm, and all buffers.
@@ -88,7 +88,7 @@ class WeightSizes:
         return replace(self, fixed=fixed, layers=layers)
 
     def on_host(self, placement: Placement) -> int:
-        """Return the bytes of experts and embedding in host memory."""
+        """Return the size in bytes of experts and embedding in host memory."""
         experts = None if placement.experts is None else self.experts
         stacked = 0 if experts is None else experts.count * sum(experts.each)
         return stacked + (self.embedding if placement.embedding else 0)
@@ -111,7 +111,7 @@ class HostEmbedding(nn.Module):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the embedding in host memory."""
+        """Size in bytes of the embedding in host memory."""
         return sum(weight.nbytes for weight in self.inner.parameters())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -171,12 +171,12 @@ def aligned(size: int) -> int:
 
 
 def layer_bytes(layer: nn.Module) -> int:
-    """Return the bytes of a decoder layer's parameters, each aligned."""
+    """Return the size in bytes of a decoder layer's parameters, each aligned."""
     return sum(aligned(tensor.nbytes) for weight in layer.parameters() for tensor in tensors_of(weight))
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters and buffers; tied ones count once."""
+    """Return the size in bytes of all parameters and buffers; tied ones count once."""
     return sum(held_bytes(tensor) for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
 
 

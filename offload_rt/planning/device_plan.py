@@ -34,7 +34,7 @@ class DevicePlan:
     """Division of the device memory between weights and running sequences.
 
     Attributes:
-        limit: Bytes of device memory.
+        limit: Limit on device memory in bytes.
         costs: Upper bounds for the memory of sequences.
         context: Tokens of the sequence that the plan was made for.
         streamed: Layers whose weights are streamed from host memory.
@@ -47,7 +47,7 @@ class DevicePlan:
 
     @property
     def weights(self) -> int:
-        """Bytes of weights and streaming buffers on the device."""
+        """Size in bytes of weights and streaming buffers on the device."""
         return _weights(self.costs, self.streamed)
 
     @property
@@ -57,12 +57,12 @@ class DevicePlan:
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of the streamed layers in host memory, which are copied to the device in every step of a batch."""
+        """Size in bytes of the streamed layers, which every step of a batch copies from host memory."""
         return sum(self.costs.shape.sizes.layers[layer] for layer in self.streamed)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of weights and scoring keys in host memory."""
+        """Size in bytes of weights and scoring keys in host memory."""
         weights = self.streamed_bytes + self.costs.shape.host_bytes
         if not self.keys_on_host:
             return weights
@@ -89,7 +89,7 @@ class DevicePlan:
         if needed > self.room:
             subject = f"{len(contexts)} sequences" if len(contexts) > 1 else "a sequence"
             raise DeviceFullError(
-                f"device_memory={format_size(self.limit)} leaves {format_size(self.room)} beside the weights, and "
+                f"device_memory={format_size(self.limit)} leaves {format_size(self.room)} after the weights, and "
                 f"{subject} of up to {max(contexts):,} tokens may need {format_size(needed)}: raise device_memory, "
                 f"shorten the prompt, or give a larger max_model_len, for which more layers' weights would stay on the "
                 f"host (this plan is for {self.context:,} tokens)"
@@ -155,7 +155,7 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     plan = next((found for found in _plans(limit, sliced, context) if found.beside(plan)), plan)
     if plan.streamed and not shape.streams:
         raise MemoryLimitError(
-            f"device_memory={format_size(plan.limit)} does not hold all weights beside {plan.context:,} tokens, and "
+            f"device_memory={format_size(plan.limit)} does not hold all weights and {plan.context:,} tokens, and "
             f"packed weights ({shape.packing}, {format_size(shape.weight_bytes)}) cannot be streamed layer by layer: "
             "raise device_memory, or give a smaller max_model_len"
         )

@@ -40,7 +40,7 @@ class DeviceCosts:
         slice: Prompt tokens whose queries, attention and MLP are computed together.
         rounded: Whether the KV cache uses a format that must be decoded.
         keys_on_host: Whether scoring keys are kept and evaluated on the host.
-        working_set: Fetched KV entries that each KV head of a selecting layer keeps on the device.
+        working_set: Fetched KV entries that each KV head of a sparse layer keeps on the device.
         graphs: Whether steps with padded batch sizes are captured as CUDA graphs. The total then includes the memory
             that another graph keeps.
     """
@@ -63,7 +63,7 @@ class DeviceCosts:
         return self.basis() + rotation + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
 
     def scoring(self, context: int) -> int:
-        """Return the bytes of a sequence's scoring keys, assuming none are shared.
+        """Return the size in bytes of a sequence's scoring keys if none are shared.
 
         Keys are allocated in pages or in growing buffers. Growing buffers allocate ahead, and one layer at a time
         exists twice.
@@ -76,20 +76,20 @@ class DeviceCosts:
 
     @property
     def working_set_bytes(self) -> int:
-        """Bytes of the working sets of a sequence, one per selecting layer."""
+        """Size in bytes of the working sets of a sequence, one per sparse layer."""
         geometry = self.shape.geometry
         selecting = geometry.layers - len(self.demand.dense)
         return selecting * working_set_bytes(self.working_set, geometry, self.shape.dtype)
 
     @property
     def resident(self) -> int:
-        """Bytes of sinks, recent window, sliding windows and working sets of a sequence."""
+        """Size in bytes of sinks, recent window, sliding windows and working sets of a sequence."""
         geometry = self.shape.geometry
         tokens = sum(sum(geometry.resident(layer, 0, self.demand.resident)) for layer in range(geometry.layers))
         return tokens * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + self.working_set_bytes
 
     def states(self, sequences: int) -> int:
-        """Return the bytes of the recurrent state of sequences. Slots grow by a quarter (`StateSlots`)."""
+        """Return the size in bytes of the recurrent state of sequences. Slots grow by a quarter (`StateSlots`)."""
         return (sequences + sequences // 4) * self.shape.geometry.state_bytes(self.shape.dtype)
 
     def fetched(self, context: int, layer: int) -> int:
@@ -114,7 +114,7 @@ class DeviceCosts:
         return sequences * [bucket(max(contexts))]
 
     def staging(self, contexts: Sequence[int]) -> int:
-        """Return the bytes of fetched KV with its ids.
+        """Return the size in bytes of fetched KV with its ids.
 
         Includes the KV of the current and the next layer of all sequences, and a copy for one sequence merged with its
         resident KV. If the KV is encoded, adds the decoded KV of that sequence, or of all sequences on CUDA.
@@ -133,7 +133,7 @@ class DeviceCosts:
         return worst * pair
 
     def prefill(self, context: int) -> int:
-        """Return the bytes of a prefill: hidden states, new and merged KV of one layer, and temporaries of a slice."""
+        """Return the memory of a prefill in bytes: hidden states, new and merged KV of a layer, and temporaries."""
         geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._compute
         rows = context * (2 * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + geometry.hidden * size + 16)
         heads = geometry.heads * geometry.head_dim
@@ -157,7 +157,7 @@ class DeviceCosts:
         return rows + weighed + work + self._logits(1)
 
     def calibration(self) -> int:
-        """Return the bytes of the calibration pass on the first start; 0 if nothing is calibrated.
+        """Return the memory of the calibration pass on the first start, in bytes; 0 if nothing is calibrated.
 
         Its float64 sums need no more memory per slice than attention and MLP.
         """
@@ -166,7 +166,7 @@ class DeviceCosts:
         return replace(self, slice=max(self.slice, SLICE)).prefill(TOKENS)
 
     def decode(self, contexts: Sequence[int]) -> int:
-        """Return the bytes of a decode step: hidden states and logits of the batch, scores and attention weights.
+        """Return the memory of a decode step in bytes: hidden states, logits, scores and attention weights.
 
         Scores and weights exist for one sequence at a time on a CPU and for all sequences on CUDA.
         """
@@ -199,7 +199,7 @@ class DeviceCosts:
         return torch.promote_types(self.shape.dtype, torch.float32).itemsize
 
     def _logits(self, sequences: int) -> int:
-        """Return the bytes of a batch's logits with wider copies, and of one sequence in the sampler."""
+        """Return the size in bytes of a batch's logits with wider copies, and of one sequence's in the sampler."""
         vocab = self.shape.geometry.vocab
         return vocab * (sequences * (self.shape.dtype.itemsize + 2 * self._compute) + 6 * self._compute + 16)
 
@@ -273,7 +273,7 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """`limit`: maximum bytes of KV on the disk. `shares`: division of the host memory."""
+    """`limit`: maximum size in bytes of KV on the disk. `shares`: division of the host memory."""
 
     limit: int
     shares: MemoryBudget
@@ -325,7 +325,7 @@ class SystemMemory:
 def obstacles(needed: Requirements, machine: SystemMemory, on_host: int = 0) -> list[str]:
     """Return one sentence per reason why the requirements do not fit. Empty if they fit.
 
-    `on_host` is the number of bytes of weights and scoring keys in host memory.
+    `on_host` is the size in bytes of weights and scoring keys in host memory.
     """
     found = []
     in_memory = needed.kv_host

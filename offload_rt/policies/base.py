@@ -46,7 +46,7 @@ class PolicyState:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of scoring keys and other selection data held on the compute device."""
+        """Size in bytes of scoring keys and other selection data held on the compute device."""
         return 0
 
     @property
@@ -56,7 +56,7 @@ class PolicyState:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of scoring keys held in host memory instead of on the device."""
+        """Size in bytes of scoring keys held in host memory instead of on the device."""
         return 0
 
     @property

@@ -18,7 +18,7 @@ from .registry import PolicyOptions, register_policy
 Scorer = Literal["auto", "partial", "int8", "int4", "int2"]
 Columns = Literal["calibration", "prompt"]
 ApproximateKVBits = Literal["off", "int4", "int2"]
-Asked = Literal["auto", Source, "query"]
+SourceOption = Literal["auto", Source, "query"]
 
 
 def _layers(named: Iterable[int]) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class InfiniGenOptions(PolicyOptions):
     alpha: float | None = option(None, help="threshold below a head's largest score", metavar="A")
     partial_ratio: float = option(0.3, help="fraction of the head dimension that is scored, (0, 1]", metavar="R")
     max_fraction: float = option(0.02, help="largest fraction of tokens fetched, (0, 1]", metavar="F")
-    source: Asked = option("auto", help="where a layer's query is predicted from; auto: its own query on a CPU")
+    source: SourceOption = option("auto", help="where a layer's query is predicted from; auto: its own query on a CPU")
     corrected: bool = option(True, help="correct predicted queries as calibrated")
     scorer: Scorer = option("auto", help="storage of scoring keys; auto: approximate KV if kept, else int8")
     columns: Columns = option("calibration", help="when the scored columns are chosen")

@@ -59,7 +59,7 @@ class Rule:
         return selection_limit(len(visible.candidates), self.max_fraction)
 
     def most(self, tokens: int) -> int:
-        """Return an upper bound of `limit` for contexts of at most this number of tokens."""
+        """Return an upper bound of `limit` for contexts with at most this number of tokens."""
         return selection_limit(tokens, self.max_fraction if self.budget is None else self.budget)
 
 

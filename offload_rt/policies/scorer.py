@@ -32,7 +32,7 @@ from .rule import ANY_SCORE, Rule, Spans, budget_tokens, dense_layers
 class EntryShape:
     """Shape of stored entries: `width` elements of `dtype` for each KV head and `page` adjacent tokens.
 
-    The entry of a page is the minimum of the entries of its tokens.
+    The entry of a page is the minimum over its tokens' entries.
     """
 
     width: int
@@ -73,7 +73,7 @@ class TokenLists:
 
     @property
     def contexts(self) -> torch.Tensor:
-        """Number of tokens of the sequence of each list, `[P, 1]`."""
+        """Number of tokens in each list's sequence, `[P, 1]`."""
         return self._each(self.spans.contexts)
 
     def _each(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -221,7 +221,7 @@ class ScorerState(PolicyState):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the entries."""
+        """Size in bytes of the entries."""
         return self._entries.nbytes
 
     @property

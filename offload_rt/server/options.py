@@ -1,4 +1,4 @@
-"""Options of `offload-rt serve`, except those of the engine."""
+"""Options of `offload-rt serve` that are not engine options."""
 
 from __future__ import annotations
 

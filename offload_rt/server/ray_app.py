@@ -1,7 +1,7 @@
 """The application on a Ray Serve cluster: a proxy deployment in front of replicas with one engine each.
 
 Requests with the same `x-session-id`, session or prompt prefix are routed to the same replica by consistent hashing,
-unless its load is much higher than that of the others. Conversations are stored in a shared folder, so that every
+unless its load is much higher than the load of the others. Conversations are stored in a shared folder, so that every
 replica can continue them. Each replica stores KV in a separate folder, and its replacement takes over the folder.
 """
 

@@ -13,7 +13,7 @@ MAX_AHEAD = 4
 
 
 class BalancedRouter(ConsistentHashRouter):  # type: ignore[misc]
-    """Route requests of one session id to one replica, unless its load is much higher than that of another replica.
+    """Route requests of one session id to one replica, unless another replica has a much lower load.
 
     Serve's router uses the next replica on the ring only if the first one is full. This router also sorts the replicas
     by load if the first one has over `MAX_AHEAD` running requests more than another (cached queue lengths).

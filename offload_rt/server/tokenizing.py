@@ -157,7 +157,7 @@ class TextTokenizer:
     def pieces(self, text: str) -> Iterator[str]:
         """Split `text` into pieces of at least `PIECE` characters that can be tokenized independently.
 
-        The concatenated token ids equal those of the whole text. If no safe cut exists, the text is one piece.
+        The concatenated token ids equal the token ids of the whole text. If no safe cut exists, the text is one piece.
         """
         start = 0
         while self._cut is not None and (found := self._cut.search(text, start + PIECE)) is not None:

@@ -37,7 +37,7 @@ class StoredSession:
         document: Document name in the store, as "namespace digest/name".
         history: History of the session.
         blocks: Files of the blocks that exist on disk.
-        own_bytes: Bytes of the blocks that no other session uses.
+        own_bytes: Size in bytes of the blocks that no other session uses.
         used: Time of the last use in seconds since 1970.
         damage: Why the newest history cannot be read. `history` is then the previous one. Empty if it can be read.
     """
@@ -54,7 +54,7 @@ class StoredSession:
         return sum(block.bytes for block in self.blocks)
 
     def bytes_unused_since(self, time: float) -> int:
-        """Return the bytes of blocks last used before `time`. A time to live would remove them, but not the text."""
+        """Return the size in bytes of blocks last used before `time`, which a time to live would remove."""
         return sum(block.bytes for block in self.blocks if block.used < time)
 
     def is_called(self, name: str, model: str | None) -> bool:

@@ -34,7 +34,7 @@ def render_chat(
         messages: Messages of the conversation, at least one.
         tools: Functions the model may call.
         chat_template_kwargs: Additional variables for the template.
-        add_generation_prompt: End the text with the header of the assistant's answer.
+        add_generation_prompt: End the text with the header of the assistant's message.
         continue_final_message: Leave the last message open, so that the model continues it.
 
     Raises:

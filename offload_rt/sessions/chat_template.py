@@ -1,8 +1,8 @@
 """Tokenize the turns of a session, with the tokenizer's chat template if it has one.
 
-Earlier tokens of the conversation are kept, so that their KV stays valid. Many templates trim answers or omit earlier
+Earlier tokens of the conversation are kept, so that their KV stays valid. Many templates trim responses or omit earlier
 reasoning, and rendering the whole conversation again would change these tokens. Therefore a marker replaces the last
-answer, and only the text that the template renders after the marker is tokenized.
+response, and only the text that the template renders after the marker is tokenized.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def turn_tokens(
 ) -> TurnTokens:
     """Return the tokens that a user message adds to a session.
 
-    With a chat template, these are the tokens of the text that the template renders between the last answer and the
-    next one. If the template does not render the last answer unchanged, the whole conversation is rendered and compared
-    with the session's tokens. Tokens from the first difference on are recomputed, with a warning.
+    With a chat template, these are the tokens of the text that the template renders between the last response and the
+    next one. If the template does not render the last response unchanged, the whole conversation is rendered and
+    compared with the session's tokens. Tokens from the first difference on are recomputed, with a warning.
 
     Args:
         tokenizer: Tokenizer of the model.
         history: History of the session.
         text: Message of the user.
-        ends: Tokens that end an answer.
+        ends: Tokens that end a response.
 
     Raises:
         InputError: The message is empty or has no tokens, or the template rejects the conversation.
@@ -63,8 +63,8 @@ def turn_tokens(
         added = encode_rendered(tokenizer, _render_turns(tokenizer, [*_system(history), ("user", text)]))
     elif (behind := _behind_answer(tokenizer, history, text)) is not None:
         added = encode_rendered(tokenizer, behind)
-        # `added` begins with the template's own end of a turn, so drop the token that ended the answer. The two tokens
-        # may differ, and the dropped one has no KV yet.
+        # `added` begins with the template's own end of a turn, so drop the token that ended the response. The two
+        # tokens may differ, and the dropped one has no KV yet.
         dropped = int(tokens[-1] in ends)
     else:
         turns = [*_system(history), *history.turns, ("user", text)]
@@ -82,9 +82,9 @@ def turn_tokens(
 
 
 def _behind_answer(tokenizer: PreTrainedTokenizerBase, history: History, text: str) -> str | None:
-    """Render the text between the last answer and the next one, with the message `text`.
+    """Render the text between the last response and the next one, with the message `text`.
 
-    Return None if the template changes or rejects the answer.
+    Return None if the template changes or rejects the response.
     """
     marker = _MARKER
     while marker in text:

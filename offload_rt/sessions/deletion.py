@@ -14,7 +14,7 @@ class Removed:
     """Result of a deletion.
 
     Attributes:
-        bytes: Bytes of the deleted blocks.
+        bytes: Size in bytes of the deleted blocks.
         unreadable: Unreadable documents of other sessions in the namespace. Their blocks are deleted too, because they
             cannot be distinguished from unreferenced ones.
     """

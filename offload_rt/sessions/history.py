@@ -180,7 +180,7 @@ class History:
         self.truncation_id += f"+{self.shift}"
 
     def restart(self, tokens: list[int]) -> None:
-        """Replace the tokens by `tokens`. They have no KV, and all truncations are dropped."""
+        """Replace the tokens with `tokens`. They have no KV, and all truncations are dropped."""
         if tokens is not self.tokens:
             self.starts = []  # the earlier turns have no tokens of their own any more
         self.tokens = tokens

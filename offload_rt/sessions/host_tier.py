@@ -89,7 +89,7 @@ class HostTier:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of host memory that are free or held only by the prefix tree."""
+        """Host memory in bytes that is free or held only by the prefix tree."""
         return (self._pool.free_blocks + self._pool.idle_blocks) * self._pool.block_bytes
 
     def windows(self, waiting: Sequence[SessionKV]) -> tuple[int, int]:
@@ -126,7 +126,7 @@ class HostTier:
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
         """Call `action`, and evict parked sessions one at a time while it raises PoolFullError.
 
-        Evict this store's sessions first, in eviction order, even if the disk cannot store them. Then evict those of
+        Evict this store's sessions first, in eviction order, even if the disk cannot store them. Then evict sessions of
         other stores (`Runner.retry_after_reclaim`). The session that `action` is for must not be parked.
 
         Returns:

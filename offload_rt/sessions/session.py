@@ -119,7 +119,7 @@ class Session:
 
     @property
     def store_bytes(self) -> int:
-        """Bytes of all files of the store, including other sessions."""
+        """Size in bytes of all files of the store, including other sessions."""
         return self.context.storage.bytes_used
 
     # ----------------------------------------------------------------------------------------------------------- turns
@@ -152,9 +152,9 @@ class Session:
         *,
         on_prefill: Callable[[int], None] = lambda layers: None,
     ) -> Iterator[TokenOutput]:
-        """Compute one turn and stream its answer.
+        """Compute one turn and stream its response.
 
-        Closing the iterator ends the answer and keeps the tokens generated so far.
+        Closing the iterator ends the response and keeps the tokens generated so far.
 
         Args:
             prompt: Text, rendered with the tokenizer's chat template if it has one, or token ids, used unchanged.
@@ -162,7 +162,7 @@ class Session:
             on_prefill: Called with the number of finished layers of the prefill.
 
         Returns:
-            An iterator over the answer's tokens.
+            An iterator over the generated tokens.
 
         Raises:
             InputError, PoolFullError: See `LLM.stream`.
@@ -244,8 +244,8 @@ class Session:
         Args:
             tokens: Token ids, at least one.
             params: Sampling parameters.
-            replaced: 0 or 1. The last token of the session has no KV yet. To continue the text unchanged, replace it by
-                itself: pass 1, and begin `tokens` with it.
+            replaced: 0 or 1. The last token of the session has no KV yet. To continue the text unchanged, replace it
+                with itself: pass 1, and begin `tokens` with it.
             on_prefill: Called with the number of finished layers of the prefill.
 
         Raises:
@@ -395,7 +395,7 @@ class Session:
     def close(self) -> None:
         """Save the session and release its memory. It can be opened again.
 
-        An answer that is being streamed ends. Closing a closed session has no effect.
+        A response that is being streamed ends. Closing a closed session has no effect.
 
         Raises:
             InputError: A queue is computing a turn of the session.
@@ -416,8 +416,8 @@ class Session:
         """Close the session without saving it, and delete it from the store.
 
         Delete its text and every block that no other session needs, including blocks left over from edits, truncations
-        and crashes of any session. An answer that is being streamed ends. Warn if other sessions of the store cannot be
-        read. If the session is closed already, nothing is deleted.
+        and crashes of any session. A response that is being streamed ends. Warn if other sessions of the store cannot
+        be read. If the session is closed already, nothing is deleted.
 
         Returns:
             The deleted data.

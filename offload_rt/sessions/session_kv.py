@@ -45,7 +45,7 @@ class SessionKV:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of host memory needed for the whole session."""
+        """Host memory in bytes that the whole session needs."""
         return self.runner.pool.bytes_for(len(self.history.tokens))
 
     # -------------------------------------------------------------------------------------------------------- loading

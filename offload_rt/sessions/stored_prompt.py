@@ -1,7 +1,7 @@
 """Prompts without a session name: the prefix cache of all requests, in host memory and on disk.
 
 Such a prompt is a session that lasts for one request and has no history on disk. Its blocks are named by their tokens,
-so any later prompt finds them, also after a restart. As in the prefix tree, only exact KV is reused, so an answer does
+so any later prompt finds them, also after a restart. As in the prefix tree, only exact KV is reused, so a response does
 not depend on earlier requests.
 """
 

@@ -35,7 +35,7 @@ def said(prompt: str | Seq[int]) -> str:
 def check_turn(params: SamplingParams, model: LoadedModel) -> None:
     """Raise InputError if a parameter is not supported in sessions."""
     if params.n > 1 or params.num_beams > 1:
-        raise InputError("a session has one answer to a turn: n and num_beams must be 1")
+        raise InputError("a session has one response per turn: n and num_beams must be 1")
     if params.prompt_logprobs is not None:
         raise InputError("prompt_logprobs would need a session's earlier turns again: use it without a session")
     check_answerable(params, model)
@@ -49,7 +49,7 @@ class Turn(StoredRequest):
     before the turn, and the turn restarts from host memory and disk. If the conversation would exceed the model's
     positions, the oldest tokens are truncated when the turn starts.
 
-    An interrupted prefill leaves the session unchanged. An interrupted answer is kept up to its last token.
+    An interrupted prefill leaves the session unchanged. An interrupted response is kept up to its last token.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class WholePrompts:
         recorder: Recorder | None = None,
         cache_salt: str = "",
     ) -> Turn:
-        """Create the request that answers `prompt` in the session `name`. Call `ended` when it has ended.
+        """Create the request that responds to `prompt` in the session `name`. Call `ended` when it has ended.
 
         Args:
             name: Name of the session, which is opened or created if needed.
@@ -130,7 +130,7 @@ class WholePrompts:
         Raises:
             SessionBusyError: The session is computing another turn.
             InputError: The name, the prompt or a parameter is invalid for a session.
-            ModelError: The prompt and its answer would exceed the model's positions.
+            ModelError: The prompt and its response would exceed the model's positions.
             PoolFullError: The pool is too small for the turn.
             StoreError: The history of the session cannot be read or has an unsupported format.
         """

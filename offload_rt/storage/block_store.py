@@ -154,7 +154,7 @@ class StorageTier(BlockSink, Protocol):
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of all stored data. Files being written count at full size."""
+        """Size in bytes of all stored data. Files being written count at full size."""
         ...
 
     @property

@@ -308,7 +308,7 @@ class Saver:
 
     def _appear(self, writer: BlockWriter, entry: Entry) -> None:
         """Commit a block after all its layers are written. Abort it if the block table has replaced it."""
-        # Write zeros for the layers that a stored block has in addition to those of its group.
+        # Write zeros for the layers that a stored block has in addition to the layers of its group.
         for place in range(len(self._pool.groups.layers_of(entry.block.group)), self._store.layers):
             writer.write(place, memoryview(bytes(layer_bytes(self._pool, entry.block.count))))
         with self._mutex:  # all KV has been read, so later changes are harmless

@@ -79,7 +79,7 @@ class PendingFetch(Protocol):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the requested KV that is not resident. All of these bytes except `savings` are transferred."""
+        """Size in bytes of requested KV that is not resident. All of it except `savings` is transferred."""
         ...
 
     @property
@@ -219,11 +219,11 @@ class Transfer(Protocol):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of resident KV and working sets of all open sequences on the device. A CPU adds scratch buffers."""
+        """Size in bytes of resident KV and working sets, over all open sequences; on a CPU also of scratch buffers."""
         ...
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
-        """Return the bytes of the working set of a sequence, tables included; 0 without working sets."""
+        """Return the size in bytes of a sequence's working set, tables included; 0 without working sets."""
         ...
 
     def check_integrity(self) -> None:

@@ -205,7 +205,7 @@ class CpuStorage(KVStorage):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of resident KV of all open sequences in all layers."""
+        """Size in bytes of resident KV, over all open sequences and layers."""
         return sum(self._resident.values()) * self._token_bytes
 
     @property
@@ -282,7 +282,7 @@ class CpuRows(RowFetch):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the scratch buffers."""
+        """Size in bytes of the scratch buffers."""
         return self._fetched.nbytes + self._repaired.nbytes
 
     def fetch(
@@ -341,7 +341,7 @@ class CpuTransfer:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of resident KV of all open sequences and of the scratch buffers."""
+        """Size in bytes of scratch buffers and resident KV, over all open sequences."""
         return self.storage.resident_bytes + self.rows.nbytes
 
     def working_set_bytes(self, blocks: BlockTable) -> int:

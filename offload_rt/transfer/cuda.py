@@ -160,7 +160,7 @@ class CudaTransfer:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of resident KV and working sets of all open sequences. Staging buffers are not included."""
+        """Size in bytes of resident KV and working sets, over all open sequences. Staging buffers are not included."""
         return sum(one.residency.nbytes + one.working_set_bytes for one in self._state)
 
     def working_set_bytes(self, blocks: BlockTable) -> int:

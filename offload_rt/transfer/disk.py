@@ -299,7 +299,7 @@ class DiskTransfer:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of resident KV of all open sequences."""
+        """Size in bytes of resident KV, over all open sequences."""
         return sum(one.residency.nbytes for one in self._state.open.values())
 
     def working_set_bytes(self, blocks: BlockTable) -> int:

@@ -26,7 +26,7 @@ class OpenSequence:
 
     @property
     def working_set_bytes(self) -> int:
-        """Bytes of the working set, tables included."""
+        """Size in bytes of the working set, tables included."""
         return 0 if self.working is None else self.working.nbytes
 
 

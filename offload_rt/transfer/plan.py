@@ -1,4 +1,4 @@
-"""Computes rows of the host pool from token indices."""
+"""Compute rows of the host pool from token indices."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Residency:
         return sum(rows.nbytes for rows in self._rows)
 
     def sizes(self, layer: int) -> tuple[int, int]:
-        """Return the number of sinks and of recent tokens of a layer."""
+        """Return the number of sinks and the number of recent tokens in a layer."""
         return self._sizes[layer]
 
     def lists(self, layer: int) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Staging:
 
 
 HELD_BACK = 1 << 20
-"""Maximum bytes of pending write-backs in decode steps. Beyond it, compute waits for the oldest ones.
+"""Maximum size in bytes of pending write-backs in decode steps. Beyond it, compute waits for the oldest ones.
 
 No step writes this many bytes, so compute waits only for write-backs of earlier steps.
 """

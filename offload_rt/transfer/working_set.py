@@ -44,7 +44,7 @@ class LookUp:
 
 
 def working_set_bytes(rows: int, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the bytes of the working set of one layer with `rows` entries per KV head, table included; 0 for none."""
+    """Return the size in bytes of a layer's working set: `rows` entries per KV head and a table; 0 if `rows` is 0."""
     # One more entry receives KV that is not kept.
     if rows == 0:
         return 0

@@ -35,7 +35,7 @@ class RecycledMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of free memory."""
+        """Free memory in bytes."""
         return sum(map(len, self._free))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -57,7 +57,7 @@ class RecycledMemory:
         assert len({id(memory) for memory in self._free}) == len(self._free)
 
     def _take(self, size: int) -> mmap.mmap:
-        """Return the smallest free piece that is large enough. If none is, replace the largest by a new one."""
+        """Return the smallest free piece that is large enough. If none is, replace the largest with a new one."""
         with self._taking:
             waiting = sorted(self._free, key=len)  # a copy: other threads return memory meanwhile
             fits = next((memory for memory in waiting if len(memory) >= size), None)

@@ -33,7 +33,7 @@ _X86_FEATURES = {
     "avx512": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
     "avx512_bf16": frozenset({"avx512_bf16", "avx512_vnni"}),
 }
-"""Processor flags, as in /proc/cpuinfo, that each level needs in addition to those of the level before."""
+"""Processor flags, as in /proc/cpuinfo, that each level needs in addition to the previous level."""
 
 LEVEL_FLAGS = {
     "scalar": (),

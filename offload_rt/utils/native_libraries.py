@@ -36,7 +36,7 @@ class NativeLibrary:
 
     Attributes:
         source: Path below the package.
-        flags: Compiler flags, in addition to those of the level.
+        flags: Compiler flags, in addition to the level's flags.
         fallback: Consequence of a missing library, for the log.
         constants: Macros of the source, each with the values to prebuild.
     """

@@ -117,7 +117,7 @@ def write_document(
         path: Text file. If it exists without a session folder, its text is read and continued.
         prompt: Instruction. It is rendered with the chat template if the model has one, else it precedes the text. It
             is not part of the document.
-        sampling_params: None uses those of the document, or the model's defaults. A document keeps its seed.
+        sampling_params: None uses the document's parameters, or the model's defaults. A document keeps its seed.
         max_tokens: Total number of new tokens of a document without chapters.
         beginning: Text that a new document begins with.
         outline: Headings of the chapters.

@@ -2,7 +2,7 @@
 
 A draft token is accepted if the request samples the same token from the verified logits. Random numbers depend only on
 the position, so similar distributions usually give equal tokens, and no resampling is needed. The text therefore equals
-that of full attention at any temperature, except for rounding: matrix products with several rows round differently.
+the text of full attention at any temperature, except for rounding: matrix products with several rows round differently.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class SpeculativeDecoder:
     def _decode(self, drafts: Seq[Draft]) -> None:
         """Decode draft tokens of all requests together, then discard their KV.
 
-        KV is also discarded on an interrupt, so that no draft is returned as an answer.
+        KV is also discarded on an interrupt, so that no draft is returned as output.
         """
         if not drafts:
             return

@@ -96,7 +96,7 @@ class Round:
 
 
 class Acceptance:
-    """Acceptance rate of one kind of drafts of one request, as a decaying average."""
+    """Acceptance rate of a request's drafts of one kind, as a decaying average."""
 
     def __init__(self) -> None:
         self._rate = HOPE

@@ -32,7 +32,7 @@ class DiskTier:
 
 
 def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
-    """Return the maximum bytes of KV on the disk of `folder`, which need not exist yet.
+    """Return the maximum size in bytes of KV on the disk of `folder`, which need not exist yet.
 
     Raises MemoryLimitError if `limit` exceeds the free space.
     """

@@ -71,7 +71,7 @@ class FileArena:
         layout: Shape of the arena.
         dtype: Data type of the stored elements.
         file: The pool's own file.
-        limit: Bytes of host memory.
+        limit: Limit on host memory in bytes.
     """
 
     def __init__(self, layout: ArenaLayout, dtype: torch.dtype, file: DirectFile, limit: int) -> None:
@@ -94,7 +94,7 @@ class FileArena:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of KV in memory: the cache and the buffers of partly filled blocks."""
+        """Size in bytes of KV in memory: the cache and the buffers of partly filled blocks."""
         buffers = len(self._buffers) * (self.shares.blocks // self.shares.block_buffers)
         return self._cache.used * self.shares.slot_bytes + buffers
 
@@ -272,7 +272,7 @@ class FileArena:
     # ------------------------------------------------------------------------------------------------------- reading
 
     def view(self, slab: int, place: int, offset: int, size: int) -> KVPart:
-        """Return a copy of K and V `[Hkv, size, width]` of contiguous slots of a slab in one layer."""
+        """Return a copy of K and V `[Hkv, size, width]` for contiguous slots of a slab, in one layer."""
         first, stop = offset // BLOCK_SIZE, -(-(offset + size) // BLOCK_SIZE)
         start, count, heads = slab * self.layout.slab_blocks + first, stop - first, self.layout.kv_heads
         with self._extents:

@@ -27,7 +27,7 @@ from ..layout import SLAB_TOKENS, ArenaLayout
 from .requests import DISK_PAGE, Offsets
 from .row_cache import SLOT_BYTES
 
-LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20  # bytes of a staging buffer: a few requests, more than a full queue
+LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20  # bytes per staging buffer: a few requests, more than a full queue
 
 Ids = TypeVar("Ids", int, Offsets)
 
@@ -50,12 +50,12 @@ class FileLayout:
 
     @cached_property
     def pair_bytes(self) -> int:
-        """Bytes of a KV entry: K and V of one token, layer and head."""
+        """Size in bytes of a KV entry: K and V of one token, layer and head."""
         return 2 * self.arena.row_bytes
 
     @cached_property
     def layer(self) -> int:
-        """Bytes of one layer of a block, padded to whole disk blocks."""
+        """Size in bytes of one layer in a block, padded to whole disk blocks."""
         return block_layer_bytes(BLOCK_SIZE, self.arena)
 
     @cached_property
@@ -95,7 +95,7 @@ class FileLayout:
             yield place, np.flatnonzero(places == place)
 
     def ids_of(self, block: int, place: int) -> range:
-        """Return the ids of all KV entries of one layer of a block."""
+        """Return the ids of all KV entries in one layer of a block."""
         first = (block * self.arena.layers + place) * self.layer_pairs
         return range(first, first + self.layer_pairs)
 
@@ -105,9 +105,9 @@ class MemoryBudget:
     """Division of the host memory of a KV cache on disk.
 
     Attributes:
-        staged: Bytes of each of three kinds of staging: reads, requested entries and pending writes.
+        staged: Size in bytes of each kind of staging: reads, requested entries and pending writes.
         block_buffers: Maximum number of buffers for partly filled blocks.
-        blocks: Bytes of these buffers.
+        blocks: Size of these buffers in bytes.
         slots: Slots of the cache for KV entries.
         slot_bytes: Bytes per slot, including metadata.
     """
@@ -145,7 +145,7 @@ def round_up_to_page(size: int) -> int:
 
 
 def block_layer_bytes(tokens: int, arena: ArenaLayout) -> int:
-    """Return the bytes of a layer `[Hkv, n, 2 (K, V), width]` of a block of n tokens.
+    """Return the size in bytes of a layer `[Hkv, n, 2 (K, V), width]` of a block of n tokens.
 
     Full blocks are padded to whole disk blocks, so that their KV can be read with direct I/O.
     """

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...errors import ModelError
-from .backend import BackendLinear, LinearBackend, Place, quantization_option
+from .backend import BackendLinear, LinearBackend, TensorLocation, quantization_option
 from .dense import DenseCPU
 from .packed import PACKED
 from .quantizers import MXFP4, BitsAndBytes, TorchAO
@@ -79,10 +79,10 @@ def refuse_packed(model: Any, why: str) -> None:
         )
 
 
-def places_of(weight: torch.Tensor) -> Iterator[Place]:
+def places_of(weight: torch.Tensor) -> Iterator[TensorLocation]:
     """Return the locations of the plain tensors of a weight; for packed weights, including their scales."""
     found = (places for backend in BACKENDS if (places := backend.places(weight)) is not None)
-    return next(found, iter((Place(weight, "data"),)))
+    return next(found, iter((TensorLocation(weight, "data"),)))
 
 
 def tensors_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -91,5 +91,5 @@ def tensors_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def held_bytes(weight: torch.Tensor) -> int:
-    """Return the bytes of a weight in memory."""
+    """Return the size in bytes of a weight in memory."""
     return sum(tensor.nbytes for tensor in tensors_of(weight))

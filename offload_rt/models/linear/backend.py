@@ -12,7 +12,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Location of a plain tensor that is part of a weight: the attribute `name` of `holder`."""
 
     holder: Any
@@ -82,6 +82,6 @@ class LinearBackend:
             moved: Whether weights will move between host and device memory.
         """
 
-    def places(self, weight: torch.Tensor) -> Iterator[Place] | None:
+    def places(self, weight: torch.Tensor) -> Iterator[TensorLocation] | None:
         """Return the locations of the plain tensors of `weight`, scales included; None if the format differs."""
         return None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .backend import LinearBackend, Place, quantization_option
+from .backend import LinearBackend, TensorLocation, quantization_option
 
 
 class BitsAndBytes(LinearBackend):
@@ -29,14 +29,14 @@ class BitsAndBytes(LinearBackend):
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
 
-    def places(self, weight: torch.Tensor) -> Iterator[Place] | None:
+    def places(self, weight: torch.Tensor) -> Iterator[TensorLocation] | None:
         state = getattr(weight, "quant_state", None)
-        return None if state is None else iter((Place(weight, "data"), *self._places_in(state)))
+        return None if state is None else iter((TensorLocation(weight, "data"), *self._places_in(state)))
 
-    def _places_in(self, state: Any) -> Iterator[Place]:
+    def _places_in(self, state: Any) -> Iterator[TensorLocation]:
         for name, value in vars(state).items():
             if isinstance(value, torch.Tensor):
-                yield Place(state, name)
+                yield TensorLocation(state, name)
             elif hasattr(value, "absmax"):  # scales that are packed themselves
                 yield from self._places_in(value)
 
@@ -46,13 +46,13 @@ class TorchAO(LinearBackend):
 
     method = "torchao"
 
-    def places(self, weight: torch.Tensor) -> Iterator[Place] | None:
+    def places(self, weight: torch.Tensor) -> Iterator[TensorLocation] | None:
         return self._inner(weight) if hasattr(weight, "__tensor_flatten__") else None
 
-    def _inner(self, weight: Any) -> Iterator[Place]:
+    def _inner(self, weight: Any) -> Iterator[TensorLocation]:
         for name in weight.__tensor_flatten__()[0]:
             inner = getattr(weight, name)
-            yield from self._inner(inner) if hasattr(inner, "__tensor_flatten__") else (Place(weight, name),)
+            yield from self._inner(inner) if hasattr(inner, "__tensor_flatten__") else (TensorLocation(weight, name),)
 
 
 class MXFP4(LinearBackend):

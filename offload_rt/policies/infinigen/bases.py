@@ -21,7 +21,7 @@ class Basis:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both matrices."""
+        """Size in bytes of both matrices."""
         return self.query.nbytes + (0 if self.key is self.query else self.key.nbytes)
 
     def columns(self, kept: torch.Tensor) -> Basis:
@@ -59,7 +59,7 @@ class Columns(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices of this sequence."""
+        """Size in bytes of the matrices of this sequence."""
         ...
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class CalibratedColumns:
     """0, because the bases belong to the policy."""
 
     def __init__(self, bases: dict[int, Basis]) -> None:
-        """Create the columns from the basis of each sparse layer, reduced to the kept columns."""
+        """Create the columns from the basis of each sparse layer, reduced to the stored columns."""
         self._bases = bases
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
@@ -123,7 +123,7 @@ class PromptColumns:
             self._sums[layer] = self._sums.get(layer, 0) + skew(grouped, basis).abs().sum(1)
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """Return the basis of the chosen columns, by descending sum.
+        """Return the basis of the columns with the largest sums, in descending order.
 
         Ties go to the more important column in calibration.
         """

@@ -19,7 +19,7 @@ class Page:
 
 
 class LayerPages:
-    """Pages of a sequence, each with `PAGE_TOKENS` tokens of several layers, and the token count of each layer.
+    """Pages of a sequence, each with `PAGE_TOKENS` tokens in several layers, and the token count per layer.
 
     A shared page is read-only and copied before it is written.
     """
@@ -33,7 +33,7 @@ class LayerPages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages. The bytes of a shared page are divided equally among its holders."""
+        """Size of the pages in bytes. The size of a shared page is divided equally among its holders."""
         return round(sum(page.rows.nbytes / len(page.holders) for page in self._pages))
 
     def pages(self, layer: int) -> Pages:

@@ -37,7 +37,7 @@ VALUE_BITS = {"int4": 4, "int2": 2}
 
 
 def row_bytes(approximate_kv: str, geometry: ModelGeometry) -> float:
-    """Return the bytes of approximate KV of one token in one layer. Raises ConfigError like `row_layout`."""
+    """Return the size in bytes of one token's approximate KV in one layer. Raises ConfigError like `row_layout`."""
     return geometry.kv_heads * row_layout(approximate_kv, geometry).block_bytes / BLOCK
 
 
@@ -53,7 +53,7 @@ def row_layout(approximate_kv: str, geometry: ModelGeometry) -> Layout:
 
 
 def basis_bytes(geometry: ModelGeometry, compute: torch.dtype) -> int:
-    """Return the bytes of the `RowBasis` of one layer in dtype `compute`."""
+    """Return the size in bytes of the `RowBasis` of one layer in dtype `compute`."""
     d = geometry.head_dim
     return (geometry.kv_heads * (2 * d + 1) * d + 2 * d * d) * compute.itemsize
 
@@ -88,7 +88,7 @@ class RowBasis:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all matrices."""
+        """Size in bytes of all matrices."""
         return self.basis.nbytes + self.mean.nbytes + self.mixing.nbytes + self.unmixing.nbytes
 
     def queries(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +110,7 @@ class LowBitRows:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the pages. The bytes of shared pages are divided among their holders."""
+        """Size of the pages in bytes. The size of a shared page is divided equally among its holders."""
         return self._rows.nbytes
 
     def length(self, layer: int) -> int:

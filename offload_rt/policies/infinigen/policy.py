@@ -58,7 +58,7 @@ class InfiniGenState(PolicyState):
 
     @property
     def approximate_bytes(self) -> int:
-        """Bytes of approximate KV, which contains the scoring keys."""
+        """Size in bytes of approximate KV, which contains the scoring keys."""
         return 0 if self._approximate is None else self.device_bytes
 
     @property

@@ -46,7 +46,7 @@ TOKENS_PER_BYTE = 4
 
 
 def key_bytes(scorer: str, partial_ratio: float, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the bytes of the scoring keys of one token in one layer.
+    """Return the size in bytes of one token's scoring keys in one layer.
 
     Scorers "partial" and "int8" keep the fraction `partial_ratio` of the columns, "int4" and "int2" keep all columns.
     """
@@ -59,7 +59,7 @@ def key_bytes(scorer: str, partial_ratio: float, geometry: ModelGeometry, dtype:
 
 
 def row_width(columns: int) -> int:
-    """Return the bytes of a row of `QuantisedKeys` with this number of columns."""
+    """Return the size in bytes of a `QuantisedKeys` row with this number of columns."""
     return -(-columns // ROW_BYTES) * ROW_BYTES
 
 
@@ -76,7 +76,7 @@ class PartialKeys:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the keys and of matrices of columns chosen from the prompt."""
+        """Size in bytes of the keys and of the bases chosen from the prompt."""
         return self._keys.nbytes + self._columns.nbytes
 
     def length(self, layer: int) -> int:
@@ -168,7 +168,7 @@ class Quantiser:
 
 
 class QuantisedKeys:
-    """Keys of scorers "int8" (r kept columns), "int4" and "int2" (all columns).
+    """Keys of scorers "int8" (r stored columns), "int4" and "int2" (all columns).
 
     Codes of f = 8 / bits adjacent tokens are packed into bytes `[Hkv, capacity / f, w]`, so that the columns of a token
     are contiguous for an int8 product. The first d of the w = `row_width(d)` bytes of a row are used, where d is the
@@ -183,7 +183,7 @@ class QuantisedKeys:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the packed keys."""
+        """Size in bytes of the packed keys."""
         return self._packed.nbytes
 
     def length(self, layer: int) -> int:

@@ -51,7 +51,7 @@ class ListedKeys(Protocol):
         storages: Any,
         slots: torch.Tensor,
     ) -> None:
-        """Write the newest keys of a batch of sequences with scoring keys of this class.
+        """Write the newest keys for a batch of sequences whose scoring keys have this class.
 
         Args:
             layer: The layer index.
@@ -64,7 +64,7 @@ class ListedKeys(Protocol):
         ...
 
     def found(self, layer: int, q: torch.Tensor, basis: Any, storages: Any, spans: Spans) -> Scores:
-        """Return the scores of queries q `[H, B, d]` of a batch, -inf outside the candidates of each list."""
+        """Return the scores for queries q `[H, B, d]` of a batch, -inf outside each list's candidates."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Offloading of mixture-of-experts weights that do not fit the device.
 
 All experts are in host memory. Each layer keeps its most recently used experts in device slots, and copies the other
-experts that the tokens of a step choose. The computation is that of transformers: its module is called with the weights
+experts that the tokens of a step choose. transformers computes the result: its module is called with the weights
 of the slots and with choices that are slot indices.
 
 Experts are fetched after the router has chosen them. The choice could be predicted one layer ahead, but copying an
@@ -64,7 +64,7 @@ class ExpertCache(nn.Module):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all experts in host memory."""
+        """Size in bytes of all experts in host memory."""
         return sum(own.nbytes for own in self._host)
 
     @property

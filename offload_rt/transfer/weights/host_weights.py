@@ -49,12 +49,12 @@ class HostWeights:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of weights in host memory, without alignment."""
+        """Size in bytes of weights in host memory, without alignment."""
         return sum(part.host_bytes for part in self._parts)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of buffers and slots on the device."""
+        """Size in bytes of buffers and slots on the device."""
         return sum(part.device_bytes for part in self._parts)
 
     @property

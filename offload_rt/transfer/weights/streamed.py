@@ -70,7 +70,7 @@ class WeightStream:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the streamed weights, without alignment."""
+        """Size in bytes of the streamed weights, without alignment."""
         return sum(block.weights for block in self._blocks.values())
 
     def use(self, layer: int) -> None:

@@ -139,7 +139,7 @@ def test_a_text_is_taken_whole_or_shortened_as_was_said(cli: Cli, pages: Path, t
     stats = tmp_path / "stats.json"
     given = ("generate", model, "--prompt-file", str(pages), "--policy", "full", "--max-new-tokens", "5")
     given = (*given, "--ignore-eos")
-    cli(*given).fails_with(str(pages), "75 fit together with the answer", "--truncate tail")
+    cli(*given).fails_with(str(pages), "75 fit together with the new tokens", "--truncate tail")
     run = cli(*given, "--truncate", "middle", "--stats-json", str(stats))
     assert run.code == 0, run.err
     assert json.loads(stats.read_text())["prompt_tokens"] == 75

@@ -390,7 +390,7 @@ def test_a_beam_that_only_forbidden_tokens_continue_is_no_answer(beams: int) -> 
     if beams == 1:
         assert len(llm.generate(tiny_prompt(20), params)[0].outputs[0].token_ids) == 2
         return
-    with pytest.raises(InputError, match="the constraints leave fewer than n=3 answers of num_beams=3 beams"):
+    with pytest.raises(InputError, match="the constraints leave fewer than n=3 completions of num_beams=3 beams"):
         llm.generate(tiny_prompt(20), params)
     assert llm.runner.pool.bytes_held == 0
 

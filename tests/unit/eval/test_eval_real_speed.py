@@ -20,7 +20,7 @@ from offload_rt.errors import ConfigError, InputError
 from offload_rt.eval.speed import worker
 from offload_rt.eval.speed.competitors import COMPETITORS, FIRST, FLOAT32, SpeedConfig
 from offload_rt.eval.speed.real_speed import run_real_speed
-from offload_rt.eval.speed.worker import Answer, InProcessCompetitor, SubprocessCompetitor
+from offload_rt.eval.speed.worker import InProcessCompetitor, Result, SubprocessCompetitor
 
 BOOK = (Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8")[:4000]
 STATIC, LLAMA = "transformers, StaticCache", "llama.cpp, 16-bit KV"
@@ -37,13 +37,13 @@ class Scripted:
         self.open = True
         MADE[name] = self
 
-    def ask(self, prompt: list[int]) -> Answer:
+    def ask(self, prompt: list[int]) -> Result:
         assert self.open
         self.prompts.append(list(prompt))
         tokens = [7] * (self.tokens + 1)
         if self.name == "full":
             tokens[2] = 8
-        return Answer(1.0, [0.25] * self.tokens, tokens, 2**20 * len(prompt))
+        return Result(1.0, [0.25] * self.tokens, tokens, 2**20 * len(prompt))
 
     def close(self) -> None:
         self.open = False
@@ -61,8 +61,8 @@ def test_all_are_asked_the_same_prompts(tmp_path: Path) -> None:
     assert not any(one.open for one in MADE.values())
     assert MADE["full"].prompts == MADE[FIRST].prompts and [len(p) for p in MADE[FIRST].prompts] == [40, 40, 64, 64]
     assert MADE[FLOAT32].prompts == MADE[FIRST].prompts[::2]
-    assert [(row["context"], row["who"]) for row in report.rows] == [
-        (context, who) for context in (40, 64) for who in (FIRST, STATIC, "full", FLOAT32)
+    assert [(row["context"], row["runtime"]) for row in report.rows] == [
+        (context, name) for context in (40, 64) for name in (FIRST, STATIC, "full", FLOAT32)
     ]
     assert {(row["prefill"], row["step"], row["peak"]) for row in report.rows[:4]} == {(1.0, 250.0, 40.0)}
     assert [row["same"] for row in report.rows[:4]] == ["4 of 4", "4 of 4", "2 of 4", "4 of 4"]
@@ -73,14 +73,14 @@ def test_time_is_that_of_prompt_and_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     """A tick of this clock for each token."""
     clock = iter(range(10**6))
     monkeypatch.setattr(worker.time, "process_time", lambda: float(next(clock)))
-    answer = InProcessCompetitor("full", "reference", SpeedConfig((), 3, 1, "float32")).ask([5, 6, 7])
-    assert (answer.prefill, answer.steps) == (1.0, [1.0] * 3) and answer.peak_bytes > 2**20
+    result = InProcessCompetitor("full", "reference", SpeedConfig((), 3, 1, "float32")).ask([5, 6, 7])
+    assert (result.prefill, result.steps) == (1.0, [1.0] * 3) and result.peak_bytes > 2**20
 
 
 @pytest.mark.skipif(
     "OFFLOAD_RT_STRESS" not in os.environ, reason="needs a separate process: make stress PART=composition"
 )
-def test_a_process_answers_for_its_competitor() -> None:
+def test_a_process_runs_a_competitor() -> None:
     """And says what went wrong there, where something does."""
     config = SpeedConfig((), 3, 1, "float32")
     child = SubprocessCompetitor("full", "reference", config)
@@ -136,7 +136,7 @@ def test_everybody_computes_what_is_timed() -> None:
 
 def test_its_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="competitor='vllm' is unknown"):
-        SpeedConfig(who=("vllm",))
+        SpeedConfig(runtimes=("vllm",))
     with pytest.raises(InputError, match="the text has"):
         run_real_speed("reference", "short", SpeedConfig((64,), 2, 1, "float32"), tmp_path, print)
     assert main(["eval", "real-speed", "reference", "--text", str(tmp_path / "none"), "--out", str(tmp_path)]) == 2

@@ -79,7 +79,7 @@ def test_bisection_finds_the_first_rung(monkeypatch: pytest.MonkeyPatch) -> None
     ladder = tuple(range(1, 11))
     for first in (*ladder, 99):
         monkeypatch.setattr(search, "measure", lambda o, first=first: trial(0, 0.0 if o["x"] >= first else 1.0, o["x"]))
-        assert search.smallest({}, "x", ladder).link_bytes == min(first, 10)
+        assert search.smallest({}, "x", ladder).fetched_bytes == min(first, 10)
 
 
 def test_the_text_is_cut_to_the_model() -> None:

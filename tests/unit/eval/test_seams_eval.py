@@ -62,8 +62,8 @@ def test_its_mistakes_are_one_line(toy: str, tmp_path: Path, capsys: pytest.Capt
     for arguments, words in (
         ([toy], "required: --text"),
         ([toy, "--text", "x", "--least", "a"], "invalid int value"),
-        ([str(empty)], "registers 0 measures"),
-        ([str(taken)], "there is a measure 'perplexity' already"),
+        ([str(empty)], "registers 0 evaluations"),
+        ([str(taken)], "there is an evaluation 'perplexity' already"),
         ([str(tmp_path / "none.py")], "there is no such file"),
     ):
         assert main(["eval", *arguments]) == 2

@@ -48,8 +48,8 @@ WORD_ALLOWED = {
 }
 """How many identifiers may still contain a word, with the reason. The numbers may only fall."""
 
-NAME_ALLOWED = {"truncation_id", "figures", "answers", "Place", "Asked"}
-"""Names that remain until their folder is renamed. Remove an entry with the last use."""
+NAME_ALLOWED = {"truncation_id", "answers"}
+"""Names that remain: a field of stored session histories, and the positions of answer tokens in `eval`."""
 
 
 def identifiers() -> Iterator[tuple[Path, str]]:

@@ -226,7 +226,7 @@ def test_what_cannot_be_restored_is_refused(tmp_path: Path) -> None:
         session.send("text")
     with pytest.raises(InputError, match="token id"):
         session.send([199])
-    with pytest.raises(InputError, match="one answer"):
+    with pytest.raises(InputError, match="one response"):
         session.send([1], SamplingParams(n=2))
     session.close()
     make_llm().session("t", tmp_path).close()
