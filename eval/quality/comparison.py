@@ -38,6 +38,8 @@ MAX_OTHERS = 17
 BINS = 160
 """Number of position ranges in the plot of the attended positions."""
 
+NOT_MEASURED = "The attention mass was not measured.\nSet --missed-mass-every 16."
+
 LABELLED = 0.14
 """Smallest fraction of a bar that has room for a label."""
 
@@ -151,17 +153,24 @@ def _draw(path: Path, llm: LLM, selections: SelectionHistogram, bars: Mapping[st
     counts = np.stack(selections.steps) if selections.steps else np.zeros((1, BINS), np.int64)
     sizes = {name: stats.h2d_bytes / max(1, stats.decoded_tokens) for name, stats in bars.items()}
     masses = {name: _masses(stats) for name, stats in bars.items()}
-    data = {"selected": counts.tolist(), "positions": selections.size, "h2d_bytes_per_token": sizes, "mass": masses}
+    measured = {name: each for name, each in masses.items() if each is not None}
+    data = {"selected": counts.tolist(), "positions": selections.size, "h2d_bytes_per_token": sizes, "mass": measured}
     title = f"{llm.name}, {prompt:,} tokens of context: policy {llm.config.policy} beside full attention"
     with picture(path, title, data, panels=(1, 3)) as axes:
         _draw_selections(axes[0], counts, selections.size, prompt, llm.runner.policy.recent)
         _draw_transfers(axes[1], sizes)
-        _draw_masses(axes[2], masses)
+        if measured.keys() - {"full"}:
+            _draw_masses(axes[2], measured)
+        else:
+            axes[2].axis("off")
+            axes[2].text(0.5, 0.5, NOT_MEASURED, ha="center", va="center", transform=axes[2].transAxes)
 
 
-def _masses(stats: Stats) -> tuple[float, float, float]:
-    """Return the attention mass that is covered exactly, covered approximately, and missed."""
-    rest = stats.missed_mass or 0.0
+def _masses(stats: Stats) -> tuple[float, float, float] | None:
+    """Return the attention mass that is covered exactly, covered approximately, and missed. None if not measured."""
+    rest = 0.0 if stats.policy == "full" else stats.missed_mass
+    if rest is None:
+        return None
     return (1 - rest, rest, 0.0) if stats.approximate_bytes_device else (1 - rest, 0.0, rest)
 
 
