@@ -1,4 +1,4 @@
-"""Delete a session: its documents, and all blocks and sink documents that nothing else uses.
+"""Delete a session: its documents, and all blocks and sink documents without another owner.
 
 The owners of a stored block are the sessions whose histories contain its key, and all prompts without a session
 together, if one of them has claimed it (`StorageTier.claim`). A block without an owner is removed.

@@ -41,7 +41,7 @@ class Siblings(Protocol):
         ...
 
     def forget(self, name: str) -> Removed:
-        """Delete a stored session and all blocks that nothing else uses."""
+        """Delete a stored session and all blocks without another owner."""
         ...
 
     def left(self, session: Session) -> None:

@@ -185,7 +185,7 @@ class StoredPrompt(StoredRequest):
     def persist(self) -> None:
         """Record the use of the blocks on disk."""
         history = self.kv.history
-        self.kv.claim()  # also blocks that a session has written meanwhile
+        self.kv.claim()  # also blocks that a session has written since the start
         self.kv.context.storage.touch([name.key for name in self.kv.names(history.computed)])
 
     def release(self) -> bool:
