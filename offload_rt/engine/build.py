@@ -88,8 +88,9 @@ def _load(
     placement: Placement = ON_DEVICE,
 ) -> LoadedModel:
     return load_model(
-        model, tokenizer=tokenizer or config.tokenizer, device=config.device, dtype=config.dtype, placement=placement,
-        verify=config.verify, hub=hub_of(config), max_model_len=config.max_model_len, quantize=config.quantize,
+        model, tokenizer=config.tokenizer if tokenizer is None else tokenizer, device=config.device,
+        dtype=config.dtype, placement=placement, verify=config.verify, hub=hub_of(config),
+        max_model_len=config.max_model_len, quantize=config.quantize,
     )  # fmt: skip
 
 

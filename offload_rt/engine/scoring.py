@@ -153,7 +153,7 @@ class _Batches:
 
     def _prefilled(self, prefix: tuple[int, ...], task: _Task) -> Sequence:
         self._runner.check_fits(task.computed)
-        sequence = self._runner.new_sequence(task.tokens, max(1, len(prefix)))
+        sequence = self._runner.new_sequence(task.tokens, max(1, len(prefix)), reuse=len(prefix))
         sequence.trace.prompt_tokens, sequence.trace.recorder = len(prefix), self._recorder
         self._runner.expect(sequence, task.computed)
         if prefix:
