@@ -131,7 +131,7 @@ class EngineConfig:
             RoPE scaling (longrope, dynamic) uses it. None uses the model's maximum, limited by the KV cache.
         host_memory: Hard limit on KV in host memory in bytes. None uses half of the free memory.
         snapshot_memory: Limit on snapshots of recurrent state in host memory in bytes (hybrid models). It is a part of
-            `host_memory`. None uses an eighth of it, 0 keeps no snapshots and shares no prefixes.
+            `host_memory`. None uses an eighth of it. Without room for a snapshot, prefixes are not shared.
         disk: Folder on a local disk for contexts larger than host memory. KV of running requests is stored in an
             unnamed file there, which is deleted when the process ends. `host_memory` limits its cache. The tokens do
             not change.

@@ -6,6 +6,7 @@ prompt alone.
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -126,7 +127,7 @@ def stream(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
     return requests
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(60) if "OFFLOAD_RT_STRESS" in os.environ else range(4))
 def test_streams_of_prompts_give_the_tokens_of_each_alone(seed: int) -> None:
     """Random edits, forks and evictions: memory for few blocks and few snapshots, and batches of several requests."""
     rng = random.Random(seed)
@@ -163,7 +164,7 @@ def test_the_memory_of_snapshots_is_a_part_of_host_memory() -> None:
         make("qwen3_5", snapshot_memory="much")
 
 
-@pytest.mark.parametrize("options", [{"snapshot_memory": 0}, {"enable_prefix_caching": False}])
+@pytest.mark.parametrize("options", [{"snapshot_memory": 1}, {"enable_prefix_caching": False}])
 def test_without_snapshots_nothing_is_shared(options: dict[str, Any]) -> None:
     model, llm = make("qwen3_5", **options)
     prompt = prompt_of(200)
@@ -175,13 +176,13 @@ def test_without_snapshots_nothing_is_shared(options: dict[str, Any]) -> None:
 
 def test_a_preempted_request_continues_at_a_snapshot() -> None:
     """Three prompts that grow do not fit together."""
-    prompts = [prompt_of(120, seed=i) for i in range(3)]
+    prompts = [prompt_of(310, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
     _, roomy = make("qwen3_5")
     expected = [one.token_ids for one in completed(roomy.generate(prompts, params))]
     assert roomy.runner.pool.states is not None
-    snapshots = 8 * roomy.runner.pool.states.slot_bytes
-    _, tight = make("qwen3_5", host_memory=snapshots + 8 * roomy.runner.pool.block_bytes, snapshot_memory=snapshots)
+    snapshots = 30 * roomy.runner.pool.states.slot_bytes
+    _, tight = make("qwen3_5", host_memory=snapshots + 19 * roomy.runner.pool.block_bytes, snapshot_memory=snapshots)
     engine = tight.make_engine()
     requests = [engine.add(prompt, params) for prompt in prompts]
     restored: list[int] = []
