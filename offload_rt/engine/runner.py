@@ -51,10 +51,10 @@ class Runner(SequenceManager):
         """Create a runner.
 
         Args:
-            plan: Limits on device memory.
-            weights: Streams weights that are not on the device.
-            draft: Runner of the draft model.
-            order: Coordination of engines, shared with other runners of the pool.
+            plan: Limits on device memory, or None for no limits.
+            weights: Weights in host memory that are streamed to the device, or None if all weights are on the device.
+            draft: Runner of the draft model, or None without speculative decoding by a draft model.
+            order: Order of requests, shared by all runners that use `pool`. None creates a new one.
         """
         super().__init__(model, policy, pool, transfer, config, plan)
         self.weights, self.draft = weights, draft
@@ -93,13 +93,15 @@ class Runner(SequenceManager):
         after_layer: Callable[[int], None] = lambda layer: None,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
     ) -> Prefill:
-        """Return the prefill of tokens [position, stop), which `advance_prefill` runs layer by layer.
+        """Begin a prefill of tokens [position, stop). `advance_prefill` runs it layer by layer.
 
         Args:
             want_logits: Compute the logits of the last token.
-            before_layer: Called with a layer before it runs. It returns when the KV of earlier tokens is in the pool.
-            after_layer: Called with a layer after it has run.
-            every_logits: Called with the logits of all tokens, segment by segment (see `Prefill`).
+            before_layer: Called with the index of a layer before the layer runs. Returns when the layer's KV of earlier
+                tokens is in the pool.
+            after_layer: Called with the index of a layer after the layer has run.
+            every_logits: Called with the position of the first token and the logits of consecutive tokens, part by
+                part, until all tokens of the prefill are covered.
         """
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         if sequence.unlearned and self.cache_manager.shares and not self.cache_manager.evicts:
@@ -123,7 +125,7 @@ class Runner(SequenceManager):
     @device_guard
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:
-        """Run one layer. Commit the tokens after the last layer."""
+        """Run the next layer of a prefill. After the last layer, commit the tokens."""
         began, used = time.perf_counter(), self.weight_use
         with engine_threads(self.adapter.device):
             prefill.run_layer()
@@ -137,14 +139,17 @@ class Runner(SequenceManager):
             self.transfer.storage.settle(sequence.blocks)
             self._publish(sequence)
             self.cache_manager.slide(sequence, self.transfer.storage, prefill.stop)
-            if self.pool.file is not None:  # host memory is scarce with `disk`
+            if self.pool.file is not None:  # with `disk`, host memory is scarce
                 give_back()
         sequence.trace.prefill_seconds += time.perf_counter() - began
         if prefill.layer:
             prefill.after_layer(prefill.layer - 1)
 
     def prefill(self, sequence: Sequence, stop: int, *, want_logits: bool = False) -> torch.Tensor | None:
-        """Prefill tokens [position, stop) in one call. With `want_logits`, return the logits `[V]` of the last one."""
+        """Prefill tokens [position, stop) in one call.
+
+        With `want_logits`, return the logits `[V]` of the last token.
+        """
         prefill = self.begin_prefill(sequence, stop, want_logits=want_logits)
         while not prefill.done:
             self.advance_prefill(prefill)
@@ -153,7 +158,10 @@ class Runner(SequenceManager):
     @device_guard
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
-        """Decode one step: compute and commit `tokens[position]` of each sequence. Return float32 logits `[B, V]`."""
+        """Run one decode step for `batch`: compute and commit `tokens[position]` of each sequence.
+
+        Returns float32 logits `[B, V]`.
+        """
         began, used = time.perf_counter(), self.weight_use
         rebalance(batch, self.pool, self.transfer.storage, self.policy)
         for sequence in batch:
@@ -181,7 +189,7 @@ class Runner(SequenceManager):
 
     @property
     def weight_use(self) -> WeightUse:
-        """Weights copied to the device so far."""
+        """Totals of weights copied to the device so far."""
         return NOTHING_USED if self.weights is None else self.weights.use
 
     def check_integrity(self) -> None:

@@ -29,14 +29,14 @@ from .snapshot_keeper import SnapshotKeeper
 
 T = TypeVar("T")
 
-MISSED_MASS_EVERY = 16  # steps; default on a CPU if all keys are in host memory
+MISSED_MASS_EVERY = 16  # decode steps between measurements; default on a CPU if all keys are in host memory
 
 
 class SequenceManager:
     """Own the KV cache, the recurrent state and the transfers of one model, and the sequences that use them.
 
-    The caller must `free` every sequence. Between calls, the block table, the resident KV and the policy state of a
-    sequence are consistent.
+    The caller must call `free` for every sequence. Between calls, the block table, the resident KV and the policy state
+    of a sequence describe the same tokens.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class SequenceManager:
 
     @property
     def approximates(self) -> bool:
-        """Whether the KV of decoded tokens differs from prefill, because of the policy or the KV cache format."""
+        """Whether decoding a token gives other KV than its prefill, because of the policy or the KV cache format."""
         return self.provenance_key != EXACT or not self.pool.format.exact
 
     @property
     def provenance_key(self) -> str:
-        """KV provenance key of decoded tokens: the policy's key, or `EXACT` if full attention verifies them."""
+        """KV provenance key of decoded tokens: `EXACT` if full attention verifies them, else the policy's key."""
         return self.policy.provenance_key if self.config.exact is None else EXACT
 
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
-        """Return a sequence with room for `capacity` tokens.
+        """Return a sequence of `tokens` with room for `capacity` tokens.
 
-        Cached blocks of its first `reuse` tokens are reused if an exact prefill with the same `provenance` computed
-        them. The last of these tokens is always computed.
+        The first `reuse` tokens use cached blocks if an exact prefill with the same `provenance` computed these blocks.
+        The last of the `reuse` tokens is always computed again.
 
         Raises:
             InputError: A token id is not in the vocabulary.
@@ -107,14 +107,17 @@ class SequenceManager:
             self.pool.check_fits(tokens)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """Call `action`. While it raises PoolFullError, reclaim memory (of idle sessions, for example) and retry."""
+        """Call `action`.
+
+        While the call raises PoolFullError, reclaim memory (for example of idle sessions) and retry.
+        """
         return retry_after_reclaim(action, self.reclaimables)
 
     def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
         """Reserve slots for the next `tokens` tokens. Raise PoolFullError.
 
-        With eviction, a sequence overwrites its own tokens if the pool is full. PoolFullError then means that the
-        device is full, or that a fork still holds blocks that have left a sliding window.
+        With eviction, a sequence overwrites KV of its own tokens if the pool is full. PoolFullError then means that the
+        device is full, or that a fork still uses blocks that have left a sliding window.
         """
         if not self.cache_manager.evicts:
             self.pool.reserve(sequence.blocks, sequence.position + tokens)
@@ -128,9 +131,10 @@ class SequenceManager:
 
     @device_guard
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
-        """Announce that a sequence, and `forks` others that will fork from it, may grow to `tokens` tokens.
+        """Announce that `sequence`, and `forks` future forks of it, may grow to `tokens` tokens.
 
-        The pool prepares (pins) memory for them now, so that no decode step waits for it. No blocks are reserved.
+        The pool allocates and pins host memory for these tokens now, so that no decode step waits for it. No blocks are
+        reserved.
         """
         sequence.expected, sequence.forks = tokens, forks
         self._prepare()
@@ -143,8 +147,11 @@ class SequenceManager:
     def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
         """Return a sequence that shares the computed tokens of `sequence`, with room for `capacity` tokens.
 
-        Full blocks are shared. A partly filled last block is copied. With `same_trace`, the fork continues the
-        statistics of `sequence`; otherwise it counts the shared tokens as reused. Raises PoolFullError.
+        Full blocks are shared. A partly filled last block is copied. With `same_trace`, the statistics of the fork
+        continue those of `sequence`. Otherwise the fork's statistics start at zero and count the shared tokens as
+        reused.
+
+        Raises PoolFullError.
         """
         self.transfer.storage.settle(sequence.blocks)
         shared, position = self.pool.fork(sequence.blocks), sequence.position
@@ -164,12 +171,12 @@ class SequenceManager:
     def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0, *, exact_only: bool = False) -> BlockTable:
         """Return cached blocks of a session's tokens that were computed exactly or with this policy.
 
-        At least one token is left to compute.
+        The blocks never cover all of `tokens`: at least one token is left to compute.
 
         Args:
             tokens: Tokens of the session.
-            provenance: Part of the KV provenance key from the cache salt and truncations.
-            floor: First token that sliding layers can see.
+            provenance: Part of the KV provenance key that describes the cache salt and truncations.
+            floor: Index of the first token that sliding layers can see.
             exact_only: Return only blocks that were computed exactly.
         """
         if not self.cache_manager.shares:
@@ -188,10 +195,18 @@ class SequenceManager:
         shift: int = 0,
         provenance: str = "",
     ) -> Sequence:
-        """Return a sequence that owns `blocks`. Its first `known` tokens were computed before.
+        """Return a sequence that owns `blocks`, for example blocks of a stored session.
 
-        `blocks` holds the KV of the first `blocks.length` tokens. The caller loads all other KV before the next prefill
-        reaches its layer. `blocks` is released if PoolFullError is raised.
+        `blocks` contains the KV of the first `blocks.length` tokens. The KV of all tokens up to `known` was computed
+        before; the caller loads the missing part before the next prefill reaches the layer it belongs to. If
+        PoolFullError is raised, `blocks` is released.
+
+        Args:
+            capacity: Number of tokens to reserve slots for.
+            known: Number of tokens whose KV was computed before.
+            exact: Number of tokens at the start whose KV an exact prefill computed.
+            shift: Number of earlier tokens that were truncated from the start of the text.
+            provenance: Part of the KV provenance key that describes the cache salt and truncations.
         """
         assert self.states is None, "recurrent state of earlier tokens is not kept (check_keeps_no_state)"
         self.cache_manager.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
@@ -201,12 +216,15 @@ class SequenceManager:
 
     @device_guard
     def reload(self, sequence: Sequence) -> None:
-        """Copy resident KV to the device again, after other code has written KV to the pool."""
+        """Copy resident KV from the pool to the device again, after other code has overwritten KV in the pool."""
         self.transfer.storage.close(sequence.blocks)
         self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
 
     def relearn(self, sequence: Sequence) -> None:
-        """Rebuild resident KV from the pool. The next prefill rebuilds the policy state."""
+        """Copy resident KV to the device again and reset the policy state.
+
+        The next prefill rebuilds the policy state.
+        """
         self.reload(sequence)
         sequence.state, sequence.learned = self.policy.new_state(sequence.keys), 0
         sequence.unlearned = sequence.position
@@ -231,7 +249,10 @@ class SequenceManager:
         return sequence
 
     def _register(self, sequence: Sequence, origin: Sequence | None) -> None:
-        """Open the storage of a sequence. If `origin` is given, copy its storage. Undo this on an error."""
+        """Open the device storage of a sequence. If `origin` is given, copy its storage.
+
+        On an error, the storage is closed again.
+        """
         self._open[sequence.id] = sequence
         try:
             self._check_device()
@@ -264,9 +285,10 @@ class SequenceManager:
         del self._open[sequence.id]
 
     def _publish(self, sequence: Sequence) -> None:
-        """Add full blocks to the prefix tree: exact if the whole sequence is, else with the policy's provenance.
+        """Add full blocks of a sequence to the prefix tree.
 
-        All appended KV must already be in the pool.
+        If the KV of the whole sequence is exact, the blocks get the exact provenance key, else the policy's key. All KV
+        of the sequence must already be in the pool.
         """
         if self.cache_manager.shares:
             provenance_key = EXACT if sequence.position == sequence.exact else self.provenance_key
@@ -276,7 +298,7 @@ class SequenceManager:
 
     @property
     def scoring_bytes(self) -> int:
-        """Size in bytes of scoring keys and approximate KV on the device, over all open sequences."""
+        """Size in bytes of the scoring keys and approximate KV of all sequences on the device."""
         return sum(one.state.device_bytes for one in self._open.values())
 
     def check_integrity(self) -> None:
