@@ -7,6 +7,8 @@ layer, and queries, attention and MLP of one slice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from itertools import pairwise
 
 import torch
 
@@ -18,6 +20,7 @@ from ..models.full_attention import keys_and_values, residual_after_attention, s
 from ..policies.base import Policy, PolicyState
 from ..transfer.base import KVStorage, PrefilledLayer
 from .sequence import Sequence
+from .state_capture import StateCapture
 
 LOGITS_AT_ONCE = 64  # maximum number of tokens with logits in memory
 
@@ -46,6 +49,7 @@ class Prefill:
         before_layer: Callable[[int], None] = lambda layer: None,
         after_layer: Callable[[int], None] = lambda layer: None,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
+        capture: StateCapture | None = None,
     ) -> None:
         """Prepare the prefill.
 
@@ -59,13 +63,16 @@ class Prefill:
                 tokens are committed. This class does not call it.
             every_logits: Called as `every_logits(t, logits)` at the end of each segment, with logits `[m, V]` of
                 tokens t, t + 1, ..., a few at a time.
+            capture: Takes snapshots of recurrent state. Slices end where it takes one.
         """
         assert sequence.blocks.length < stop <= len(sequence.tokens)
         self.sequence, self.stop = sequence, stop
         self.logits: torch.Tensor | None = None
         self.after_layer = after_layer
         slots = sequence.state_slots
-        self._adapter = adapter.with_state(None if slots is None else slots.view([sequence.state_slot]))
+        self._cuts: Seq[int] = [] if capture is None else capture.places
+        finished = [] if capture is None else [capture.finished]
+        self._adapter = adapter.with_state(None if slots is None else slots.view([sequence.state_slot], *finished))
         self._storage = storage
         self._logits_of, self._before_layer, self._every_logits = logits_of, before_layer, every_logits
         self._slice_tokens, self._segment_tokens = slice_tokens, segment_tokens or stop
@@ -78,7 +85,12 @@ class Prefill:
     def _begin_segment(self, start: int) -> None:
         adapter, stop = self._adapter, min(self.stop, start + self._segment_tokens)
         self._start, self._segment_stop, self._layer = start, stop, 0
-        self._slices = slices_of(stop - start, self._slice_tokens)
+        bounds = [start, *(place for place in self._cuts if start < place < stop), stop]
+        self._slices = [
+            slice(first - start + s.start, first - start + s.stop)
+            for first, end in pairwise(bounds)
+            for s in slices_of(end - first, self._slice_tokens)
+        ]
         self._positions = torch.arange(start, stop, device=adapter.device) + self.sequence.shift
         tokens = torch.tensor(self.sequence.tokens[start:stop], device=adapter.device)
         self._hidden = adapter.embed(tokens, self._positions)
