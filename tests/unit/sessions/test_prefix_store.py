@@ -111,7 +111,7 @@ def test_a_cancelled_prefill_is_continued(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(asyncio.CancelledError):
             await request
         await asyncio.to_thread(wait_until, lambda: engine.load().running == 0)
-        return len(runner.pool._tree) * 64
+        return len(runner.pool.cached) * 64
 
     kept = served(make(tmp_path, **options), leave)
     found = served(make(tmp_path, **options), lambda engine: last(engine, ids))
