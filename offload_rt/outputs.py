@@ -150,6 +150,8 @@ class RequestOutput:
         outputs: The `n` completions.
         finished: Whether all completions have ended.
         num_cached_tokens: Prompt tokens whose KV was reused instead of computed.
+        num_recomputed_tokens: Prompt tokens that were computed although their KV was cached, because the nearest
+            snapshot of the recurrent state was before them (hybrid models).
         metrics: Times of the request.
         trace: Progress and attention, if requested with `AsyncLLM.generate(trace=True)`.
     """
@@ -163,6 +165,7 @@ class RequestOutput:
     num_cached_tokens: int
     metrics: RequestMetrics | None = None
     trace: RequestTrace | None = None
+    num_recomputed_tokens: int = 0
 
     def __repr__(self) -> str:
         prompt = "" if self.prompt is None else f"{_short(self.prompt)}, "
@@ -180,6 +183,8 @@ class Stats:
     Attributes:
         reused_tokens: Number of prompt tokens whose KV was reused from another sequence or from a session store, in
             whole blocks of 64 tokens.
+        recomputed_tokens: Number of prompt tokens whose KV was cached but that were computed again, because the nearest
+            snapshot of the recurrent state was before them (hybrid models).
         diverged_at: Index of the first prompt token that differs from all cached prefixes. It may be larger than
             `reused_tokens`, which counts whole blocks. None if the whole prompt was cached, or no prefix was looked up.
         h2d_bytes: KV copied from host memory to the device.
@@ -270,6 +275,7 @@ class Stats:
     expert_hit_rate: float | None = None
     h2d_weight_bytes_steps: int = 0
     native_code: str = ""
+    recomputed_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dictionary of plain types, ready for JSON."""

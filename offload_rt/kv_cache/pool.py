@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from ..config import KVFormatName
-from ..core import BLOCK_SIZE, BlockTable, ModelGeometry
-from ..errors import PoolFullError
-from .arena import Arena
-from .block_allocator import BlockAllocator
-from .disk.disk_tier import DiskTier, open_file_arena
-from .disk.file_arena import FileArena
-from .kv_format import make_kv_format
-from .layer_groups import LayerGroups
-from .layout import SLAB_TOKENS, ArenaLayout
-from .machine import memory_limit, pool_full
-from .prefix_tree import PrefixTree
-from .process_lock import ProcessLock
-from .stored_rows import StoredRows, blocks_for
-from .window_blocks import WindowBlocks
-
-MOST_TOKENS = 1 << 24  # maximum size without `limit_bytes`: 16 Mi tokens, more than a batch of the longest contexts
-
-# If all layers use sliding windows, blocks of group 0 store no KV and are only ids. The pool then adds `NAMES` ids at a
-# time. When there are `MOST_NAMES` ids (4 Mi tokens), it evicts blocks from the prefix tree before it adds ids.
-NAMES, MOST_NAMES = 1 << 10, 1 << 16
+from ..core import BLOCK_SIZE, BlockTable
+from .block_supply import BlockSupply
+from .stored_rows import blocks_for
 
 
-class HostPool(StoredRows):
-    """The KV cache of all sequences, in blocks of 64 tokens, with a fixed limit in bytes.
+class HostPool(BlockSupply):
+    """The KV of all sequences, in blocks of 64 tokens, within a fixed number of bytes.
 
     Each sequence has a `BlockTable`. `reserve` allocates slots that only this sequence may write, `write` fills them
     layer by layer, and `commit` marks tokens as complete in all layers. `runs` returns KV. `row_base` returns its
@@ -53,117 +34,7 @@ class HostPool(StoredRows):
     stream may order these transfers before the next write to the blocks. `runs` may return the KV of one layer before
     the other layers are written. Forks and the prefix tree use only tokens below `blocks.length`.
 
-    Args:
-        geometry: Dimensions of the model.
-        dtype: Data type of the model's KV.
-        limit_bytes: Limit on host memory in bytes. None means half of the available memory.
-        kv_cache_dtype: Storage format (`kv_format.py`).
-        pin: Page-lock each slab for CUDA when it is first needed.
-        slab_tokens: Number of tokens per slab. Memory is allocated in slabs.
-        disk: Options for storing the KV in a file. `limit_bytes` then limits the part in host memory. None stores all
-            KV in host memory.
-
-    Raises:
-        MemoryLimitError: `limit_bytes` exceeds the system memory or is smaller than one block.
     """
-
-    def __init__(
-        self,
-        geometry: ModelGeometry,
-        dtype: torch.dtype,
-        limit_bytes: int | None,
-        *,
-        kv_cache_dtype: KVFormatName = "auto",
-        pin: bool = False,
-        slab_tokens: int = SLAB_TOKENS,
-        disk: DiskTier | None = None,
-    ) -> None:
-        format = make_kv_format(kv_cache_dtype, dtype, geometry.head_dim)
-        stored = replace(geometry, head_dim=format.width)
-        limit = memory_limit(limit_bytes, at_most=stored.kv_bytes(MOST_TOKENS, format.storage))
-        if disk is None:
-            layout = ArenaLayout.fit(stored, format.storage, limit, slab_tokens)
-            arena: Arena | FileArena = Arena(layout, format.storage, pin=pin)
-        else:
-            arena = open_file_arena(disk, stored, format, limit, slab_tokens)
-        self.limit_bytes = limit if disk is None else arena.layout.blocks * arena.layout.block_bytes
-        super().__init__(arena, LayerGroups.of(geometry), format)
-        self.bytes_peak = 0
-        self.pins = pin and disk is None
-        """Whether the slabs are page-locked."""
-        self._held = BlockAllocator(self.layout.slab_blocks, *(() if self.file is None else (self.file.discard,)))
-        # Blocks of group 0. They have memory in the arena, unless all layers use sliding windows.
-        self._blocks = self._held if self.groups.full else BlockAllocator(NAMES)
-        self._tree = PrefixTree()
-        self.lock = ProcessLock()
-        self._windows = WindowBlocks(self._held, self.groups)
-        self._claimed: set[int] = set()
-
-    @property
-    def block_bytes(self) -> int:
-        return self.layout.block_bytes
-
-    @property
-    def block_count(self) -> int:
-        return self.layout.blocks
-
-    @property
-    def free_blocks(self) -> int:
-        return self.block_count - self._held.used
-
-    @property
-    def idle_blocks(self) -> int:
-        """Number of blocks that only the prefix tree references. They count as used, but can be evicted."""
-        return self._tree.idle * self.groups.full + self._windows.idle
-
-    @property
-    def grows(self) -> bool:
-        """Whether one sequence can grow by 64 tokens."""
-        return self.free_blocks + self.idle_blocks >= self.groups.blocks_at_once
-
-    @property
-    def bytes_used(self) -> int:
-        """Size in bytes of all referenced blocks, at most `limit_bytes`. Each shared block counts once."""
-        return self._held.used * self.block_bytes
-
-    @property
-    def bytes_held(self) -> int:
-        """Size in bytes of all blocks in block tables. Each shared block counts once."""
-        return (self._held.used - self.idle_blocks) * self.block_bytes
-
-    def bytes_of(self, blocks: BlockTable) -> int:
-        return (self.groups.full * len(blocks.ids) + self.groups.sliding * len(blocks.windows)) * self.block_bytes
-
-    def bytes_for(self, tokens: int) -> int:
-        """Return the maximum size in bytes of the KV of a sequence of `tokens` tokens."""
-        return self.groups.blocks(tokens) * self.block_bytes
-
-    def prepare(self, tokens: int) -> None:
-        """Activate slabs for up to `tokens` additional tokens, without reserving blocks.
-
-        Call it when a sequence is admitted, with the length of its prompt and of the output. Decoding then never pauses
-        to page-lock memory. A pool on disk allocates space on demand, so the call has no effect.
-        """
-        if self.file is None:
-            self._activate(self.groups.blocks(tokens), run=0)
-
-    def check_fits(self, tokens: int) -> None:
-        """Raise PoolFullError if a sequence of `tokens` tokens would not even fit in an empty pool."""
-        if (count := self.groups.blocks(tokens)) > self.block_count:
-            raise self._full(count, count - self.block_count)
-
-    def check_spare(self, blocks: int) -> None:
-        """Raise PoolFullError if there is no space for `blocks` times 64 additional tokens."""
-        self._check_free(blocks * self.groups.blocks_at_once)
-
-    def check_grows(self, blocks: BlockTable, tokens: int, spare: int) -> None:
-        """Raise PoolFullError if `blocks` cannot grow to `tokens` tokens with space left for `spare` times 64 more."""
-        more = self.groups.blocks(tokens) - self.bytes_of(blocks) // self.block_bytes
-        self._check_free(max(0, more) + spare * self.groups.blocks_at_once)
-
-    def _check_free(self, count: int) -> None:
-        if (missing := count - self.free_blocks - self.idle_blocks) > 0:
-            raise self._full(count, missing)
 
     def new_block_table(self, tokens: int, floor: int = 0) -> BlockTable:
         """Create a block table of length 0 with slots for `tokens` tokens in full-attention layers.
@@ -241,7 +112,7 @@ class HostPool(StoredRows):
         alone = [place for place in gone if self._held.refs(blocks.windows[place][0]) == 1]
         self._provide_held((len(fresh) - len(alone)) * self.groups.sliding)
         for place in gone:
-            self._windows.release(blocks.windows.pop(place))
+            self.cached.windows.release(blocks.windows.pop(place))
         self._give_windows(blocks, fresh, filled)
         self._record_peak()
 
@@ -263,7 +134,7 @@ class HostPool(StoredRows):
             if (old := blocks.windows.get(place)) is not None:
                 for source, target in zip(old, window, strict=True):
                     self._arena.copy(source, target, filled)
-                self._windows.release(old)
+                self.cached.windows.release(old)
             blocks.windows[place] = window
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -299,7 +170,8 @@ class HostPool(StoredRows):
     def match(self, tokens: Sequence[int], *provenance_keys: str, floor: int = 0) -> BlockTable:
         """Return a block table with the longest published prefix of `tokens`, in full blocks.
 
-        At least one token is left to compute. `length` of the result is the number of cached tokens.
+        In models with recurrent state, the prefix ends at a snapshot. At least one token is left to compute. `length`
+        of the result is the number of cached tokens.
 
         Args:
             tokens: Token ids of the prompt.
@@ -308,12 +180,10 @@ class HostPool(StoredRows):
                 that its next token sees have cached window blocks.
         """
         self._unkey_lost()
-        blocks = self._tree.match(tokens, *provenance_keys, usable=lambda path: self._windows.usable(path, floor))
-        self._blocks.incref(blocks)
-        return BlockTable(blocks, len(blocks) * BLOCK_SIZE, self._windows.take(blocks, floor), floor)
+        return self.cached.match(tokens, *provenance_keys, floor=floor)
 
     def known_tokens(self, tokens: Sequence[int], *provenance_keys: str) -> int:
-        return self._tree.known_tokens(tokens, *provenance_keys)
+        return self.cached.tree.known_tokens(tokens, *provenance_keys)
 
     def publish(self, blocks: BlockTable, tokens: Sequence[int], provenance_key: str) -> list[int]:
         """Insert the full blocks below `blocks.length` into the prefix tree.
@@ -333,23 +203,18 @@ class HostPool(StoredRows):
         if barred := self._claimed | lost if self.groups.full else self._claimed:
             full = next((i for i in range(full) if blocks.ids[i] in barred), full)
         assert len(tokens) >= full * BLOCK_SIZE, "publish needs the tokens of every full block"
-        fresh, instead = self._tree.insert(tokens, blocks.ids[:full], provenance_key, self._alone)
-        self._blocks.incref(fresh)
-        self._blocks.incref(instead.values())
+        instead = self.cached.insert(blocks, full, tokens, provenance_key)
         for i, block in instead.items():
             self._drop([blocks.ids[i]])
             blocks.ids[i] = block
-        # Only window blocks after the last gap are published: a block before a gap may be incomplete.
-        if self.groups.sliding:
-            for i in range(self.window_start(blocks, blocks.length) // BLOCK_SIZE, full):
-                if blocks.ids[i] in self._tree and lost.isdisjoint(blocks.windows[i]):
-                    self._windows.keep(blocks.ids[i], blocks.windows[i])
+        if self.groups.sliding:  # only window blocks after the last gap: a block before a gap may be partial
+            self.cached.keep_windows(blocks, self.window_start(blocks, blocks.length) // BLOCK_SIZE, full, lost)
         return list(instead)
 
     def drop_prefixes(self) -> bool:
-        """Free the published blocks that no sequence uses. Return whether no published block is left."""
-        self._forget(self._tree.evict(len(self._tree)))
-        return not len(self._tree)
+        """Free the published blocks that no sequence holds. Return whether no published block is left."""
+        self.cached.evict(len(self.cached))
+        return not len(self.cached)
 
     def claim(self, blocks: BlockTable, index: int) -> bool:
         """Make the block at `index` exclusive to the block table, so that its slots may be overwritten.
@@ -360,8 +225,8 @@ class HostPool(StoredRows):
             False, without any change, if another sequence uses the block.
         """
         block = blocks.ids[index]
-        if block in self._tree and self._blocks.refs(block) == 2:
-            self._forget(self._tree.unkey(block))
+        if block in self.cached and self._blocks.refs(block) == 2:
+            self.cached.remove(block)
         if self._blocks.refs(block) > 1:
             return False
         self._claimed.add(block)
@@ -372,7 +237,7 @@ class HostPool(StoredRows):
         assert 0 <= length <= blocks.length
         self.shrink(blocks, length)
         for place in [place for place in blocks.windows if place >= blocks_for(length)]:
-            self._windows.release(blocks.windows.pop(place))
+            self.cached.windows.release(blocks.windows.pop(place))
 
     def shrink(self, blocks: BlockTable, length: int) -> None:
         """Free the slots of full-attention layers from `length` on. Their tokens were moved to other slots."""
@@ -390,46 +255,10 @@ class HostPool(StoredRows):
             self.file.check_integrity()
         self._blocks.check_integrity()
         self._held.check_integrity()
-        self._tree.check_integrity(self._blocks.refs)
-        self._windows.check_integrity(self._tree.__contains__)
-        assert all(self._blocks.refs(block) > 0 and block not in self._tree for block in self._claimed)
+        self.cached.check_integrity(self._blocks.refs)
+        assert all(self._blocks.refs(block) > 0 and block not in self.cached for block in self._claimed)
         assert self._arena.active == self._held.slabs
         assert self.bytes_used <= self.bytes_peak <= self.block_count * self.block_bytes <= self.limit_bytes
-
-    def _provide(self, count: int) -> None:
-        """Make sure that `count` blocks of group 0 are free, contiguous if possible.
-
-        Evict blocks and activate slabs as needed.
-
-        Raises:
-            PoolFullError: If the pool is full.
-        """
-        if self.groups.full:
-            self._provide_held(count)
-            self._activate(count, run=min(count, self.layout.slab_blocks))
-        elif (missing := count - self._blocks.free) > 0:
-            if self._blocks.slabs * NAMES >= MOST_NAMES:
-                self._forget(self._tree.evict(missing))
-            while self._blocks.free < count:
-                self._blocks.add_slab()
-
-    def _provide_held(self, count: int) -> None:
-        """Evict idle blocks until `count` blocks are free.
-
-        Raises:
-            PoolFullError: If there are too few idle blocks. No block is evicted then.
-        """
-        self._check_free(count)
-        while (missing := count - self.free_blocks) > 0:
-            gone = self._tree.evict(missing) if self.groups.full else []
-            self._forget(gone)
-            if not gone:
-                self._windows.evict(missing)
-
-    def _forget(self, blocks: Sequence[int]) -> None:
-        """Drop the prefix tree's references to `blocks`, which were removed from it, and to their window blocks."""
-        self._windows.forget(blocks)
-        self._blocks.decref(blocks)
 
     def _unkey_lost(self) -> set[int]:
         """Remove blocks that could not be written to disk, and their descendants, from the prefix tree.
@@ -437,33 +266,12 @@ class HostPool(StoredRows):
         Return all removed blocks.
         """
         if lost := self.lost:
-            self._windows.forget_lost(lost)
+            self.cached.windows.forget_lost(lost)
         for block in lost if self.groups.full else ():
-            if block in self._tree:
-                self._forget(self._tree.unkey(block))
+            if block in self.cached:
+                self.cached.remove(block)
         return lost
-
-    def _activate(self, count: int, run: int) -> None:
-        """Activate slabs until `count` blocks are free, `run` of them contiguous, or no slab is left."""
-        while self._arena.active < self.layout.slabs and (self._held.free < count or self._held.largest_run < run):
-            try:
-                self._arena.activate()
-            except PoolFullError:
-                if self._held.free < count:
-                    raise
-                return
-            self._held.add_slab()
-
-    def _alone(self, block: int) -> bool:
-        return self._blocks.refs(block) == 1
 
     def _drop(self, blocks: Sequence[int]) -> None:
         self._claimed.difference_update(self._blocks.decref(blocks))
-        self._tree.release(filter(self._alone, blocks))
-
-    def _record_peak(self) -> None:
-        self.bytes_peak = max(self.bytes_peak, self.bytes_used)
-
-    def _full(self, count: int, missing: int) -> PoolFullError:
-        room, free = (self.block_count, self.block_bytes), self.free_blocks + self.idle_blocks
-        return pool_full(count, missing, free, room, self.limit_bytes, disk=self.file is not None)
+        self.cached.release(blocks)

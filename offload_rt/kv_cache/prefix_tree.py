@@ -114,6 +114,11 @@ class PrefixTree:
     def __contains__(self, block: int) -> bool:
         return block in self._of
 
+    @property
+    def blocks(self) -> Iterable[int]:
+        """All blocks of the tree."""
+        return self._of.keys()
+
     def match(
         self, tokens: Sequence[int], *provenance_keys: str, usable: Callable[[Sequence[int]], int] = len
     ) -> list[int]:

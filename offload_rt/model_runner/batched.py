@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -47,18 +48,33 @@ NOWHERE = -1
 NOTHING = VisibleTokens(range(0), range(0), range(0))
 
 
+class StepShape(NamedTuple):
+    """Properties of a batch on which the launches of a step depend.
+
+    Attributes:
+        size: Number of sequences, including padding.
+        capacity: Upper bound of the tokens of a sequence.
+        overlapping: Whether sequences share blocks. Selected tokens of shared blocks are then fetched once.
+        joined: Whether they share so many blocks that dense layers fetch shared tokens once, too.
+    """
+
+    size: int
+    capacity: int
+    overlapping: bool = False
+    joined: bool = False
+
+
 class StepInputs:
-    """Kernel inputs of a step for `size` sequences of up to `capacity` tokens, at fixed addresses.
+    """Kernel inputs of the steps of one shape, at fixed addresses.
 
     `load` writes the values before a step. A batch with fewer than `size` sequences is padded with rows that see no
     tokens and whose KV is not stored.
     """
 
-    def __init__(
-        self, policy: Policy, rows: RowLists, rule: Rule, geometry: ModelGeometry, size: int, capacity: int
-    ) -> None:
-        device = rows.device
-        self.rows, self.size, self.capacity, self._rule, self._policy = rows, size, capacity, rule, policy
+    def __init__(self, policy: Policy, rows: RowLists, rule: Rule, geometry: ModelGeometry, shape: StepShape) -> None:
+        device, size, capacity = rows.device, shape.size, shape.capacity
+        self.rows, self.shape, self.size, self.capacity = rows, shape, size, capacity
+        self._rule, self._policy = rule, policy
         self._heads = geometry.kv_heads
         selecting = [layer for layer in range(geometry.layers) if layer not in policy.dense_layers]
         self._selecting = selecting[0]
@@ -152,7 +168,7 @@ class BatchedMode:
         """
         self._batch, self._inputs, self._dense = batch, inputs, dense
         self.selected: list[LayerSelection] = []
-        self._newest = inputs.rows.rows_of(inputs.slots)
+        self._newest: torch.Tensor | None = None
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and positions on the device, int64 `[B]` each."""
@@ -167,6 +183,8 @@ class BatchedMode:
         if self._batch.geometry.windows[layer] is not None:
             append_each(self._batch, layer, k, v)
             return
+        if self._newest is None:
+            self._newest = inputs.rows.rows_of(inputs.slots)
         k, v = (rows.transpose(0, 1).reshape(-1, rows.shape[2]) for rows in (k, v))
         inputs.rows.append(layer, k, v, inputs.places, self._newest)
         if self._batch.selects(layer):
@@ -176,7 +194,7 @@ class BatchedMode:
         """Select tokens with q `[H, B, d]` and start one gather of their KV. The counts stay on the device."""
         batch, inputs = self._batch, self._inputs
         tokens, counts = inputs.keys.select(layer, q, inputs.candidates)
-        pending = inputs.rows.fetch(layer, tokens, counts, overlapping=batch.sharing.overlapping)
+        pending = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.overlapping)
         self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], pending.tally))
         return BatchedFetch(batch, inputs, layer, counts, pending, tokens)
 
@@ -189,7 +207,9 @@ class BatchedMode:
         slots = torch.arange(inputs.capacity, device=candidates.starts.device)
         tokens = (slots + candidates.starts.unsqueeze(1)).clamp_(max=inputs.capacity - 1)
         counts = candidates.stops - candidates.starts
-        pending = inputs.rows.fetch(layer, tokens, counts, overlapping=False)
+        pending = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.joined)
+        if pending.tally is not None:
+            self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], pending.tally))
         return BatchedFetch(batch, inputs, layer, counts, pending)
 
     def finish(self) -> None:
@@ -200,7 +220,8 @@ class BatchedMode:
             sequence.trace.bytes_to_host += seeing_all * rows.token_bytes
         for selection in self.selected:
             self._enter(selection)
-        for layer in batch.policy.dense_layers if self._dense else ():
+        entered = {selection.layer for selection in self.selected}
+        for layer in batch.policy.dense_layers - entered if self._dense else ():
             for sequence, visible in zip(batch.sequences, batch.visible(layer), strict=True):
                 sequence.trace.bytes_requested += len(visible.candidates) * rows.token_bytes
                 sequence.trace.enter_rows(layer, visible, len(visible.candidates))
@@ -226,7 +247,8 @@ class BatchedMode:
 class LayerSelection:
     """Selected token indices of a layer, int64 `[P, n]`, padded. The first `counts[p]` entries of each list are valid.
 
-    `tally` has the numbers of transferred entries and of working-set hits (`PendingBatchFetch.tally`).
+    A dense layer that fetches shared tokens once selects all candidates. `tally` is `PendingBatchFetch.tally`: numbers
+    of transferred entries and of working-set hits.
     """
 
     layer: int
@@ -282,7 +304,7 @@ class StepModes:
     """Chooses the selection mode of each step. The inputs of the latest batch sizes and context buckets are cached."""
 
     def __init__(self) -> None:
-        self.inputs: dict[tuple[int, int], StepInputs] = {}
+        self.inputs: dict[StepShape, StepInputs] = {}
 
     def mode(self, batch: DecodeBatch) -> StepMode:
         """Return a `BatchedMode` if policy and transfer support it, else a `PerSequenceMode`."""
@@ -299,15 +321,16 @@ class StepModes:
         if rule is None or transfer is None or not selects_together(batch):
             return None
         size = len(batch.sequences) if size is None else size
-        key = size, capacity = size, bucket(max(s.slots.context for s in batch.sequences))
-        if key not in self.inputs:
+        capacity, sharing = bucket(max(s.slots.context for s in batch.sequences)), batch.sharing
+        shape = StepShape(size, capacity, sharing.overlapping, bool(sharing.segments))
+        if shape not in self.inputs:
             rows = transfer.row_lists(size, capacity)
-            self.inputs[key] = StepInputs(batch.policy, rows, rule, batch.geometry, size, capacity)
-        self.inputs[key] = self.inputs.pop(key)
+            self.inputs[shape] = StepInputs(batch.policy, rows, rule, batch.geometry, shape)
+        self.inputs[shape] = self.inputs.pop(shape)
         while len(self.inputs) > MAX_CACHED:
             self.inputs.pop(next(iter(self.inputs)))
-        self.inputs[key].load(batch)
-        return self.inputs[key]
+        self.inputs[shape].load(batch)
+        return self.inputs[shape]
 
     def release(self) -> None:
         """Drop all references to sequences, which may have ended."""

@@ -5,8 +5,8 @@ sizes are rounded up, and the additional rows are padding. A launch takes the ho
 has 1,500 launches. On an H100, a replayed step takes 10.6 ms instead of 67 ms (`eval/results/gpu`).
 
 A step runs eagerly if a launch depends on more than the inputs (policies without a `rule`, columns chosen from the
-prompt, working sets, shared blocks, eviction, streamed weights), or if the host must read values during the step
-(recorders, measurement of missed attention mass). The first step of each size is eager too, because it compiles
+prompt, working sets, eviction, streamed weights), or if the host must read values during the step (recorders,
+measurement of missed attention mass). The first step of each size is eager too, because it compiles
 kernels. If a capture fails, all later steps are eager, and one warning is logged.
 """
 
@@ -68,31 +68,33 @@ class _Captured:
 
     def __init__(self, graph: Graph, batch: DecodeBatch, inputs: StepInputs) -> None:
         self._graph = graph
-        self._layers = [layer for layer in range(batch.geometry.layers) if batch.selects(layer)]
-        # A graph cannot wait for write-backs of earlier steps, so the compute stream waits for them before the capture.
+        self._layers: list[int] = []
+        # A graph cannot wait for earlier write-backs, so the compute stream waits for them before the capture.
         inputs.rows.join()
         inputs.rows.written(behind=False)
-        self._logits, *self._counts = graph.capture(lambda: _body(batch, inputs))
+        self._logits, self._counts, *self._tallies = graph.capture(lambda: self._body(batch, inputs))
+
+    def _body(self, batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
+        """Launch a step. All streams are joined at its end."""
+        mode = BatchedMode(batch, inputs, dense=True)
+        logits = DecodeStep(batch, mode).compute()
+        inputs.rows.join()
+        self._layers = [selection.layer for selection in mode.selected]
+        tallies = [selection.tally for selection in mode.selected if selection.tally is not None]
+        counts = torch.stack([selection.counts for selection in mode.selected])
+        return (logits, counts, torch.stack(tallies)) if tallies else (logits, counts)
 
     def replay(self, mode: BatchedMode, inputs: StepInputs) -> torch.Tensor:
         """Replay the step with the values in `inputs`. Return float32 logits `[size, V]` and set `mode.selected`."""
         inputs.rows.join()
         self._graph.replay()
         inputs.rows.written(behind=True)
-        # Copy counts and logits, because the next replay overwrites them.
-        counts = torch.stack(self._counts).unbind()
-        mode.selected = [
-            LayerSelection(layer, own.new_empty(0), own, None) for layer, own in zip(self._layers, counts, strict=True)
-        ]
+        # Copy the results: the next replay overwrites them.
+        counts = self._counts.clone().unbind()
+        tallies = [tally for own in self._tallies for tally in own.clone().unbind()] or [None] * len(counts)
+        each = zip(self._layers, counts, tallies, strict=True)
+        mode.selected = [LayerSelection(layer, own[:0], own, tally) for layer, own, tally in each]
         return self._logits.clone()
-
-
-def _body(batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
-    """Launch the kernels of a step. At its end, all streams are joined with the compute stream."""
-    mode = BatchedMode(batch, inputs, dense=True)
-    logits = DecodeStep(batch, mode).compute()
-    inputs.rows.join()
-    return logits, *(selection.counts for selection in mode.selected)
 
 
 class Steps(Protocol):
@@ -171,9 +173,8 @@ def _capturable(batch: DecodeBatch) -> bool:
     own = (batch.policy.rule is not None and batch.policy.rule.own_bases) or batch.geometry.sliding
     # Layers that transformers implements may launch any kernel, and recurrent state may change its slot.
     opaque = batch.geometry.experts or batch.geometry.states
-    alone = not (batch.sharing.overlapping or opaque or own)
     watched = any(s.slots.listens or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
-    return alone and not watched
+    return not (opaque or own or watched)
 
 
 def steps_for(config: EngineConfig, device: torch.device, modes: StepModes, *, streams: bool) -> Steps:

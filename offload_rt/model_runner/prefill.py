@@ -7,6 +7,8 @@ layer, and temporary tensors of one slice. Each layer updates the hidden states 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from itertools import pairwise
 
 import torch
 
@@ -18,6 +20,7 @@ from ..models.full_attention import keys_and_values, residual_after_attention, s
 from ..policies.base import Policy, PolicyState
 from ..transfer.base import KVStorage, PrefilledLayer
 from .sequence import Sequence
+from .state_capture import StateCapture
 
 LOGITS_AT_ONCE = 64  # maximum number of tokens whose logits are in memory at the same time
 
@@ -46,31 +49,30 @@ class Prefill:
         before_layer: Callable[[int], None] = lambda layer: None,
         after_layer: Callable[[int], None] = lambda layer: None,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
+        capture: StateCapture | None = None,
     ) -> None:
         """Prepare the prefill.
 
         Args:
-            sequence: The sequence, with reserved blocks.
-            stop: End of the tokens to compute.
-            adapter: The model.
-            storage: Access to the KV pool.
-            slice_tokens: Number of tokens whose attention and MLP are computed together.
-            logits_of: Number n of last tokens whose logits are returned, at most `slice_tokens`.
-            segment_tokens: Maximum number of tokens per segment, a multiple of `slice_tokens`. None means the whole
-                prompt.
-            before_layer: Function that is called with a layer index before the layer is computed. When it returns, KV
-                of earlier tokens must be in the pool.
-            after_layer: Function that the runner calls after each layer. For the last layer, it is called after the
-                tokens have been committed. This class only stores it.
-            every_logits: Function that is called as `every_logits(t, logits)` at the end of each segment, with logits
-                `[m, V]` of the m tokens from t on. Each call covers a few tokens.
+            slice_tokens: Tokens whose attention and MLP are computed together.
+            logits_of: Number n of last tokens whose logits are returned, at most one slice.
+            segment_tokens: Maximum tokens of a segment, a multiple of `slice_tokens`. None means the whole prompt.
+            before_layer: Called with a layer before it is computed. When it returns, KV of earlier tokens must be in
+                the pool.
+            after_layer: Stored for the runner, which calls it after each layer and, for the last layer, after the
+                tokens are committed. This class does not call it.
+            every_logits: Called as `every_logits(t, logits)` at the end of each segment, with logits `[m, V]` of
+                tokens t, t + 1, ..., a few at a time.
+            capture: Takes snapshots of recurrent state. Slices end where it takes one.
         """
         assert sequence.blocks.length < stop <= len(sequence.tokens)
         self.sequence, self.stop = sequence, stop
         self.logits: torch.Tensor | None = None
         self.after_layer = after_layer
         slots = sequence.state_slots
-        self._adapter = adapter.with_state(None if slots is None else slots.view([sequence.state_slot]))
+        self._cuts: Seq[int] = [] if capture is None else capture.places
+        finished = [] if capture is None else [capture.finished]
+        self._adapter = adapter.with_state(None if slots is None else slots.view([sequence.state_slot], *finished))
         self._storage = storage
         self._logits_of, self._before_layer, self._every_logits = logits_of, before_layer, every_logits
         self._slice_tokens, self._segment_tokens = slice_tokens, segment_tokens or stop
@@ -83,7 +85,12 @@ class Prefill:
     def _begin_segment(self, start: int) -> None:
         adapter, stop = self._adapter, min(self.stop, start + self._segment_tokens)
         self._start, self._segment_stop, self._layer = start, stop, 0
-        self._slices = slices_of(stop - start, self._slice_tokens)
+        bounds = [start, *(place for place in self._cuts if start < place < stop), stop]
+        self._slices = [
+            slice(first - start + s.start, first - start + s.stop)
+            for first, end in pairwise(bounds)
+            for s in slices_of(end - first, self._slice_tokens)
+        ]
         self._positions = torch.arange(start, stop, device=adapter.device) + self.sequence.shift
         tokens = torch.tensor(self.sequence.tokens[start:stop], device=adapter.device)
         self._hidden = adapter.embed(tokens, self._positions)

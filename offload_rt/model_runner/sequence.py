@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -41,6 +41,8 @@ class Sequence:
         drafter: Sequence of the same text in the draft model's KV cache.
         state_slots: Recurrent state of all sequences; None if the model has none.
         state_slot: Slot of this sequence in `state_slots`.
+        parted_at: Number of leading tokens whose KV was cached when the sequence began, in full blocks.
+        snapshots: Snapshots of recurrent state that are not published yet: number of tokens to slot of the state pool.
     """
 
     id: int
@@ -63,6 +65,8 @@ class Sequence:
     drafter: Sequence | None = None
     state_slots: StateSlots | None = None
     state_slot: int = -1
+    parted_at: int = 0
+    snapshots: dict[int, int] = field(default_factory=dict)
 
     @property
     def blocks_ahead(self) -> int:

@@ -66,7 +66,9 @@ class Trace:
         drafted: Number of draft tokens.
         accepted: Number of accepted draft tokens.
         draft_steps: Number of decode steps that computed draft tokens.
-        alone_seconds: Estimated decode time of the same tokens without drafts, in seconds; infinite if unknown.
+        alone_seconds: Estimated decode time of the same tokens without drafts; infinite if unknown.
+        recomputed_tokens: Prompt tokens with cached KV that are computed again, because no snapshot of the recurrent
+            state is nearer (hybrid models).
         diverged_at: First prompt token that was not cached. None without a cache look-up.
         missed: Sampled steps as pairs (step, missed attention mass of each layer). The mass is a mean over query heads,
             and 0 in dense layers.
@@ -91,6 +93,7 @@ class Trace:
     step_weights: WeightUse = NOTHING_USED
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    recomputed_tokens: int = 0
     diverged_at: int | None = None
     attended: list[list[float]] = field(default_factory=list)
     fetched: list[list[float]] = field(default_factory=list)
