@@ -97,7 +97,7 @@ class WholePrompts:
                     again = request.release()
                 except Exception:  # must not fail another request
                     logger.exception("the memory of an ended request could not be freed at the first attempt")
-                    request.drop(self.store.context.runner)
+                    request.leave_host(write=False)
                     again = False
             if again:
                 self.prompt_ended(request)
@@ -106,7 +106,7 @@ class WholePrompts:
         """Write all enqueued blocks, and free the memory of ended requests."""
         with self.store.context.runner.pool.lock:
             for request in self._ending:
-                request.drop(self.store.context.runner)
+                request.leave_host(write=True)
 
     def turn(
         self,
@@ -174,9 +174,7 @@ class WholePrompts:
         opened = self._opened.pop(name, None)
         known = self.store.exists(name)
         if opened is None and not known:
-            # A deletion removes all blocks without a session. An unknown name must not delete the KV of other prompts.
-            return False
-        self._drop_ending()  # so that none of their blocks is written after the deletion
+            return False  # a deletion reads all histories of the store, which takes time
         self.store.delete(name)
         return known
 

@@ -35,6 +35,7 @@ class Entry:
         identity: Pool id of the block.
         span: Position of the block in the pool.
         cost: Tokens to compute again without the block.
+        claim: Whether a prompt without a session uses the block.
         writer: Open writer of the store, or None.
         extent: File of the store, if the KV pool writes the block directly to it.
         refused: Whether the store did not accept the block.
@@ -45,6 +46,7 @@ class Entry:
     identity: int
     span: SlotSpan
     cost: int
+    claim: bool
     writer: BlockWriter | None = None
     extent: StoredExtent | None = None
     refused: bool = False
@@ -78,11 +80,11 @@ class Saver:
     """Write KV blocks from the pool to a store on a worker thread.
 
     `begin` registers blocks that are being computed, and `layer_done` marks one of their layers as complete. The worker
-    writes that layer while the next one is computed. Only `flush`, `abort` and `close` wait for the disk.
+    writes that layer while the next one is computed. Only `flush`, `wait_for`, `abort` and `close` wait for the disk.
 
     The pool itself is the write buffer: waiting KV stays in its blocks, and the owner of the block table must keep them
-    until `flush`. The written slots of a block never change. If the block table replaces a block, `recheck` gives up
-    its pending writes.
+    until `flush` or `wait_for`. The written slots of a block never change. If the block table replaces a block,
+    `recheck` gives up its pending writes.
 
     At most `buffer_bytes` wait to be written. `begin` accepts only as many blocks as fit, so the computation never
     waits for the buffer. The caller submits the other blocks again later: sessions do so at the end of a turn and when
@@ -99,7 +101,7 @@ class Saver:
     A block is not committed if any of its writes failed. Its unnamed file remains the extent of the pool block, unless
     the KV was never complete (`abort`). The compute thread creates these files, because it waits for the disk anyway.
 
-    Call `begin`, `layer_done`, `flush`, `abort` and `close` on the compute thread. The worker reads the pool, after
+    Call all methods except `notify` on the compute thread. The worker reads the pool, after
     `KVStorage.settle`, and writes to the store.
     """
 
@@ -115,8 +117,11 @@ class Saver:
         self._worker = threading.Thread(target=self._work, name="offload-rt saver", daemon=True)
         self._worker.start()
 
-    def begin(self, blocks: BlockTable, named: Seq[NamedBlock]) -> Saving | None:
-        """Start saving the first of `named`, as many as fit in the buffer. Return None if none fits."""
+    def begin(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> Saving | None:
+        """Start saving the first of `named`, as many as fit in the buffer. Return None if none fits.
+
+        If `claim` is set, the store records that a prompt without a session uses them.
+        """
         with self._mutex:
             room = max(0, (self._buffer_bytes - self._waiting) // self._pool.block_bytes)
         saving = Saving(blocks)
@@ -125,7 +130,7 @@ class Saver:
             [span] = self._pool.spans(blocks, block.group, tokens)
             # The capacity of a block table that holds only window blocks is 0.
             cost = recomputation_cost(max(blocks.capacity, tokens.stop), tokens.start)
-            entry = Entry(block, self._identity(blocks, block), span, cost)
+            entry = Entry(block, self._identity(blocks, block), span, cost, claim)
             if not self._attach(saving, entry):
                 if saving.buffered == room:
                     break
@@ -186,9 +191,9 @@ class Saver:
             entry.give_up()
         return entry.extent
 
-    def save(self, blocks: BlockTable, named: Seq[NamedBlock]) -> int:
-        """Save all layers of complete blocks. Return the number of accepted blocks."""
-        saving = self.begin(blocks, named)
+    def save(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> int:
+        """Save all layers of complete blocks. Return the number of accepted blocks. `claim`: As in `begin`."""
+        saving = self.begin(blocks, named, claim=claim)
         if saving is None:
             return 0
         for layer in range(len(self._pool.groups.group)):
@@ -236,6 +241,11 @@ class Saver:
         if (failure := self._failure) is not None:
             self._failure = None
             raise failure
+
+    def wait_for(self, blocks: BlockTable) -> None:
+        """Wait until no pending write reads `blocks`, whose KV may then be freed. Raise as `flush` does."""
+        if any(saving.blocks is blocks and not saving.ended for saving in self._active):
+            self.flush()
 
     def notify(self, written: Callable[[], None]) -> None:
         """Call `written` on the worker thread when all completed layers are written. It must not raise."""
@@ -302,7 +312,9 @@ class Saver:
         """Return the writer of a block, opened if needed, or None if the store has the block or does not accept it."""
         if entry.writer is None and not entry.refused:
             block, size = entry.block, layer_bytes(self._pool, entry.block.count)
-            entry.writer = self._store.begin(block.parent, block.provenance_key, block.tokens, size, entry.cost)
+            entry.writer = self._store.begin(
+                block.parent, block.provenance_key, block.tokens, size, entry.cost, claim=entry.claim
+            )
             entry.refused = entry.writer is None
         return entry.writer
 
