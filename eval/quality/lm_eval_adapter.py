@@ -4,8 +4,8 @@
     offload-rt lm-eval --model_args pretrained=FOLDER,policy=infinigen --tasks niah_single_1,ruler_vt,ruler_cwe \\
         --metadata '{"max_seq_lengths": [4096]}' --limit 20          (RULER, extra lm_eval[ruler], no download)
 
-The harness finds no models of other packages, so its own command does not know "offload-rt". This module registers the model "offload-rt" and calls the harness with
-the given arguments. If no model is named, `--model offload-rt` is added.
+The harness finds no models of other packages, so its own command does not know "offload-rt". This module registers the
+model and calls the harness with the given arguments. If no model is named, `--model offload-rt` is added.
 """
 
 from __future__ import annotations
