@@ -148,8 +148,8 @@ class Runner:
     def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
         """Reserve slots for the next `tokens` tokens. Raise PoolFullError.
 
-        With eviction, a sequence overwrites KV of its own tokens if the pool is full. PoolFullError then means that the
-        device is full, or that a fork still uses blocks that have left a sliding window.
+        With eviction, a sequence overwrites KV of its earlier tokens if the pool is full. PoolFullError then means that
+        the device is full, or that a fork still uses blocks that have left a sliding window.
         """
         if not self.cache_manager.evicts:
             self.pool.reserve(sequence.blocks, sequence.position + tokens)
