@@ -1,4 +1,7 @@
-"""Delete a session: its documents, and all blocks and sink documents that no remaining session refers to."""
+"""Delete a session from a store: its documents, its blocks, and its sinks.
+
+Blocks and sinks that another session uses are kept.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ class Removed:
 
     Attributes:
         bytes: Size in bytes of the deleted blocks.
-        unreadable: Unreadable documents of other sessions in the namespace. Their blocks are deleted too, because they
-            cannot be distinguished from unreferenced ones.
+        unreadable: Names of damaged documents of other sessions in the namespace. The blocks of these sessions are
+            deleted too, because they look like blocks that no session uses.
     """
 
     bytes: int = 0
@@ -24,7 +27,7 @@ class Removed:
 
     @property
     def note(self) -> str:
-        """Message about the unreadable documents. Empty if there are none."""
+        """Message about the unreadable documents, or "" if there are none."""
         if not self.unreadable:
             return ""
         return (
@@ -35,10 +38,10 @@ class Removed:
 
 
 def remove_session(store: StorageTier, space: str, document: str, held: Iterable[bytes] = ()) -> Removed:
-    """Delete a session and all blocks that no other readable history of the namespace refers to.
+    """Delete a session, and all blocks of its namespace that no other readable history refers to.
 
-    This includes blocks that edits, regenerations, truncations, crashes and interrupted turns of any session left
-    behind. They hold KV of tokens that no session has any more.
+    Unused blocks of all sessions are deleted at the same time. Edits, regenerated responses, truncations, crashes and
+    interrupted turns leave such blocks: they contain KV of tokens that are no longer in any session.
 
     Args:
         store: Storage tier.
@@ -47,15 +50,15 @@ def remove_session(store: StorageTier, space: str, document: str, held: Iterable
         held: Keys of blocks that open sessions need.
 
     Returns:
-        The freed bytes, and the unreadable documents of other sessions.
+        The number of freed bytes, and the unreadable documents of other sessions.
 
     Raises:
         StoreError: A file cannot be deleted.
     """
 
     def owns(data: bytes) -> bool | None:
-        """Return whether this is a history of the session; None if it cannot be read."""
-        history = History.from_bytes(data)  # the content decides, because a file may have been renamed
+        """Return whether `data` is a history of the session, or None if it cannot be read."""
+        history = History.from_bytes(data)  # check the content, because a file may have been renamed
         return None if history is None else document_name(history.name) == document
 
     keys, sinks, unreadable = set(held), set[str](), []
@@ -67,7 +70,7 @@ def remove_session(store: StorageTier, space: str, document: str, held: Iterable
         elif history is not None and document_name(history.name) != document:
             keys.update(history.block_keys)
             sinks.add(history.sinks_document)
-    # The history is deleted last. If the process ends before that, the session can be deleted again.
+    # The history is deleted last. If the process is killed before that, the deletion can be repeated.
     freed = store.retain(keys, space)
     for other in documents:
         if other.startswith(SINKS) and other not in sinks:

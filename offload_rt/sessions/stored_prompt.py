@@ -1,8 +1,8 @@
-"""Prompts without a session name: the prefix cache of all requests, in host memory and on disk.
+"""Requests without a session name. Their KV is stored too, as a prefix cache in host memory and on disk.
 
-Such a prompt is a session that lasts for one request and has no history on disk. Its blocks are named by their tokens,
-so any later prompt finds them, also after a restart. As in the prefix tree, only exact KV is reused, so a response does
-not depend on earlier requests.
+Such a request is treated as a session that lasts for one request and has no history on disk. Its blocks are named by
+their tokens, so any later prompt with the same prefix finds them, also after a restart. As in the prefix tree, only
+exact KV is reused, so a response does not depend on earlier requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class PromptKV(SessionKV):
-    """KV of one prompt. It stays in host memory until its blocks are written."""
+    """KV cache of one prompt. The KV stays in host memory until its blocks are on disk."""
 
     def __init__(self, context: SessionContext, cache_salt: str) -> None:
         super().__init__(context, History("", context.runner.model.name, salt=salt_provenance(cache_salt)))
@@ -40,15 +40,15 @@ class PromptKV(SessionKV):
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
 
     def keep(self, computed: int) -> None:
-        """Enqueue for writing the full blocks of the first `computed` tokens. Their KV must be exact."""
+        """Queue the full blocks of the first `computed` tokens for writing. Their KV must be exact."""
         assert self.sequence is not None
         self.history.tokens, self.history.computed = list(self.sequence.tokens), computed // BLOCK_SIZE * BLOCK_SIZE
         self.write_rest()
 
     def keep_windows(self) -> None:
-        """Enqueue for writing the sliding-window blocks that the next token sees.
+        """Queue the sliding-window blocks that the next token attends to for writing.
 
-        They stay in memory until `drop`, even after they leave the windows. Call at the end of a full block.
+        The blocks stay in memory until `drop`, even after they leave the windows. Call this at the end of a full block.
         """
         pool, sequence = self.runner.pool, self.sequence
         if self._stores_windows and sequence is not None and self._windows is None:
@@ -59,7 +59,7 @@ class PromptKV(SessionKV):
 
     @property
     def _stores_windows(self) -> bool:
-        # Without a full-attention layer, the length of the known prompt cannot be found.
+        # Without full-attention layers there are no blocks that show how long a known prefix is.
         return self.runner.pool.groups.full and self.runner.pool.groups.sliding > 0
 
     def drop(self) -> None:
@@ -70,7 +70,10 @@ class PromptKV(SessionKV):
             self._windows = None
 
     def write_rest(self) -> bool:
-        """Enqueue blocks that did not fit in the write buffer before. Return whether there were any."""
+        """Queue blocks for writing that did not fit in the write buffer before.
+
+        Return whether there were any.
+        """
         before = len(self._enqueued)
         self.enqueue(self.all_names())
         return len(self._enqueued) > before
@@ -80,15 +83,16 @@ class PromptKV(SessionKV):
         return [name for name in super().all_names() if not name.group or name.index in held]
 
     def write_out(self) -> list[NamedBlock]:
-        # Write nothing: a session with the same text may have been deleted since, and must stay deleted.
+        # Write no blocks here: a session with the same text may have been deleted since, and must stay deleted.
         self.context.saver.flush()
         return []
 
 
 class StoredPrompt(StoredRequest):
-    """A request without a session name.
+    """A request without a session name, whose KV is loaded from a store and saved to it.
 
-    If it ends early, complete segments of its prefill are kept. `release` frees the memory after blocks are written.
+    If the request ends early, the KV of complete prefill segments is kept. `release` frees the memory when the blocks
+    are on disk.
     """
 
     def __init__(
@@ -107,11 +111,11 @@ class StoredPrompt(StoredRequest):
         self.kv: PromptKV = kv
 
     def start(self, runner: Runner) -> Prefill:
-        """Start loading the cached prefix and begin the prefill. Raise PoolFullError, InputError or ModelError."""
+        """Begin to load the cached prefix, and begin the prefill. Raise PoolFullError, InputError or ModelError."""
         assert self.sequence is None
         runner.model.check_weights_unchanged()
         runner.check_fits(self.expected_tokens)
-        # After a drop, tokens that were generated before are prefilled if this gives the same KV as decoding.
+        # After a preemption, tokens that were generated before are prefilled if this gives the same KV as decoding.
         tokens = self.prompt.token_ids if runner.approximates else self.tokens
         self.kv.history.tokens, self.kv.history.computed = list(tokens), 0
         sequence = self._after_reclaim(lambda: self.kv.ready(len(self.tokens) + 1))
@@ -122,7 +126,8 @@ class StoredPrompt(StoredRequest):
         return self._begin_prefill(runner, len(tokens), in_memory=False, diverged_at=diverged)
 
     def _segment_stop(self, start: int) -> int:
-        # A later prompt continues after a full block and needs complete windows there, so a segment ends there.
+        # A later prompt continues after the last full block, and needs complete sliding windows at this point.
+        # Therefore a segment ends there.
         stop, full = super()._segment_stop(start), self._stop // BLOCK_SIZE * BLOCK_SIZE
         return min(stop, full) if self.kv.runner.pool.groups.sliding and start < full else stop
 
@@ -145,7 +150,7 @@ class StoredPrompt(StoredRequest):
             self.kv.enqueue_decoded(self.sequence.tokens, len(self.prompt.token_ids), stop)
 
     def drop(self, runner: Runner) -> None:
-        """Free the sequence. The prefix tree and the store keep its full blocks."""
+        """Free the sequence of a preempted request. Its full blocks stay in the prefix tree and in the store."""
         if self.kv.sequence is None:
             return
         if self.sequence is not None:
@@ -158,14 +163,14 @@ class StoredPrompt(StoredRequest):
         self.sequence = None
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """Enqueue the blocks for writing. The memory is kept until `release`."""
+        """End the request and queue its blocks for writing. The memory is in use until `release`."""
         self.finish_reason = self.finish_reason or reason
         sequence = self.sequence
         if sequence is None:
             return
         self._count_arrived(sequence.trace)
         self._final = self.stats(runner)
-        if self.kv.loader is not None:  # no layer was computed yet
+        if self.kv.loader is not None:  # no layer has been computed yet
             self.drop(runner)
             return
         self._give_up_prefill()
@@ -174,18 +179,19 @@ class StoredPrompt(StoredRequest):
         self._host.park(self.kv)
 
     def persist(self) -> None:
-        """Record the use of the blocks on disk."""
+        """Record the time of use of the blocks on disk, for eviction."""
         history = self.kv.history
         self.kv.context.storage.touch([name.key for name in self.kv.names(history.computed)])
 
     def release(self) -> bool:
-        """Free the memory after the blocks were written. The caller must hold the lock of the pool.
+        """Free the memory, after the blocks were written. The caller must hold the lock of the pool.
 
         Returns:
-            True if blocks that did not fit in the write buffer before were enqueued now. The memory is then still in
-            use.
+            True if further blocks were queued that did not fit in the write buffer before. In this case the memory is
+                not
+            freed: call `release` again after they are written.
         """
-        if self.kv.sequence is None:  # evicted, or never started
+        if self.kv.sequence is None:  # the sequence was evicted, or never started
             return False
         if self.kv.write_rest():
             return True
