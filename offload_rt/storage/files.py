@@ -1,7 +1,7 @@
-"""Read and write small files of the store in one operation: block headers and documents.
+"""Read and write small files of a store in one operation: block headers and documents.
 
-A store may be damaged or contain foreign files. Only regular files are opened, never links or pipes, and the number of
-bytes read is limited.
+A store may be damaged or contain files of other programs. Only regular files are opened, never links or pipes, and the
+number of bytes read is limited.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ _DIGEST = 8
 
 @dataclass(frozen=True)
 class Reading:
-    """Result of reading a document file: its content, or a description of the damage.
+    """Result of reading a document file.
 
-    If the file does not exist, `data` is None and `damage` is empty.
+    Attributes:
+        data: Content of the document, or None if the file does not exist or is damaged.
+        damage: Description of the damage, or "" if there is none.
     """
 
     data: bytes | None
@@ -47,12 +49,12 @@ def open_regular(path: Path) -> int:
 
 
 def seal(data: bytes) -> bytes:
-    """Return the content of a document file: the checksum followed by the data."""
+    """Return the content to write to a document file: a checksum followed by `data`."""
     return xxhash.xxh3_64(data).digest() + data
 
 
 def write_document(path: Path, record: bytes) -> None:
-    """Write and sync a file. On failure, remove it and re-raise the error."""
+    """Write a file and sync it to disk. On failure, remove the file and raise the error again."""
     try:
         with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(record)
