@@ -1,6 +1,7 @@
-"""Delete a session from a store: its documents, its blocks, and its sinks.
+"""Delete a session: its documents, and all blocks and sink documents without another owner.
 
-Blocks and sinks that another session uses are kept.
+The owners of a stored block are the sessions whose histories contain its key, and all prompts without a session
+together, if one of them has claimed it (`StorageTier.claim`). A block without an owner is removed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ class Removed:
 
     Attributes:
         bytes: Size in bytes of the deleted blocks.
-        unreadable: Names of damaged documents of other sessions in the namespace. The blocks of these sessions are
-            deleted too, because they look like blocks that no session uses.
+        unreadable: Unreadable documents of other sessions in the namespace. Their blocks are deleted too, unless they
+            have another owner, because they cannot be distinguished from blocks without an owner.
     """
 
     bytes: int = 0
@@ -38,10 +39,11 @@ class Removed:
 
 
 def remove_session(store: StorageTier, space: str, document: str, held: Iterable[bytes] = ()) -> Removed:
-    """Delete a session, and all blocks of its namespace that no other readable history refers to.
+    """Delete a session and all blocks of the namespace that have no other owner.
 
-    Unused blocks of all sessions are deleted at the same time. Edits, regenerated responses, truncations, crashes and
-    interrupted turns leave such blocks: they contain KV of tokens that are no longer in any session.
+    This includes blocks that edits, regenerations, truncations, crashes and interrupted turns of any session left
+    behind. They hold KV of tokens that no session has any more. Stores of earlier versions have no claims, so all
+    blocks without a session are removed from them.
 
     Args:
         store: Storage tier.
@@ -61,6 +63,27 @@ def remove_session(store: StorageTier, space: str, document: str, held: Iterable
         history = History.from_bytes(data)  # check the content, because a file may have been renamed
         return None if history is None else document_name(history.name) == document
 
+    removed = _remove_unowned(store, space, document, held, claimed=True)
+    # The history is deleted last. If the process ends before that, the session can be deleted again.
+    store.delete(f"{space}/{document}", owns)
+    return removed
+
+
+def remove_claims(store: StorageTier, space: str) -> Removed:
+    """End the claims of all prompts without a session, and delete the blocks that no readable history refers to.
+
+    Args:
+        store: Storage tier. No prompt may be running.
+        space: Digest of the namespace.
+
+    Raises:
+        StoreError: A file cannot be changed.
+    """
+    return _remove_unowned(store, space, "", (), claimed=False)
+
+
+def _remove_unowned(store: StorageTier, space: str, document: str, held: Iterable[bytes], *, claimed: bool) -> Removed:
+    """Delete all blocks and sink documents without an owner. The session `document` does not count as one."""
     keys, sinks, unreadable = set(held), set[str](), []
     documents = {key.split("/")[1]: found for key, found in store.documents().items() if key.startswith(f"{space}/")}
     for other, found in documents.items():
@@ -70,10 +93,8 @@ def remove_session(store: StorageTier, space: str, document: str, held: Iterable
         elif history is not None and document_name(history.name) != document:
             keys.update(history.block_keys)
             sinks.add(history.sinks_document)
-    # The history is deleted last. If the process is killed before that, the deletion can be repeated.
-    freed = store.retain(keys, space)
+    freed = store.retain(keys, space, claimed=claimed)
     for other in documents:
         if other.startswith(SINKS) and other not in sinks:
             store.delete(f"{space}/{other}")
-    store.delete(f"{space}/{document}", owns)
     return Removed(freed, tuple(unreadable))
