@@ -13,10 +13,12 @@ from .parsers import Parser, Piece, Plain, ToolCall, joined
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of a request so far.
+    """Numbers of tokens of a request up to now.
 
     Attributes:
-        cached: Prompt tokens found in the prefix cache.
+        prompt: Prompt tokens.
+        cached: Prompt tokens whose KV was in the prefix cache.
+        generated: Generated tokens.
         recomputed: Prompt tokens that were computed although their KV was cached (hybrid models).
     """
 

@@ -418,9 +418,10 @@ class Session:
     def discard(self) -> Removed:
         """Close the session without saving it, and delete it from the store.
 
-        Delete its text and every block that no other session and no prompt without a session uses, including blocks
-        left over from edits, truncations and crashes of any session. A response that is being streamed ends. Warn if
-        other sessions of the store cannot be read. If the session is closed already, nothing is deleted.
+        Its text is deleted, and every block that no other session and no prompt without a session name uses. This
+        includes blocks that edits, truncations and crashes of any session have left. If a response is being streamed,
+        it ends. If the session is already closed, it is not deleted. Warns if other sessions of the store cannot be
+        read.
 
         Returns:
             The deleted data.

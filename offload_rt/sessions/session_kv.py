@@ -30,7 +30,8 @@ class SessionKV:
         loader: Loads blocks from disk into `sequence`. None if no load is in progress.
         loaded_tokens: Number of tokens that the last load read from disk.
         last_stats: Statistics of the last turn, or None before the first.
-        claims: Whether the store records that the blocks are in use (`StorageTier.claim`), because no history does.
+        claims: Whether the session's blocks must be claimed in the store (`StorageTier.claim`), because no history
+            lists them.
     """
 
     claims = False

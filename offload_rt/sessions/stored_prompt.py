@@ -42,7 +42,7 @@ class PromptKV(SessionKV):
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
 
     def claim(self) -> None:
-        """Claim all stored blocks of the prompt, so that the deletion of a session with the same text keeps them."""
+        """Claim all stored blocks of the prompt, so that they are kept if a session with the same text is deleted."""
         names, groups = self.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE), self.runner.pool.groups.groups
         windows = (name.window(group) for name in names for group in groups if group)
         self.context.storage.claim([name.key for name in (*names, *windows)])

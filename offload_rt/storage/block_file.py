@@ -1,10 +1,9 @@
 """File format of a stored KV block: a header followed by the data of each layer.
 
-    magic, header length, xxh3-64 of the header     (fixed, 24 bytes)
-    header: JSON                                    (key, layers, checksums)
-    zeros up to 8 bytes before a multiple of 4096
-    `CLAIM` if a prompt without a session uses the block, else zeros
-    layer 0, layer 1, ...                           (`[Hkv, n, 2 (K, V), d]` each, in the data type of the pool)
+    magic, header length, xxh3-64 of the header     (fixed, 24 bytes) header: JSON
+    (key, layers, checksums) zeros up to 8 bytes before a multiple of 4096 `CLAIM` if a prompt without a session uses
+    the block, else zeros layer 0, layer 1, ...                           (`[Hkv, n, 2 (K, V), d]` each, in the data
+    type of the pool)
 
 A block of fewer than 64 tokens is the last one of a session. The layers of a full block are zero-padded to a multiple
 of 4096 bytes, so that an on-disk pool can read the KV in place, bypassing the page cache (`kv_cache.disk.extents`).
@@ -13,7 +12,7 @@ The key is a 256-bit BLAKE2b digest of the namespace, all preceding blocks, the 
 identifies a block: a collision takes 2^128 attempts, so equal keys mean equal contents. The file does not contain the
 tokens, because they would remain there in clear text after their session was deleted.
 
-The claim is the only part of a file that may change later. Files of earlier versions have zeros there.
+The claim is the only part of a file that may change later. Files of earlier versions have no claim.
 """
 
 from __future__ import annotations
@@ -75,7 +74,10 @@ class BlockHeader:
         return self.data_offset - len(CLAIM)
 
     def encode(self, *, claimed: bool = False) -> bytes:
-        """Return the header, zero-padded up to layer 0. If `claimed`, it ends with the mark."""
+        """Return the header as bytes, zero-padded up to the beginning of layer 0.
+
+        If `claimed`, `CLAIM` is at the end.
+        """
         body = _body(self.key, self.layer_bytes, self.checksums)
         fixed = _FIXED.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
         return (fixed + body).ljust(self.claim_offset, b"\0") + (CLAIM if claimed else bytes(len(CLAIM)))

@@ -134,9 +134,10 @@ class BlockSink(Protocol):
             parent: Key of the preceding block.
             provenance_key: KV provenance key.
             tokens: Token ids as little-endian int64.
-            layer_bytes: Bytes per layer.
-            cost: Tokens to compute again without the block (`policies.recomputation_cost`), to choose what to evict.
-            claim: Whether a prompt without a session uses the block (`StorageTier.claim`).
+            layer_bytes: Number of bytes per layer.
+            cost: Number of tokens to compute again if the block is lost (`policies.recomputation_cost`). It determines
+                the order of eviction.
+            claim: Whether a prompt without a session name uses the block (`StorageTier.claim`).
 
         Returns:
             A writer, or None if the block is already stored or cannot be stored.
@@ -196,20 +197,21 @@ class StorageTier(BlockSink, Protocol):
         ...
 
     def claim(self, keys: Iterable[bytes]) -> None:
-        """Record that a prompt without a session uses these blocks. Keys that are not stored are ignored.
+        """Record that a prompt without a session name uses the blocks `keys`. Blocks that are not stored are ignored.
 
-        The histories of sessions tell which blocks the sessions use. Nothing else tells which blocks a prompt uses, so
-        the claim is stored with the block. It ends when the block is evicted or removed, or with `retain`.
+        The blocks that sessions use are listed in their histories. Prompts without a session name have no history, so
+        the claim is stored in the block. It ends when the block is evicted or removed, or by a call of `retain`.
         """
         ...
 
     def retain(self, keys: Container[bytes], space: str | None = None, *, claimed: bool = True) -> int:
-        """Remove all blocks except `keys` and claimed blocks.
+        """Remove all blocks of a namespace, except the blocks `keys` and claimed blocks.
 
         Args:
             keys: Keys of the blocks to keep.
-            space: Digest of the namespace to clean; defaults to this one.
-            claimed: Whether to keep claimed blocks (`claim`). If not, the claims of the blocks `keys` end.
+            space: Digest of the namespace. None is the store's own namespace.
+            claimed: Whether to keep claimed blocks (see `claim`). If False, they are removed, and claims of the blocks
+                `keys` end.
 
         Returns:
             The number of freed bytes.

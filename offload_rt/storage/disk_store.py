@@ -64,9 +64,9 @@ class DiskStore(NamespaceDocuments):
     file name of a block is its key, and the file header repeats the key. Damaged files, files with another key and
     files that vanish between two calls count as missing. The writing process removes damaged files.
 
-    One process writes, and any number of processes read. Readers need no shared index, because the key and the KV in a
-    file never change after it gets its final name. A file is open only during a call, or while its `extent` is in use.
-    Thread-safe.
+    Only one process writes, and any number of processes read. Readers need no shared index, because the key and the KV
+    in a file never change after it has its final name. A file is open only during a call, or while its `extent` is in
+    use. Thread-safe.
 
     Args:
         folder: Root folder of the store.

@@ -87,7 +87,7 @@ def read_document(path: Path) -> Reading:
 
 
 def read_claim(path: Path) -> bool:
-    """Return whether a prompt without a session uses the block in this file. False if the block is damaged."""
+    """Return whether a prompt without a session name uses the block in this file. False if the file is damaged."""
     header = read_header(path)
     try:
         with os.fdopen(open_regular(path), "rb", buffering=0) as file:
@@ -97,7 +97,7 @@ def read_claim(path: Path) -> bool:
 
 
 def write_claim(path: Path, claimed: bool) -> None:
-    """Set or clear the claim of a block file. A damaged file is not changed. Raises OSError."""
+    """Add the claim to a block file or remove it. A damaged file is not changed. Raises OSError."""
     if (header := read_header(path)) is None:
         return
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

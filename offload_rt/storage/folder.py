@@ -129,10 +129,10 @@ class StoreFolder:
             return True
 
     def reserve(self, path: Path, size: int, cost: int, *, claim: bool) -> Path | None:
-        """Reserve `size` bytes for the new file `path`, which saves the computation of `cost` tokens.
+        """Reserve `size` bytes for the new file `path`. `cost` is the number of tokens that need not be computed again.
 
-        Returns the temporary file to write, or None if `path` already exists or there is no space. If it exists and
-        `claim` is set, claim it.
+        Return the temporary file to write, or None if `path` already exists or there is no space. If it exists and
+        `claim` is True, record the claim in the file (see `claim`).
         """
         with self.mutex:
             if claim:
@@ -162,9 +162,9 @@ class StoreFolder:
         Args:
             temporary: The temporary file.
             path: Final name. An existing file is replaced and keeps its claim.
-            size: Reserved bytes.
-            cost: As in `reserve`.
-            claimed: Whether the temporary file holds a claim.
+            size: Number of reserved bytes.
+            cost: See `reserve`.
+            claimed: Whether the temporary file contains a claim.
         """
         with self.mutex:
             before = self.index.files.get(path)
@@ -176,7 +176,7 @@ class StoreFolder:
                 self.claim([path])
 
     def claim(self, paths: Iterable[Path]) -> None:
-        """Record in block files that a prompt without a session uses them. Unknown files are ignored."""
+        """Record in block files that a prompt without a session name uses them. Unknown files are ignored."""
         if self.read_only:
             return
         with self.mutex:
@@ -189,7 +189,7 @@ class StoreFolder:
                         self.index.write_stamp(path)
 
     def is_claimed(self, path: Path) -> bool:
-        """Return whether a prompt without a session uses the block in this file."""
+        """Return whether a prompt without a session name uses the block in this file."""
         with self.mutex:
             file = self.index.files.get(path)
             if file is None or file.claimed:
@@ -199,7 +199,7 @@ class StoreFolder:
             return found
 
     def disclaim(self, paths: Iterable[Path]) -> None:
-        """Remove the claims of block files. Raises StoreError if one cannot be removed."""
+        """Remove the claims from block files. Raises StoreError if a claim cannot be removed."""
         with self.mutex, self.usable():
             for path in paths:
                 if self.is_claimed(path):

@@ -35,10 +35,10 @@ class _File:
 
     Attributes:
         size: Size in bytes.
-        used: Last use (fifo: creation).
-        keep: Rank in the eviction order: the last use, or later if the file is costly to compute again.
-        claimed: Whether the file is known to hold the claim of a prompt (`files.read_claim`). Claims of earlier
-            processes are not known.
+        used: Time of the last use in nanoseconds since 1970. With the policy "fifo", the time of creation.
+        keep: Rank in the eviction order: the time of the last use, plus a delay if the KV is costly to compute again.
+        claimed: Whether the file contains the claim of a prompt (`files.read_claim`), as far as this process knows.
+            Claims of earlier processes are not known.
     """
 
     size: int

@@ -34,10 +34,10 @@ class Entry:
         block: The block with its key.
         identity: Id of the block in the pool. It changes if the block table replaces the block.
         span: Position of the block in the pool.
-        cost: Tokens to compute again without the block.
-        claim: Whether a prompt without a session uses the block.
-        writer: Open writer of the store, or None.
-        extent: File of the store, if the KV pool writes the block directly to it.
+        cost: Number of tokens to compute again if the block is lost.
+        claim: Whether a prompt without a session name uses the block.
+        writer: Writer of the store for this block, or None.
+        extent: File of the store if the KV pool writes the block directly to it, else None.
         refused: Whether the store did not accept the block.
         moved: Whether the block table has replaced the block since `begin`. If so, the block is not committed.
     """
@@ -118,9 +118,10 @@ class Saver:
         self._worker.start()
 
     def begin(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> Saving | None:
-        """Start saving the first of `named`, as many as fit in the buffer. Return None if none fits.
+        """Start to save the first blocks of `named`, as many as fit in the write buffer.
 
-        If `claim` is set, the store records that a prompt without a session uses them.
+        Return a handle for `layer_done`, or None if no block fits. With `claim`, the store records that a prompt
+        without a session name uses the blocks.
         """
         with self._mutex:
             room = max(0, (self._buffer_bytes - self._waiting) // self._pool.block_bytes)
@@ -195,7 +196,7 @@ class Saver:
         return entry.extent
 
     def save(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> int:
-        """Save all layers of complete blocks. Return the number of accepted blocks. `claim`: As in `begin`."""
+        """Save all layers of blocks whose KV is complete. Return how many were accepted. `claim`: see `begin`."""
         saving = self.begin(blocks, named, claim=claim)
         if saving is None:
             return 0

@@ -196,7 +196,10 @@ def response_head(service: Service, request: Request, prefix: str, kind: str) ->
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """Return the usage object. `recomputed_tokens`, which OpenAI does not have, is there for hybrid models only."""
+    """Return the usage object of a response.
+
+    For hybrid models it has a field `recomputed_tokens`, which OpenAI lacks.
+    """
     recomputed = {"recomputed_tokens": usage.recomputed} if usage.recomputed else {}
     return {
         "prompt_tokens": usage.prompt,
