@@ -201,8 +201,7 @@ class Deleted:
 
 
 def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
-    """Delete a session, and all blocks of its namespace that no other session and no prompt without a session name
-    uses.
+    """Delete a session, and all blocks of its namespace that no other session and no prompt uses.
 
     Args:
         folder: Folder of the store.
