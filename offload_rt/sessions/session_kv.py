@@ -138,7 +138,7 @@ class SessionKV:
         """Free the sequence. Blocks whose KV is not loaded yet are not added to the prefix tree."""
         if self.sequence is None:
             return
-        self.context.saver.flush()
+        self.context.saver.wait_for(self.sequence.blocks)
         if self.loader is not None:
             arrived = self.loader.finished
             self.end_loading()
@@ -361,17 +361,17 @@ class SessionKV:
     def save(self) -> None:
         """Queue all unsaved blocks for writing, and write the history. Raise StoreError if this fails."""
         self.hand_over()
-        self.write_history()
+        self.persist()
 
     def hand_over(self) -> None:
-        """Queue all unsaved blocks for writing, and take a snapshot of the history for `write_history`."""
+        """Enqueue all unsaved blocks and take a snapshot of the history for `persist`."""
         if self.loader is None:
             self.enqueue(self.all_names())
         self.enter_names()
         self._unwritten = self.history.to_bytes()
 
-    def write_history(self) -> None:
-        """Write the snapshot of the history that `hand_over` has taken, if there is one.
+    def persist(self) -> None:
+        """Write the snapshot taken by `hand_over`, if there is one.
 
         Raises:
             StoreError: The history cannot be written. The next turn or `close` tries again.

@@ -79,12 +79,12 @@ class Saving:
 class Saver:
     """Write KV blocks from the pool to a store on a worker thread.
 
-    `begin` registers blocks whose KV will be computed. `layer_done` reports that one of their layers is complete. The
-    worker thread writes this layer while the next one is computed. Only `flush`, `abort` and `close` wait for the disk.
+    `begin` registers blocks that are being computed, and `layer_done` marks one of their layers as complete. The worker
+    writes that layer while the next one is computed. Only `flush`, `wait_for`, `abort` and `close` wait for the disk.
 
-    The pool itself is the write buffer: KV stays in its blocks until it is written, so the owner of the block table
-    must keep the blocks until `flush`. The filled slots of a block never change. If the block table replaces a block,
-    `recheck` cancels its pending writes.
+    The pool itself is the write buffer: waiting KV stays in its blocks, and the owner of the block table must keep them
+    until `flush` or `wait_for`. The written slots of a block never change. If the block table replaces a block,
+    `recheck` gives up its pending writes.
 
     At most `buffer_bytes` wait to be written. `begin` accepts only as many blocks as fit, so the computation never
     waits. The caller must pass the remaining blocks again later. Sessions do this at the end of a turn and when they
@@ -101,7 +101,7 @@ class Saver:
     A block is not committed if any of its writes failed. Its unnamed file remains the extent of the pool block, unless
     the KV was never complete (`abort`). The compute thread creates these files, because it waits for the disk anyway.
 
-    Call `begin`, `layer_done`, `flush`, `abort` and `close` on the compute thread. The worker reads the pool, after
+    Call all methods except `notify` on the compute thread. The worker reads the pool, after
     `KVStorage.settle`, and writes to the store.
     """
 
@@ -251,6 +251,11 @@ class Saver:
         if (failure := self._failure) is not None:
             self._failure = None
             raise failure
+
+    def wait_for(self, blocks: BlockTable) -> None:
+        """Wait until no pending write reads `blocks`, whose KV may then be freed. Raise as `flush` does."""
+        if any(saving.blocks is blocks and not saving.ended for saving in self._active):
+            self.flush()
 
     def notify(self, written: Callable[[], None]) -> None:
         """Call `written` on the worker thread when all layers that are complete now are written. It must not raise."""
