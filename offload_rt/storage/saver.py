@@ -79,12 +79,13 @@ class Saving:
 class Saver:
     """Write KV blocks from the pool to a store on a worker thread.
 
-    `begin` registers blocks that are being computed, and `layer_done` marks one of their layers as complete. The worker
-    writes that layer while the next one is computed. Only `flush`, `wait_for`, `abort` and `close` wait for the disk.
+    `begin` registers blocks whose KV will be computed. `layer_done` reports that one of their layers is complete. The
+    worker thread writes this layer while the next one is computed. Only `flush`, `wait_for`, `abort` and `close` wait
+    for the disk.
 
-    The pool itself is the write buffer: waiting KV stays in its blocks, and the owner of the block table must keep them
-    until `flush` or `wait_for`. The written slots of a block never change. If the block table replaces a block,
-    `recheck` gives up its pending writes.
+    The pool itself is the write buffer: KV stays in its blocks until it is written, so the owner of the block table
+    must keep the blocks until `flush` or `wait_for`. The filled slots of a block never change. If the block table
+    replaces a block, `recheck` cancels its pending writes.
 
     At most `buffer_bytes` wait to be written. `begin` accepts only as many blocks as fit, so the computation never
     waits. The caller must pass the remaining blocks again later. Sessions do this at the end of a turn and when they
@@ -101,8 +102,8 @@ class Saver:
     A block is not committed if any of its writes failed. Its unnamed file remains the extent of the pool block, unless
     the KV was never complete (`abort`). The compute thread creates these files, because it waits for the disk anyway.
 
-    Call all methods except `notify` on the compute thread. The worker reads the pool, after
-    `KVStorage.settle`, and writes to the store.
+    Call all methods except `notify` on the compute thread. The worker reads the pool, after `KVStorage.settle`, and
+    writes to the store.
     """
 
     def __init__(self, store: BlockSink, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER) -> None:
@@ -253,7 +254,10 @@ class Saver:
             raise failure
 
     def wait_for(self, blocks: BlockTable) -> None:
-        """Wait until no pending write reads `blocks`, whose KV may then be freed. Raise as `flush` does."""
+        """Wait until no pending write reads `blocks`, so that the blocks may be freed.
+
+        Raise the same errors as `flush`.
+        """
         if any(saving.blocks is blocks and not saving.ended for saving in self._active):
             self.flush()
 
