@@ -39,7 +39,7 @@ OPEN_PATHS = ("/health", "/favicon.ico", *PAGE_PATHS)
 
 
 def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
-    """Return the application that serves `engine`. The application closes the engine at shutdown."""
+    """Return the ASGI application that serves `engine`. At shutdown, the application closes the engine."""
     options = options or ServerOptions()
     service = Service(engine, options)
 
@@ -48,7 +48,8 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
         yield
         await service.close()
 
-    # FastAPI's documentation pages load scripts from other hosts. The schema is at /openapi.json.
+    # FastAPI's documentation pages are disabled, because they load scripts from other hosts. The schema is at
+    # /openapi.json.
     app = FastAPI(title="offload-rt", lifespan=life, docs_url=None, redoc_url=None)
     app.state.service = service
     _add_errors(app)
@@ -57,7 +58,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     for path in PAGE_PATHS:
         app.add_api_route(path, partial(page_file, path), include_in_schema=False)
     app.add_middleware(RequestMiddleware, options=options, open_paths=OPEN_PATHS)
-    if options.cors_origins:  # outside `RequestMiddleware`, so that browsers can read the reason of a refusal
+    if options.cors_origins:  # outside `RequestMiddleware`, so that browsers can read why a request was refused
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.cors_origins,
@@ -88,7 +89,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _path_hint(app: FastAPI, path: str) -> str:
-    """Return the message for a path that does not exist."""
+    """Return the error message for a request to a path that does not exist."""
     if path.startswith("/v1/v1/"):
         return f"the path {path} does not exist: remove /v1 from the end of the client's base URL"
     if f"/v1{path}" in app.openapi()["paths"]:

@@ -24,7 +24,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-"""Headers that restrict the page to requests to this server."""
+"""Response headers that allow the web page to load files and data only from this server."""
 
 PAGE_PATHS = tuple(_FILES)
 
