@@ -42,7 +42,7 @@ class StateShape:
     recurrent: tuple[int, ...]
 
     def sizes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the sizes of `recurrent` and `conv` of one sequence in bytes."""
+        """Return the sizes in bytes of `recurrent` and `conv` of one sequence."""
         recurrent = math.prod(self.recurrent) * torch.float32.itemsize if self.recurrent else 0
         return recurrent, math.prod(self.conv) * dtype.itemsize
 

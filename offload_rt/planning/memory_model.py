@@ -226,7 +226,7 @@ class Requirements:
         prefill: Temporary memory of a prefill. During a prefill, `staging` and `decode` are not needed.
         graphs: Memory of captured CUDA graphs, except the one that runs.
         states: Recurrent state of a hybrid model, which does not depend on the context.
-        snapshots: Snapshots of recurrent state in host memory, at most.
+        snapshots: Limit on snapshots of recurrent state in host memory.
     """
 
     context: int
