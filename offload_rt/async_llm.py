@@ -49,7 +49,8 @@ class AsyncLLM:
         read_only: Reuse stored KV, but store no KV and refuse sessions. Another process may write to the store at the
             same time.
 
-    Raises: ConfigError, StoreError: The store cannot be used. See `LLM.session`.
+    Raises:
+        ConfigError, StoreError: The store cannot be used. See `LLM.session`.
     """
 
     def __init__(
