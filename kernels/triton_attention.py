@@ -89,7 +89,8 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend to rows [s * PIECE, (s + 1) * PIECE) of list p, in program (p, s).
 
-    Stores the lse of part s, and its output `[G, d]` unless the piece has no valid rows.
+    A list is one KV head of one sequence. Stores the lse of part s, and its output `[G, d]` unless the piece has no
+    valid rows.
     """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tl.arange(0, GROUP), tl.arange(0, D)

@@ -27,7 +27,8 @@ def _copy(
 ) -> None:  # fmt: skip
     """Copy rows [i * ROWS, (i + 1) * ROWS) of list p between `lists` and the sequence's tensor, in program (p, i).
 
-    Only rows of the first `counts[b]` tokens are copied. When reading, later rows are set to 0.
+    A list is one KV head of one sequence. Only rows of the first `counts[b]` tokens are copied. When reading, later
+    rows are set to 0.
     """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -50,7 +51,8 @@ def _append(
 ) -> None:  # fmt: skip
     """Store the newest entry of list p, in program p.
 
-    If its page has earlier tokens, store the minimum of both entries.
+    A list is one KV head of one sequence. If the page of the newest token has earlier tokens, the minimum of both
+    entries is stored.
     """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     slot, own = tl.load(slots + p), table + p // heads * _FIELDS
@@ -68,7 +70,10 @@ def _within(
     tokens: tl.tensor, blocks: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Mask the scores of pages [i * BLOCK, (i + 1) * BLOCK) of list p and compute statistics, in program (p, i)."""
+    """Mask the scores of pages [i * BLOCK, (i + 1) * BLOCK) of list p and compute statistics, in program (p, i).
+
+    A list is one KV head of one sequence.
+    """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
     real = (head < G)[:, None] & (token < tokens)[None, :]

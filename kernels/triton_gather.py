@@ -85,7 +85,10 @@ def _write(
     rows: tl.tensor, k: tl.tensor, v: tl.tensor, newest: tl.tensor, planes: tl.tensor, heads: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write K and V of list p to their rows, in program p."""
+    """Write K and V of list p to their rows, in program p.
+
+    A list is one KV head of one sequence.
+    """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     row = tl.load(newest + p // heads)
     mask = (column < WORDS) & (row >= 0)

@@ -46,8 +46,9 @@ def _weights(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Quantise the queries of list p as `selection.quantise_query` does.
 
-    Returns int8 weights `[GROUP, K]` of the lower and the upper half of the channels, followed by three numbers per
-    query, `[GROUP]`: the sum of its weights times the middle code, its scale, and its score with the mean.
+    A list is one KV head of one sequence. Returns int8 weights `[GROUP, K]` of the lower and the upper half of the
+    channels, followed by three numbers per query, `[GROUP]`: the sum of its weights times the middle code, its scale,
+    and its score with the mean.
     """
     head, byte = tl.arange(0, GROUP), tl.arange(0, K)
     known = (head < G)[:, None] & (byte < KEYS)[None, :]
@@ -85,7 +86,7 @@ def _score(
 ) -> None:  # fmt: skip
     """Score tokens [i * TOKENS, (i + 1) * TOKENS) of list p, in program (p, i).
 
-    A program without tokens in [start, stop) reads no keys.
+    A list is one KV head of one sequence. A program without tokens in [start, stop) reads no keys.
     """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
@@ -136,8 +137,8 @@ def _hide(
 ) -> None:  # fmt: skip
     """Mark the excluded tokens among [i * TOKENS, (i + 1) * TOKENS) of list p, in program (p, i).
 
-    These are the tokens outside [start, stop), and the first `counts[p]` tokens of chosen `[P, n]`, which is in
-    ascending order. A binary search finds the first chosen token of the block.
+    A list is one KV head of one sequence. Excluded are the tokens outside [start, stop), and the first `counts[p]` tokens
+    of chosen `[P, n]`, which is in ascending order. A binary search finds the first chosen token of the block.
     """
     p, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS
     place, own = tl.arange(0, TOKENS), chosen + p * n
@@ -166,7 +167,10 @@ def _mixed(
     acc: tl.tensor, kept: tl.tensor, weights: tl.tensor, raw: tl.tensor,
     FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Scale acc `[GROUP, V]` by kept `[GROUP]`. Add the values of field FIELD, weighted by weights `[GROUP, 64]`."""
+    """Scale the accumulator acc `[GROUP, V]` by kept `[GROUP]`, and add the values in field FIELD of packed bytes.
+
+    The values are weighted by weights `[GROUP, 64]`.
+    """
     return acc * kept[:, None] + tl.dot(weights, _levels(raw, FIELD, BITS, WIDEN), input_precision="ieee")
 
 
@@ -199,9 +203,9 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend to the blocks [s * PIECE, (s + 1) * PIECE) of list p, in program (p, s), with an online softmax.
 
-    Stores the lse of part s, and its output `[G, d]` unless no block is in the range of the list. The output is 0 if
-    all tokens are excluded. KEYS and VALUES are the sizes in bytes of a packed key and a packed value. K and V are the
-    same sizes, rounded up for the matrix products.
+    A list is one KV head of one sequence. Stores the lse of part s, and its output `[G, d]` unless no block is in the
+    range of the list. The output is 0 if all tokens are excluded. KEYS and VALUES are the sizes in bytes of a packed
+    key and a packed value. K and V are the same sizes, rounded up for the matrix products.
     """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin = tl.maximum(tl.load(starts + p) // _BLOCK, piece * PIECE)

@@ -32,8 +32,8 @@ def block_of(
 ) -> tl.tensor:  # fmt: skip
     """Return the address of block number `block` of list p. The block must exist.
 
-    The following blocks of the same page are contiguous. table is int64 `[B, pages]` with the address of each page.
-    `offset` is the offset in bytes of the layer within a page.
+    A list is one KV head of one sequence. The following blocks of the same page are contiguous. table is int64 `[B,
+    pages]` with the address of each page. `offset` is the offset in bytes of the layer within a page.
     """
     page = tl.load(table + p // heads * pages + block // _PAGE).to(tl.pointer_type(tl.uint8))
     begin = page + offset + (p % heads * _PAGE + block % _PAGE) * BLOCK_BYTES
@@ -104,7 +104,7 @@ def _append(
 ) -> None:  # fmt: skip
     """Store the key of list p with KEY bits, in program (p, 0), or its value with VALUE bits, in program (p, 1).
 
-    Lists with negative slots are skipped.
+    A list is one KV head of one sequence. Lists with negative slots are skipped.
     """
     p = tl.program_id(0).to(tl.int64)
     slot, head = tl.load(slots + p), p % heads

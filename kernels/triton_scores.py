@@ -59,7 +59,8 @@ def _own(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the address of list p and the distance between its rows, in elements of type KEYS.
 
-    The address is a multiple of BYTES bytes, the distance a multiple of ALIGN elements.
+    A list is one KV head of one sequence. The address is a multiple of BYTES bytes, the distance a multiple of ALIGN
+    elements.
     """
     own = table + p // heads * _FIELDS
     begin = tl.load(own).to(tl.pointer_type(KEYS)) + p % heads * tl.load(own + 1)
@@ -75,8 +76,8 @@ def _partial(
 ) -> None:  # fmt: skip
     """Score tokens [b * BLOCK, (b + 1) * BLOCK) of list p column by column, in program (p, b).
 
-    A program without tokens in [start, stop) reads no keys. The last block reads up to the next multiple of ALIGN
-    tokens; every list has memory for this.
+    A list is one KV head of one sequence. A program without tokens in [start, stop) reads no keys. The last block reads
+    up to the next multiple of ALIGN tokens; every list has memory for this.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
@@ -119,7 +120,7 @@ def _packed(
 ) -> None:  # fmt: skip
     """Score the packed keys of block b of list p, in program (p, b).
 
-    Only the first d of the W bytes of a row are used.
+    A list is one KV head of one sequence. Only the first d of the W bytes of a row are used.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)

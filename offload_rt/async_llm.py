@@ -429,7 +429,7 @@ class AsyncLLM:
 
 @contextmanager
 def _log_errors() -> Iterator[None]:
-    """Log errors that must not fail another request."""
+    """Context that logs errors instead of raising them, so that they do not fail another request."""
     try:
         yield
     except StoreError as error:

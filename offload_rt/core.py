@@ -8,8 +8,12 @@ Axes in docstrings
     d    head dimension                r    columns of the scoring keys, r <= d
     N    tokens in a sequence's context, the newest included
     n    tokens of one selection, the same for every KV head
+    P = B * Hkv, the number of lists. A list is the data of one KV head of one sequence: keys, scores, selected tokens.
 
 A *token index* counts the slots of one sequence from 0. Without eviction it equals the token's position.
+
+A *dense* layer attends to all visible tokens, a *sparse* layer to the tokens that a policy selects and to resident
+tokens. *Resident* tokens (sinks and recent tokens, or a sliding window) stay on the device and are never selected.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class StateSlots:
     def take(self, origin: int | None = None) -> int:
         """Allocate a slot and return it.
 
-        Its state is a copy of slot `origin`, or that of an empty sequence for None.
+        If `origin` is given, the state of slot `origin` is copied to the new slot. Otherwise, the new slot gets the
+        state of an empty sequence.
         """
         if not self._free:
             self._grow(self._size + max(1, self._size // 4))
