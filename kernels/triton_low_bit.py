@@ -137,8 +137,8 @@ def _hide(
 ) -> None:  # fmt: skip
     """Mark the excluded tokens among [i * TOKENS, (i + 1) * TOKENS) of list p, in program (p, i).
 
-    A list is one KV head of one sequence. Excluded are the tokens outside [start, stop), and the first `counts[p]` tokens
-    of chosen `[P, n]`, which is in ascending order. A binary search finds the first chosen token of the block.
+    A list is one KV head of one sequence. Excluded are the tokens outside [start, stop), and the first `counts[p]`
+    tokens of chosen `[P, n]`, which is in ascending order. A binary search finds the first chosen token of the block.
     """
     p, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS
     place, own = tl.arange(0, TOKENS), chosen + p * n
