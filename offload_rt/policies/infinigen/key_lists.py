@@ -29,7 +29,7 @@ class KeyLists:
     """
 
     def __init__(self, rule: Rule, layers: Iterable[int], batch: int, tokens: int, device: torch.device) -> None:
-        """Create empty tables for the sparse `layers`."""
+        """Create empty tables for `layers`, the layers that select tokens."""
         self._rule, self._at = rule, {layer: i for i, layer in enumerate(layers)}
         self._pointers = torch.zeros(len(self._at), batch, FIELDS, dtype=torch.int64, device=device)
         self._pages = torch.zeros(1, batch, -(-tokens // PAGE_TOKENS), dtype=torch.int64, device=device)
