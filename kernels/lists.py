@@ -24,7 +24,7 @@ from .selection import quantised_scores as packed_scores
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of all lists, with statistics for S blocks of tokens.
+    """Scores of P = B * Hkv lists (one per sequence and KV head), with statistics for S blocks of tokens.
 
     Attributes:
         scores: Scores `[P, G, N]`; -inf outside the valid tokens of each list.

@@ -109,7 +109,10 @@ def _keep(
 
 
 def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
-    """Run `lists.append_partial` in one launch. The basis must be float32."""
+    """Skew the newest keys of a batch and store them as partial keys, in one launch. See `lists.append_partial`.
+
+    The basis must be float32.
+    """
     (lists, d), (bases, _, r) = k.shape, basis.shape
     assert basis.shape[1] == d and lists == keys.lists and keys.tensors[0].shape[1] == r and slots.shape == (lists,)
     assert k.is_contiguous() and basis.is_contiguous() and basis.dtype == torch.float32 and lists % bases == 0
@@ -128,7 +131,10 @@ def append_quantised(
     packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
-    """Run `lists.append_quantised` in one launch. basis, mean and step must be float32."""
+    """Skew, quantise and pack the newest keys of a batch, in one launch. See `lists.append_quantised`.
+
+    basis, mean and step must be float32.
+    """
     (lists, d), (heads, _, r) = k.shape, basis.shape
     assert packed.lists == lists and packed.heads == heads and packed.tensors[0].shape[2] >= r
     assert k.is_contiguous() and basis.is_contiguous() and mean.is_contiguous() and step.is_contiguous()
@@ -141,7 +147,10 @@ def append_quantised(
 
 
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """Run `lists.keep_rows` in one launch. k, v and the resident KV must have the same dtype."""
+    """Write the newest K and V of a batch to the resident KV, in one launch. See `lists.keep_rows`.
+
+    k, v and the resident KV must have the same dtype.
+    """
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and k.dtype == v.dtype == kept.dtype
     assert kept.lists == 2 * lists and kept.tensors[0].shape[2] == d and places.shape == (len(kept.tensors),)

@@ -84,7 +84,10 @@ def _within(
 
 
 def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
-    """Run `lists.within` in one launch. `scores` must be float32 and contiguous."""
+    """Mask scores and compute their block statistics, in one launch. See `lists.within`.
+
+    `scores` must be float32 and contiguous.
+    """
     count, group, tokens = scores.shape
     assert scores.dtype == torch.float32 and scores.is_contiguous() and starts.shape == stops.shape == (count,)
     width = triton.next_power_of_2(group)
@@ -110,7 +113,7 @@ def _launch(lists: torch.Tensor, table: PointerTable, counts: torch.Tensor, page
 
 
 def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int = 1) -> torch.Tensor:
-    """Run `lists.read_lists` in one launch."""
+    """Copy the entries of all sequences into one tensor, in one launch. See `lists.read_lists`."""
     first = table.tensors[0]
     lists = first.new_empty(table.lists, rows, first.shape[2])
     _launch(lists, table, counts, page, write=False)
@@ -118,12 +121,12 @@ def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int =
 
 
 def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor, page: int = 1) -> None:
-    """Run `lists.write_lists` in one launch."""
+    """Write entries back to the tensors of the sequences, in one launch. See `lists.write_lists`."""
     _launch(entries, table, counts, page, write=True)
 
 
 def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
-    """Run `lists.append_entries` in one launch."""
+    """Store the entries of the newest tokens, in one launch. See `lists.append_entries`."""
     count, w = entries.shape
     assert entries.is_contiguous() and count == table.lists and entries.dtype == table.dtype
     if w:

@@ -113,7 +113,10 @@ def scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Run `low_bit_lists.scores` in one launch. Queries must be float32; scores are float32."""
+    """Score the low-bit keys of a batch, in one launch. See `low_bit_lists.scores`.
+
+    Queries must be float32. Scores are float32.
+    """
     lists, group, d = q.shape
     assert table.lists == lists and q.is_contiguous() and mean.shape == (table.heads, d)
     assert q.dtype == mean.dtype == torch.float32 and mean.is_contiguous() and starts.shape == stops.shape == (lists,)
@@ -304,7 +307,10 @@ def merge_approximate(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `low_bit_lists.merge_approximate` in three launches, with float32 inputs and outputs."""
+    """Merge exact and approximate attention of a batch, in three launches. See `low_bit_lists.merge_approximate`.
+
+    Inputs and outputs are float32.
+    """
     lists, group, d = q.shape
     assert out.shape == q.shape and lse.shape == (lists, group) and out.is_contiguous() and lse.is_contiguous()
     assert out.dtype == lse.dtype == mixing.dtype == torch.float32 and mixing.is_contiguous()
@@ -328,7 +334,10 @@ def approximate_attention(
     skip: torch.Tensor,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `low_bit.approximate_attention` for float32 queries, as a batch of one."""
+    """Attend to the low-bit KV of one sequence, as a batch of one. See `low_bit.approximate_attention`.
+
+    Queries must be float32.
+    """
     heads, group, d = q.shape
     counted = torch.tensor([each for each in (tokens.start, tokens.stop, skip.shape[1]) for _ in range(heads)])
     bounds = to_device(counted.to(torch.int32), q.device).view(3, heads)

@@ -130,10 +130,10 @@ def append_rows(
     table: PageTable,
     slots: torch.Tensor,
 ) -> None:
-    """Run `low_bit_lists.append_rows` in one launch. basis, mean and mixing must be float32.
+    """Append the newest K and V of a batch to the low-bit KV, in one launch. See `low_bit_lists.append_rows`.
 
-    Sums over d are computed in another order than torch's. A value halfway between two codes may therefore get either
-    code.
+    basis, mean and mixing must be float32. Sums over d are computed in another order than torch's. A value halfway
+    between two codes may therefore get either code.
     """
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and slots.shape == (lists,)

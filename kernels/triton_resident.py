@@ -64,7 +64,7 @@ def attend_kept(
     counts: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `lists.attend_kept` in one launch and a merge.
+    """Attend to resident and fetched KV of a batch, in one launch and a merge. See `lists.attend_kept`.
 
     All tensors must have the same dtype: float32, float16 or bfloat16.
     """

@@ -159,7 +159,10 @@ def _packed(
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:
-    """Run `lists.partial_scores` in one launch. Scores are float32, whatever the dtype of the keys."""
+    """Score the partial keys of a batch, in one launch. See `lists.partial_scores`.
+
+    Scores are float32, whatever the dtype of the keys.
+    """
     lists, group, r = q.shape
     assert keys.lists == lists and keys.tensors[0].shape[1] == r and q.is_contiguous() and q.dtype == torch.float32
     assert starts.shape == stops.shape == (lists,)
@@ -183,7 +186,10 @@ def quantised_scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Run `lists.quantised_scores` in one launch. Queries, mean, step and scores are float32."""
+    """Score the packed keys of a batch, in one launch. See `lists.quantised_scores`.
+
+    Queries, mean, step and scores are float32.
+    """
     lists, group, d = q.shape
     width = packed.tensors[0].shape[2]
     assert packed.lists == lists and width >= d and packed.dtype == torch.int8

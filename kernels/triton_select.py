@@ -217,7 +217,10 @@ def select_tokens(
     limits: torch.Tensor,
     cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `lists.select_tokens` in eight launches. Scores are contiguous float32 `[P, G, N]`. `cap` is at most N."""
+    """Select tokens for a batch, in eight launches. See `lists.select_tokens`.
+
+    The scores are contiguous float32 `[P, G, N]` with P = B * Hkv. `cap` is at most N.
+    """
     (lists, group, tokens), parts, device = found.scores.shape, found.maxima.shape[2], found.scores.device
     assert lists == len(limits) * kv_heads and found.scores.dtype == torch.float32 and 1 <= cap <= tokens
     assert starts.shape == stops.shape == (lists,) and found.scores.is_contiguous()

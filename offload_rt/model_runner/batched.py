@@ -93,7 +93,7 @@ class StepInputs:
         self.resident = resident[0], resident[1]
 
     def load(self, batch: DecodeBatch) -> None:
-        """Write the addresses of KV and scoring keys, and the visible tokens, of the sequences in `batch`."""
+        """Write the inputs of a step: addresses of KV and scoring keys, and visible tokens, of each sequence."""
         padding = self.size - len(batch.sequences)
         held = [*batch.sequences, *[batch.sequences[0]] * padding]
         slots = [s.slots.newest for s in held]

@@ -93,7 +93,7 @@ class DeviceCosts:
     def states(self, sequences: int) -> int:
         """Return the size in bytes of the recurrent state of `sequences` sequences.
 
-        Capacity grows by a quarter (`StateSlots`).
+        It includes spare slots, because the number of slots grows by a quarter at a time (`StateSlots`).
         """
         return (sequences + sequences // 4) * self.shape.geometry.state_bytes(self.shape.dtype)
 
