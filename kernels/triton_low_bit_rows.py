@@ -147,9 +147,9 @@ def append_rows(
 
 
 def padded_sizes(layout: Layout) -> dict[str, int]:
-    """Return the kernel arguments for sizes in bytes: packed key and value (KEYS, VALUES), and rounded up (K, V).
+    """Return the sizes in bytes of a packed key and a packed value, as kernel arguments.
 
-    The matrix products need the rounded sizes.
+    KEYS and VALUES are the exact sizes. K and V are rounded up as the matrix products need.
     """
     keys, values = layout.key_bytes, layout.value_bytes
     padded = {"K": max(32, triton.next_power_of_2(keys)), "V": max(16, triton.next_power_of_2(values))}

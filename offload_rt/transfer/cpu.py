@@ -200,7 +200,7 @@ class _SplitPart(KVPart):
 class CpuStorage(KVStorage):
     """`KVStorage` on the CPU. KV is written to the pool.
 
-    Resident tokens are only counted, because no copy is needed.
+    Resident tokens are not copied. Only their size is counted.
     """
 
     def __init__(self, pool: HostPool, pages: _Pages, geometry: ModelGeometry) -> None:
