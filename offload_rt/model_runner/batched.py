@@ -249,10 +249,11 @@ class BatchedMode:
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """Selected token indices of a layer, int64 `[P, n]`, padded. The first `counts[p]` entries of each list are valid.
+    """Token indices that a layer selected, int64 `[P, n]`, padded, in P = B * Hkv lists.
 
-    A dense layer (one that attends to all tokens) that fetches shared tokens once selects all candidates. `tally` is
-    `PendingBatchFetch.tally`: numbers of transferred entries and of working-set hits.
+    The first `counts[p]` entries of list p are valid. If a layer that attends to all tokens fetches shared tokens only
+    once, all candidates count as selected. `tally` has the numbers of transferred entries and of working-set hits
+    (`PendingBatchFetch.tally`).
     """
 
     layer: int
