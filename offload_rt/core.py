@@ -256,7 +256,7 @@ class KVPart:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(Hkv, n)."""
+        """Number of KV heads and number of entries per KV head, (Hkv, n)."""
         kv_heads, n, _ = self.k.shape
         return kv_heads, n
 
