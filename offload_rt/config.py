@@ -54,8 +54,8 @@ class DraftOptions:
 
     Attributes:
         method: Source of the drafts. "sparse": decode with the policy. "lookup": copy the continuation of the last
-            n-gram from the text (prompt lookup). "both": "lookup" or "sparse", whichever has produced more tokens per
-            second. "model": decode with a draft model. "lookup+model": "lookup" or "model", whichever has produced more
+            n-gram from the text (prompt lookup). "both": "lookup" or "sparse", whichever promises more tokens per
+            second. "model": decode with a draft model. "lookup+model": "lookup" or "model", whichever promises more
             tokens per second. With `adaptive=False`, the two combined methods use a lookup if there is a match.
         tokens: Maximum number of draft tokens.
         adaptive: Choose the number of draft tokens from the acceptance rate and the measured times. If False, `tokens`
