@@ -1,4 +1,7 @@
-"""Options of the policies in `quality/rivals.py`. Importing this module registers them. No heavy imports."""
+"""Options of the policies in `quality/rivals.py`. Importing this module registers the policies.
+
+The module itself imports no large packages.
+"""
 
 from __future__ import annotations
 
