@@ -84,7 +84,7 @@ class ModelUnderTest:
         return self._encoded[digest]
 
     def options(self, variant: Variant) -> dict[str, Any]:
-        """Return the policy options of the variant: its own options, and tuned options for all others."""
+        """Return the policy options of the variant. An option that the variant does not set has its tuned value."""
         skew, fingerprint = self._settings["skew"], self.loaded.fingerprint
         options = dict(default_options(skew, variant.policy, variant.options, fingerprint))
         if variant.policy in ("infinigen", "auto") and options.get("preset") != "paper":

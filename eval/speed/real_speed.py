@@ -89,7 +89,7 @@ def _started(
     start: Callable[[str, str, SpeedConfig], Worker],
     ends: ExitStack,
 ) -> dict[str, Worker]:
-    """Start the competitors and return those that run. For each other one, the reason is reported."""
+    """Start the competitors and return the running ones. If a competitor does not start, report the reason."""
     workers: dict[str, Worker] = {}
     for name in (FIRST, *config.runtimes):
         try:

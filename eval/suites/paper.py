@@ -129,7 +129,7 @@ class Paper:
     def _compared(self) -> list[Variant]:
         """Return every policy at every budget and set of dense layers, and two variants with a quantized KV cache.
 
-        The latter are `full`, and `infinigen` at a budget of 10 %.
+        The two variants are `full`, and `infinigen` at a budget of 10 %.
         """
         rounded: list[Variant] = []
         for kv_cache_dtype in FORMATS:
