@@ -60,8 +60,9 @@ class Beams:
     def advance(self, logits: torch.Tensor) -> list[tuple[int, int]]:
         """Advance the search by one token, from logits `[num_beams, V]` of the running beams.
 
-        Returns the new running beams, best first, each as (beam it continues, token). `done` is set if no beam can
-        improve any more. Raises InputError if the constraints leave no token, LogitsError for NaN logits.
+        Returns the new running beams, best first, each as (beam it continues, token). `done` is set if no running beam
+        can become better than the finished ones. Raises InputError if the constraints leave no token, LogitsError for
+        NaN logits.
         """
         params, width = self._params, self._params.num_beams
         check_logits(logits)

@@ -367,7 +367,7 @@ class SampledRequest(Request):
         super().drop(runner)
 
     def completion(self) -> CompletionOutput:
-        """Return the result so far."""
+        """Return the result up to now."""
         pairs = zip(self.logprobs or (), self.new_tokens, strict=False)
         return CompletionOutput(
             index=self.sample,

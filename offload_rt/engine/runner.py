@@ -195,7 +195,7 @@ class Runner(SequenceManager):
 
     @property
     def weight_use(self) -> WeightUse:
-        """Totals of weights copied to the device so far."""
+        """Transfer counters of weights that are not on the device."""
         return NOTHING_USED if self.weights is None else self.weights.use
 
     def check_integrity(self) -> None:

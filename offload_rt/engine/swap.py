@@ -195,7 +195,7 @@ class Swap:
         )  # fmt: skip
 
     def _known(self, swapped: SwappedSequence, tokens: Seq[int]) -> BlockTable:
-        """Return the cached blocks of those tokens whose KV an exact prefill computed."""
+        """Return the cached blocks of the tokens whose KV was computed by an exact prefill."""
         if not self._runner.config.enable_prefix_caching:
             return BlockTable(floor=swapped.floor)
         provenance_key = EXACT + swapped.provenance

@@ -42,7 +42,8 @@ class History:
             KV.
         turns: (role, text) of each message, for display.
         starts: Number of tokens before each of the latest turns, for `undo`.
-        truncation_id: Identifies all truncations so far, as part of the KV provenance key. Empty if there were none.
+        truncation_id: Identifier of all truncations of the session, as part of the KV provenance key. Empty if there
+            were none.
         shift: Number of truncated tokens. The position of a token after the gap is its index in `tokens` plus `shift`.
         sinks: Number of tokens before the gap whose original keys are stored. 0 if their keys are never rotated.
         sink_shift: Number of positions by which the sinks' keys are rotated (RoPE).

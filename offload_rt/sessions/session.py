@@ -131,7 +131,7 @@ class Session:
             system: Text of the system message. It can change only before the first turn.
 
         Raises:
-            InputError: The session has turns with another system message, or the model has no chat template.
+            InputError: The session already has a turn with another system message, or the model has no chat template.
         """
         history, tokenizer = self.history, self.kv.runner.model.tokenizer
         if not isinstance(system, str):

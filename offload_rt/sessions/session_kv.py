@@ -25,8 +25,8 @@ class SessionKV:
     not written yet.
 
     Attributes:
-        sequence: The session's sequence in host memory. If None, at most the prefix tree has blocks of the session in
-            memory.
+        sequence: The session's sequence in host memory, or None if there is none. Blocks of the session may still be in
+            the prefix tree.
         loader: Loads blocks from disk into `sequence`. None if no load is in progress.
         loaded_tokens: Number of tokens that the last load read from disk.
         last_stats: Statistics of the last turn, or None before the first.

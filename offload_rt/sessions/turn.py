@@ -129,7 +129,10 @@ class Turn(StoredRequest):
         return position
 
     def _leave(self, *, untouched: bool) -> None:
-        """Restore the session. Its KV stays in memory only if it is `untouched`."""
+        """Restore the session after the turn is dropped.
+
+        The session's KV stays in memory only if `untouched`, which tells that the turn has not changed it.
+        """
         if not untouched:
             self.kv.history.tokens = list(self._before)
             self.kv.drop()
