@@ -5,7 +5,7 @@ sizes are rounded up; the remaining rows are padding. A launch takes the host 5 
 1,500 launches. On an H100, a replayed step takes 10.6 ms instead of 67 ms (`eval/results/gpu`).
 
 A step runs eagerly if a launch depends on more than the inputs (policies without a `rule`, columns chosen from the
-prompt, working sets, eviction, streamed weights), or if the host must read values during the step (recorders,
+prompt, recurrent state, eviction, streamed weights), or if the host must read values during the step (recorders,
 measurement of missed attention mass). The first step of each size is eager too, because it compiles
 kernels. If a capture fails, all later steps are eager, and one warning is logged.
 """
@@ -23,8 +23,9 @@ from ..config import EngineConfig
 from ..core import padded_batch
 from ..errors import ConfigError
 from .batch import DecodeBatch
-from .batched import MAX_CACHED, BatchedMode, LayerSelection, StepInputs, StepModes
+from .batched import MAX_CACHED, BatchedMode, LayerSelection, StepModes
 from .decode import DecodeStep
+from .step_inputs import StepInputs
 
 Body = Callable[[], tuple[torch.Tensor, ...]]
 
@@ -88,8 +89,8 @@ class _Captured:
         inputs.rows.written(behind=True)
         # Copy the results: the next replay overwrites them.
         counts = self._counts.clone().unbind()
-        tallies = [tally for own in self._tallies for tally in own.clone().unbind()] or [None] * len(counts)
-        each = zip(self._layers, counts, tallies, strict=True)
+        tallies = [tally for own in self._tallies for tally in own.clone().unbind()]
+        each = zip(self._layers, counts, tallies or len(counts) * [None], strict=True)
         mode.selected = [LayerSelection(layer, own[:0], own, tally) for layer, own, tally in each]
         return self._logits.clone()
 
@@ -164,11 +165,10 @@ class GraphSteps:
 
 def _capturable(batch: DecodeBatch) -> bool:
     """Return whether the launches of a step depend only on the inputs, and the host reads no values."""
-    own = (batch.policy.rule is not None and batch.policy.rule.own_bases) or batch.geometry.sliding
-    # Layers implemented by transformers may launch anything, and slots of recurrent state may move.
-    opaque = batch.geometry.experts or batch.geometry.states
+    own = batch.policy.rule is not None and batch.policy.rule.own_bases
     watched = any(s.slots.listens or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
-    return not (opaque or own or watched)
+    # Slots of recurrent state may move.
+    return not (batch.geometry.states or own or watched)
 
 
 def steps_for(config: EngineConfig, device: torch.device, modes: StepModes, *, streams: bool) -> Steps:

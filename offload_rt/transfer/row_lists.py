@@ -23,6 +23,7 @@ from .plan import BLOCK_BITS, first_occurrences
 from .residency import place
 from .staging import HELD_BACK, Staging
 from .streams import Event
+from .working_lists import WorkingLists
 from .working_set import LookUp
 
 
@@ -80,13 +81,12 @@ class RowLists:
             [[layout.row(place, head, kv) for head in range(layout.kv_heads)] for kv in (0, 1)] for place in places
         ]
         self._planes = to_device(torch.tensor(firsts), device)
-        """int64 `[L, 2, Hkv]`: offset, in rows, of K and V of each layer and head from the first row of a slab.
-
-        Only for full-attention layers.
-        """
+        """int64 `[L, 2, Hkv]`: offset, in rows, of K and V of each layer and head from the first row of a slab."""
         self._held_ids: list[list[int]] = []
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []
+        capacity = state.working_set
+        self._working = WorkingLists(len(places), batch, capacity, device) if capacity else None
         self._newest: tuple[tuple[int, int, int], torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -94,8 +94,11 @@ class RowLists:
         """Capacity of a sequence in tokens."""
         return self._bases.shape[1] * BLOCK_SIZE
 
-    def hold(self, block_tables: Sequence[BlockTable]) -> None:
-        """Bind the lists to open sequences before a step. Copies changes since the last call to the device."""
+    def hold(self, block_tables: Sequence[BlockTable], padding: int = 0) -> None:
+        """Bind the lists to open sequences before a step. Copies changes since the last call to the device.
+
+        The last `padding` sequences are not computed. Their working sets do not change.
+        """
         assert len(block_tables) == self._batch
         sequences = [self._state[blocks] for blocks in block_tables]
         tables = [one.blocks.ids for one in sequences]
@@ -112,18 +115,15 @@ class RowLists:
             copy_into(torch.tensor([[entry(own) for own in layer] for layer in rows]), self._tables)
             self._resident = [PointerTable(tuple(own), table) for own, table in zip(rows, self._tables, strict=True)]
             self._open = sequences
+        if self._working is not None:
+            with self._prefetch.behind_compute():
+                self._working.hold([one.working for one in sequences if one.working is not None], padding)
 
     def release(self) -> None:
         """Release the sequences until the next `hold`."""
         self._open, self._resident = [], []
-
-    @property
-    def working(self) -> bool:
-        """Whether any sequence has a working set.
-
-        If so, launches depend on its addresses and cannot be captured in a graph.
-        """
-        return any(one.working is not None for one in self._open)
+        if self._working is not None:
+            self._working.release()
 
     @property
     def in_place(self) -> bool:
@@ -131,7 +131,8 @@ class RowLists:
         return self._state.in_place
 
     def join(self) -> None:
-        """Make the compute stream wait for all write-backs so far."""
+        """Make the compute stream wait for all write-backs and fetches so far."""
+        self._prefetch.hold_compute(self._prefetch.record_event())
         self._write_back.hold_compute(self._write_back.record_event())
         self._state.pending_writes.clear()
 
@@ -170,18 +171,20 @@ class RowLists:
         return self._newest[1:]
 
     def row(self, slot: int) -> torch.Tensor:
-        """Return `rows_of` for a batch of one whose slot is known on the host: int64 `[1]`."""
-        at = self._pool.row_base(self._open[0].blocks)[slot // BLOCK_SIZE] + slot % BLOCK_SIZE
-        return to_device(at.view(1), self.device)
+        """Return the pool row of a slot of full-attention layers, for a batch of one: int64 `[1]`."""
+        return to_device(torch.tensor(self.rows_of(0, [slot])), self.device)
 
-    def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return pool rows int64 `[B]` of slots int64 `[B]`, without the offsets of layer and head.
+    def group(self, layer: int) -> int:
+        """Return the group of layers whose KV is in the same blocks."""
+        return self._pool.groups.group[layer]
+
+    def rows_of(self, group: int, slots: Sequence[int]) -> list[int]:
+        """Return the pool row of a slot of each sequence, without the offsets of layer and head.
 
         Negative slots have no row and stay negative.
         """
-        blocks = (slots >> BLOCK_BITS).clamp_(min=0).unsqueeze(1)
-        rows = self._bases.gather(1, blocks).squeeze(1) + (slots & (BLOCK_SIZE - 1))
-        return torch.where(slots < 0, slots, rows)
+        each = zip(self._open, slots, strict=True)
+        return [slot if slot < 0 else self._pool.row(one.blocks, group, slot) for one, slot in each]
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
         """Store the newest k, v `[P, d]` on the device and write them back to the pool.
@@ -208,12 +211,13 @@ class RowLists:
             one.written = event
 
     def fetch(
-        self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, *, overlapping: bool
+        self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, *, overlapping: bool, cached: bool = True
     ) -> PendingBatchFetch:
         """Start fetching the first `counts[p]` of tokens int64 `[P, n]`, or all of them if `counts` is None.
 
-        KV in the working set of a sequence is copied from there. With `overlapping`, KV that several sequences select
-        from shared blocks is fetched once and copied on the device. All other KV is read from the pool.
+        With `cached`, KV in the working set of a sequence is copied from there. With `overlapping`, KV that several
+        sequences select from shared blocks is fetched once and copied on the device. All other KV is read from the
+        pool.
         """
         # Inputs and staged KV are memory of the compute stream (`Staging`). Everything else is allocated, used and
         # freed in the prefetch stream.
@@ -224,22 +228,13 @@ class RowLists:
             for event in {id(one.written): one.written for one in self._open}.values():
                 if event is not None:
                     self._prefetch.wait_for(event)
-            found: list[LookUp] = []
-            again = None
-            if overlapping or self.working:
-                found, again = self._gather_listed(layer, tokens, counts, staged, overlapping=overlapping)
+            working = self._working if cached and tokens.numel() else None
+            if overlapping or working is not None:
+                tally = self._gather_listed(layer, tokens, counts, staged, working, overlapping=overlapping)
             else:
                 self._moves.gather_tokens(self._pool.rows, tokens, counts, self._bases, self._planes[layer], staged)
-            for b, one in enumerate(found):
-                rows, working = staged[:, self._own(b)], self._open[b].working
-                assert working is not None
-                working.read(layer, one, rows)
-                working.write(layer, one, rows)
-            tally = self._tally(tokens, counts, found, again)
+                tally = None
             return PendingBatchFetch(self._pool, staging, held, self._prefetch.record_event(), staged, counts, tally)
-
-    def _own(self, b: int) -> slice:
-        return slice(b * self.heads, (b + 1) * self.heads)
 
     def _ids(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
         """Return the pool rows of K and V, int64 `[2, P, n]`."""
@@ -247,29 +242,27 @@ class RowLists:
         rows = self._bases.gather(1, at >> BLOCK_BITS).add_(at & (BLOCK_SIZE - 1)).view(self._batch, self.heads, -1)
         return (rows + self._planes[layer].unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
 
-    def _look_up(self, layer: int, tokens: torch.Tensor, valid: torch.Tensor | None) -> list[LookUp]:
-        """Look up the tokens in the working sets, if there are any."""
-        found = []
-        for b, one in enumerate(self._open):
-            if one.working is not None and tokens.numel():
-                own = self._own(b)
-                found.append(one.working.look_up(layer, tokens[own], None if valid is None else valid[own]))
-        return found
-
     def _gather_listed(
-        self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, staged: torch.Tensor, *, overlapping: bool
-    ) -> tuple[list[LookUp], torch.Tensor | None]:
-        """Gather KV from the pool, except KV in working sets. Copy duplicates on the device.
+        self,
+        layer: int,
+        tokens: torch.Tensor,
+        counts: torch.Tensor | None,
+        staged: torch.Tensor,
+        working: WorkingLists | None,
+        *,
+        overlapping: bool,
+    ) -> torch.Tensor | None:
+        """Copy KV from the working sets and gather the rest from the pool. Copy duplicates on the device.
 
-        Returns the look-ups of the working sets, and the first occurrence of each duplicate (`first_occurrences`).
+        Returns `PendingBatchFetch.tally`.
         """
-        ids, valid = self._ids(layer, tokens), None
+        ids, valid, found = self._ids(layer, tokens), None, None
         if counts is not None:
             valid = torch.arange(tokens.shape[1], device=tokens.device) < counts.unsqueeze(1)
             ids = ids.masked_fill(~valid, -1)
-        found = self._look_up(layer, tokens, valid)
-        if found:
-            ids = ids.masked_fill(torch.cat([one.slots for one in found]) >= 0, -1)
+        if working is not None:
+            found = working.look_up(layer, tokens, valid)
+            ids = ids.masked_fill(found.slots >= 0, -1)
         again = first_occurrences(ids.flatten()).view_as(ids) if overlapping and ids.numel() else None
         wanted = (ids if again is None else ids.masked_fill(again >= 0, -1)).flatten(0, 1)
         all_of_them = torch.full((len(wanted),), wanted.shape[1], dtype=torch.int32, device=ids.device)
@@ -277,19 +270,22 @@ class RowLists:
         self._moves.gather_rows(self._pool.rows, wanted, all_of_them, rows)
         if again is not None:
             dispatch.gather_rows(rows.flatten(0, 1), again.flatten(0, 1), all_of_them, rows)
-        return found, again
+        if working is not None and found is not None:
+            working.take(layer, found, staged)
+            working.put(layer, found, staged)
+        return self._tally(tokens, counts, found, again)
 
     def _tally(
-        self, tokens: torch.Tensor, counts: torch.Tensor | None, found: list[LookUp], again: torch.Tensor | None
+        self, tokens: torch.Tensor, counts: torch.Tensor | None, found: LookUp | None, again: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Return `PendingBatchFetch.tally`, int64 `[B, 2]`."""
-        if not found and again is None:
+        if found is None and again is None:
             return None
         if counts is None:
             selected = torch.full((self._batch,), self.heads * tokens.shape[1], device=tokens.device)
         else:
             selected = counts.view(self._batch, -1).sum(1)
-        hits = torch.stack([one.hits for one in found]) if found else torch.zeros_like(selected)
+        hits = torch.zeros_like(selected) if found is None else found.hits.view(self._batch, -1).sum(1)
         crossed = selected - hits
         if again is not None:
             crossed = crossed - (again[0].view(self._batch, -1) >= 0).sum(1)

@@ -166,12 +166,8 @@ def test_steps_that_cannot_be_captured_run_eagerly() -> None:
     decode(make(), 3, recorder=Deaf())
     decode(make(preset="paper"), 3)
     decode(make(False), 3)
-    llm = LLM(tiny_model("llama", num_hidden_layers=2), policy_options=OPTIONS, host_memory="4MiB", working_set=9)
-    policy: Any = llm.runner.policy
-    policy.rule = Rule(policy.alpha, policy.options.max_fraction)
-    decode(llm.runner, 3)
     measuring = staged(LLM(tiny_model("llama"), policy_options=OPTIONS, host_memory="4MiB", missed_mass_every=1))
-    policy = measuring.runner.policy
+    policy: Any = measuring.runner.policy
     policy.rule = Rule(policy.alpha, policy.options.max_fraction)
     decode(measuring.runner, 3)
     for share in (False, True):

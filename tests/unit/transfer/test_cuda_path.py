@@ -284,7 +284,7 @@ def test_lists_of_a_batch_that_is_gone_are_still_read(late: int) -> None:
         if late == 1:
             pending = lists.fetch(1, tokens, None, overlapping=False)
         else:
-            lists.append(1, k, v, one, lists.rows_of(one))
+            lists.append(1, k, v, one, lists.row(20))
         del lists, k, v, tokens, one
         junk = overwritten("cuda")
         if late == 1:
