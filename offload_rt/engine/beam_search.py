@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Seq
 from functools import partial
 
 import torch
@@ -149,7 +150,7 @@ class BeamSearchRequest(Request):
         super().reserve(runner)
         runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width))
 
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
+    def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Advance the search by one token, from logits `[S, V]` (S is 1 after prefill). Return outputs at the end."""
         chosen = self._beams.advance(logits.expand(self.width, -1))
         if self._beams.done:

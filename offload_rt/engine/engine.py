@@ -10,9 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from itertools import islice
 from weakref import WeakKeyDictionary
-
-import torch
 
 from ..core import Prompt
 from ..errors import PoolFullError
@@ -23,6 +22,7 @@ from .beam_search import BeamSearchRequest
 from .logits_processors import check_answerable
 from .request import Request, SampledRequest, StartAgainError
 from .runner import Runner
+from .sampler import Answer, best_tokens
 from .scheduler import Scheduler, failure
 from .speculative.decoder import SpeculativeDecoder
 from .swap import Swap
@@ -178,14 +178,17 @@ class Engine:
             self._suspects.decoded(request)
         return events
 
-    def _steps(self, group: list[Request]) -> list[tuple[Request, Iterable[torch.Tensor]]]:
-        """Return the logits of each request of `group`: of one token, or of several if drafts are verified."""
+    def _steps(self, group: list[Request]) -> list[tuple[Request, Iterable[Answer]]]:
+        """Return the logits of each request of `group`: of one token, or of several if drafts are verified.
+
+        The best tokens of all requests are copied together, so that the host waits for the device once.
+        """
         if self._speculative is not None:
             speculative = self._speculative
             return [(draft.request, speculative.accepted(draft)) for draft in speculative.round(group)]
         logits = self.runner.decode([sequence for request in group for sequence in request.sequences])
-        rows = logits.split([len(request.sequences) for request in group])
-        return [(request, [one]) for request, one in zip(group, rows, strict=True)]
+        best, rows = iter(best_tokens(logits)), logits.split([len(request.sequences) for request in group])
+        return [(request, [(one, list(islice(best, len(one))))]) for request, one in zip(group, rows, strict=True)]
 
     def _decode_failed(self, group: list[Request], error: Exception) -> None:
         """Handle an exception of a decode step. If the group has one request, fail it.
@@ -223,20 +226,20 @@ class Engine:
                 scheduler.prefilling = request, following
             elif prefill.done:
                 assert prefill.logits is not None
-                logits = prefill.logits
-                return [event for one in scheduler.prefilled() for event in self._accept_all((one, [logits]))]
+                answer = prefill.logits, best_tokens(prefill.logits)
+                return [event for one in scheduler.prefilled() for event in self._accept_all((one, [answer]))]
             spent += prefill.tokens / self.runner.adapter.geometry.layers
             if self._waited_for() or (scheduler.running and spent >= self.runner.config.max_num_batched_tokens):
                 break
         return []
 
-    def _accept_all(self, step: tuple[Request, Iterable[torch.Tensor]]) -> list[TokenOutput]:
+    def _accept_all(self, step: tuple[Request, Iterable[Answer]]) -> list[TokenOutput]:
         """Let a request choose a token from each of its logits. Return the outputs, including those before an error."""
         request, each = step
         events: list[TokenOutput] = []
         try:
-            for logits in each:
-                accepted = request.accept(self.runner, logits)
+            for logits, best in each:
+                accepted = request.accept(self.runner, logits, best)
                 if accepted:
                     request.metrics.record_token()
                 if request.finish_reason is not None and (error := self._retire(request)) is not None:

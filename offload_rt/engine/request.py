@@ -134,8 +134,11 @@ class Request(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """Choose tokens from float32 logits `[S, V]` of `sequences`. Set `finish_reason` if the request is complete."""
+    def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
+        """Choose tokens from float32 logits `[S, V]` of `sequences`. Set `finish_reason` if the request is complete.
+
+        `best` is the result of `best_tokens`, which the engine calls for all requests together.
+        """
 
     def drop(self, runner: Runner) -> None:
         """Free the sequences, so that the request can start again later (preemption)."""
@@ -307,13 +310,14 @@ class SampledRequest(Request):
     def draft_sampler(self) -> Sampler:
         return self._sampler.copy()
 
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
+    def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Sample the next token from logits `[1, V]`, unless it is known already."""
         assert self.sequence is not None and self.finish_reason is None
         if self.sequence.position < len(self.sequence.tokens):
             return []
         sequence = self.sequence
-        token = self._sampler.pick(logits[0], sequence.tokens, len(self.prompt.token_ids), shift=sequence.shift)
+        prompt = len(self.prompt.token_ids)
+        token = self._sampler.pick(logits[0], sequence.tokens, prompt, shift=sequence.shift, best=best[0])
         self.sequence.tokens.append(token)
         self.new_tokens.append(token)
         shown = token not in self._ends or self.params.include_stop_str_in_output

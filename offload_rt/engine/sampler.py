@@ -27,6 +27,22 @@ _SEED_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: keeps seeds of completio
 _MASK = (1 << 64) - 1
 
 
+INVALID = -1
+
+Answer = tuple[torch.Tensor, list[int]]
+"""Float32 logits `[S, V]` of the sequences of a request, and their `best_tokens`."""
+
+
+def best_tokens(logits: torch.Tensor) -> list[int]:
+    """Return the most likely token of each row of logits `[B, V]`. The host waits once.
+
+    Rows that `check_logits` rejects give `INVALID`.
+    """
+    highest = logits.max(dim=-1)
+    found: list[int] = highest.indices.where(highest.values.isfinite(), INVALID).tolist()
+    return found
+
+
 class Sampler:
     """Sampler of one sequence.
 
@@ -61,11 +77,20 @@ class Sampler:
         twin._guided = None if self._guided is None else self._guided.copy()
         return twin
 
-    def pick(self, logits: torch.Tensor, tokens: list[int], prompt: int | None = None, *, shift: int = 0) -> int:
+    def pick(
+        self,
+        logits: torch.Tensor,
+        tokens: list[int],
+        prompt: int | None = None,
+        *,
+        shift: int = 0,
+        best: int | None = None,
+    ) -> int:
         """Return the next token id.
 
         Args:
             logits: float32 logits `[V]` after `tokens`.
+            best: The result of `best_tokens`, if the caller has called it for a whole batch.
             tokens: Prompt and new tokens.
             prompt: Number of prompt tokens; None for all `tokens`.
             shift: Number of earlier tokens of the text that were truncated. The position of the next token is
@@ -75,9 +100,15 @@ class Sampler:
             InputError: The constraints allow no token.
             LogitsError: Logits are NaN.
         """
-        check_logits(logits)
-        scores = self._constrained(logits.unsqueeze(0), tokens, len(tokens) if prompt is None else prompt)
-        token = int(scores.argmax()) if self._greedy else self._draw(scores, shift + len(tokens))
+        row = logits.unsqueeze(0)
+        best = best_tokens(row)[0] if best is None else best
+        if best == INVALID:
+            check_logits(logits)
+        scores = self._constrained(row, tokens, len(tokens) if prompt is None else prompt)
+        if self._greedy:
+            token = best if scores is row else int(scores.argmax())
+        else:
+            token = self._draw(scores, shift + len(tokens))
         if self._guided is not None:
             self._guided.take(token)
         return token

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import TypeVar
 
 import torch
@@ -154,13 +155,13 @@ class StoredRequest(SampledRequest):
         self._after_reclaim(lambda: runner.reserve(sequence))
         self.kv.recheck()
 
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
+    def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Sample the next token. If decoding has just filled a block, enqueue it for writing first."""
         assert self.sequence is not None
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
         if position % BLOCK_SIZE == 0 and position > prompt:
             self._save_decoded(position)
-        return super().accept(runner, logits)
+        return super().accept(runner, logits, best)
 
     def _count_arrived(self, trace: Trace) -> None:
         if self.kv.loader is not None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +23,7 @@ from ...errors import InputError, ModelError, PoolFullError
 from ...model_runner.sequence import Sequence
 from ..request import Request
 from ..runner import Runner
+from ..sampler import Answer, best_tokens
 from .draft_model import DraftModel
 from .draft_source import Acceptance, Costs, Lookup
 from .verification import accept, rewind, verify
@@ -47,6 +49,7 @@ class Draft:
         decoded: Number of tokens to decode with the policy or draft model; 0 if they were looked up.
         logits: Verified logits after the newest token and each draft, `[n + 1, V]`. Without drafts `[S, V]`, one row
             per sequence.
+        best: The most likely token of each row (`best_tokens`).
         alone: Estimated seconds per token without drafts; infinite if unknown.
     """
 
@@ -55,6 +58,7 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     decoded: int = 0
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    best: list[int] = field(default_factory=list)
     alone: float = math.inf
 
     @property
@@ -86,7 +90,7 @@ class SpeculativeDecoder:
         self._verify(drafts)
         return drafts
 
-    def accepted(self, draft: Draft) -> Iterator[torch.Tensor]:
+    def accepted(self, draft: Draft) -> Iterator[Answer]:
         """Commit tokens one by one and yield the logits after each, `[1, V]` (`[S, V]` for several sequences).
 
         The request must sample a token from each result before it takes the next one. Ends at the first token that
@@ -98,7 +102,8 @@ class SpeculativeDecoder:
                 accept(runner, sequence)
                 sequence.trace.accepted += row > 0
                 sequence.trace.alone_seconds += draft.alone
-            yield draft.logits[row : row + 1] if draft.tokens else draft.logits
+            rows = slice(row, row + 1) if draft.tokens else slice(None)
+            yield draft.logits[rows], draft.best[rows]
             if row == len(draft.tokens) or request.finish_reason is not None:
                 break
             if draft.sequence.tokens[-1] != draft.tokens[row]:
@@ -167,21 +172,21 @@ class SpeculativeDecoder:
         samplers = {draft: draft.request.draft_sampler() for draft in drafts}
         while going := [draft for draft in drafts if len(draft.tokens) < draft.decoded]:
             logits = self._step([draft.sequence for draft in going])
-            for draft, row in zip(going, logits, strict=True):
+            for draft, row, best in zip(going, logits, best_tokens(logits), strict=True):
                 sequence = draft.sequence
                 try:
                     prompt = len(draft.request.prompt.token_ids)
-                    token = samplers[draft].pick(row, sequence.tokens, prompt, shift=sequence.shift)
+                    token = samplers[draft].pick(row, sequence.tokens, prompt, shift=sequence.shift, best=best)
                 except (InputError, ModelError):  # no token is allowed after this draft, which may still be rejected
                     draft.decoded = len(draft.tokens)
                     continue
                 sequence.tokens.append(token)
                 draft.tokens.append(token)
 
-    def _step(self, sequences: Seq[Sequence]) -> Iterable[torch.Tensor]:
-        """Return float32 logits `[V]` after each sequence, from the draft model if there is one."""
+    def _step(self, sequences: Seq[Sequence]) -> torch.Tensor:
+        """Return float32 logits `[B, V]` after each sequence, from the draft model if there is one."""
         if self._model is not None:
-            return self._model.step(sequences)
+            return torch.stack(self._model.step(sequences))
         logits = self._runner.decode(sequences)
         for sequence in sequences:
             sequence.trace.draft_steps += 1
@@ -207,6 +212,9 @@ class SpeculativeDecoder:
         of_requests = iter(rows)
         for draft in drafts:
             draft.logits = torch.cat([next(of_requests) for _ in draft.request.sequences])
+        best = iter(best_tokens(torch.cat([draft.logits for draft in drafts])))
+        for draft in drafts:
+            draft.best = list(islice(best, len(draft.logits)))
 
     def _alone(self, draft: Draft, seconds: float) -> float:
         """Return the shortest time share of the request in a pass without drafts. `seconds`: its share of this pass."""
