@@ -74,6 +74,7 @@ class StepInputs:
         self._by_group = {rows.group(layer): layer for layer in layers}
         self._sizes = {w: geometry.resident(layer, policy.sinks, policy.recent) for w, layer in self._by_window.items()}
         self.keys = KeyLists(rule, selecting, size, capacity, device)
+        rows.keep_working_sets(selecting)
         lists, windows, groups = size * geometry.kv_heads, len(self._by_window), len(self._by_group)
         numbers = [size, size, lists, *[size] * (groups + windows)]
         bounds = [lists, lists, size, size, *[lists] * (2 * windows)]

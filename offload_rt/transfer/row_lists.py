@@ -7,7 +7,8 @@ Shapes depend only on the number of sequences and on their capacity in tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,11 +89,18 @@ class RowLists:
         capacity = state.working_set
         self._working = WorkingLists(len(places), batch, capacity, device) if capacity else None
         self._newest: tuple[tuple[int, int, int], torch.Tensor, torch.Tensor] | None = None
+        self._captures = False
+        self._captured: Event | None = None
 
     @property
     def tokens(self) -> int:
         """Capacity of a sequence in tokens."""
         return self._bases.shape[1] * BLOCK_SIZE
+
+    def keep_working_sets(self, layers: Iterable[int]) -> None:
+        """Let `hold` allocate the working sets of `layers`, so that the first fetch of a layer can be captured."""
+        if self._working is not None:
+            self._working.use(layers)
 
     def hold(self, block_tables: Sequence[BlockTable], padding: int = 0) -> None:
         """Bind the lists to open sequences before a step. Copies changes since the last call to the device.
@@ -136,24 +144,46 @@ class RowLists:
         self._write_back.hold_compute(self._write_back.record_event())
         self._state.pending_writes.clear()
 
-    def written(self, behind: bool) -> None:
-        """Set the write-back event of the sequences. With `behind`, it follows all compute work queued so far.
-        Otherwise it is cleared."""
-        event = None
-        if behind:
-            with self._write_back.behind_compute():
-                event = self._write_back.record_event()
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Capture a step within this context.
+
+        The compute stream waits for earlier work first, because a graph cannot. Events of a capture are not those of
+        the sequences, because other threads may wait for them (`DeviceState.settle`).
+        """
+        self.join()
+        self._captures, self._captured = True, None
+        try:
+            yield
+        finally:
+            self._captures, self._captured = False, None
+
+    def replayed(self) -> None:
+        """Set the write-back event of the sequences: it follows all compute work queued so far."""
+        with self._write_back.behind_compute():
+            self._set_written(self._write_back.record_event())
+
+    def _set_written(self, event: Event) -> None:
+        if self._captures:
+            self._captured = event
+            return
         for one in self._open:
             one.written = event
 
+    @property
+    def _written(self) -> list[Event]:
+        """Events after the last write-backs, for which a fetch must wait."""
+        if self._captures:
+            return [] if self._captured is None else [self._captured]
+        events = {id(one.written): one.written for one in self._open}.values()
+        return [event for event in events if event is not None]
+
     def forget(self) -> None:
-        """Clean up after a failed graph capture: wait until the device is idle, and drop events and held buffers."""
+        """Clean up after a failed graph capture: wait until the device is idle, and drop held buffers."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self._state.staging.clear()
         self._state.pending_writes.clear()
-        for one in self._open:
-            one.written = None
 
     def resident(self, layer: int) -> PointerTable:
         """Return the resident KV of a layer, `[2 * Hkv, s + w, d]` per sequence."""
@@ -207,8 +237,7 @@ class RowLists:
             event = self._write_back.record_event()
         self._state.pending_writes.hold(event, k, v, rows, self._planes)
         self._state.pending_writes.release(HELD_BACK)
-        for one in self._open:
-            one.written = event
+        self._set_written(event)
 
     def fetch(
         self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, *, overlapping: bool, cached: bool = True
@@ -225,9 +254,8 @@ class RowLists:
         staging = self._state.staging
         held = staging.hold(staged, tokens, self._bases, self._planes, *(() if counts is None else (counts,)))
         with self._prefetch.behind_compute():
-            for event in {id(one.written): one.written for one in self._open}.values():
-                if event is not None:
-                    self._prefetch.wait_for(event)
+            for event in self._written:
+                self._prefetch.wait_for(event)
             working = self._working if cached and tokens.numel() else None
             if overlapping or working is not None:
                 tally = self._gather_listed(layer, tokens, counts, staged, working, overlapping=overlapping)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ class WorkingLists:
     """Working sets of `batch` sequences. All calls are made in the prefetch stream.
 
     `hold` binds the lists to sequences. Addresses are data in one tensor, so a CUDA graph serves all sequences. The
-    first look-up of a layer allocates memory and copies addresses, so it cannot be captured.
+    first look-up of a layer allocates memory and copies addresses, which a graph cannot do, unless `use` has named it.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int, device: torch.device) -> None:
@@ -29,6 +29,10 @@ class WorkingLists:
         self._sets: dict[int, list[LayerSet]] = {}
         self._held: Sequence[WorkingSet] = ()
         self._padding = 0
+
+    def use(self, layers: Iterable[int]) -> None:
+        """Name layers that will be looked up. Call it before `hold`."""
+        self._used.update(layers)
 
     def hold(self, held: Sequence[WorkingSet], padding: int) -> None:
         """Bind the lists to the working sets of a batch. Look-ups do not change the last `padding` ones."""
