@@ -130,6 +130,8 @@ class EngineConfig:
         max_model_len: Maximum number of tokens of a sequence. `device_memory` is planned for it, and length-dependent
             RoPE scaling (longrope, dynamic) uses it. None uses the model's maximum, limited by the KV cache.
         host_memory: Hard limit on KV in host memory in bytes. None uses half of the free memory.
+        snapshot_memory: Limit on snapshots of recurrent state in host memory in bytes (hybrid models). It is a part of
+            `host_memory`. None uses an eighth of it. Without room for a snapshot, prefixes are not shared.
         disk: Folder on a local disk for contexts larger than host memory. KV of running requests is stored in an
             unnamed file there, which is deleted when the process ends. `host_memory` limits its cache. The tokens do
             not change.
@@ -195,6 +197,10 @@ class EngineConfig:
         None, help="maximum number of tokens of a sequence (default: the model's)", metavar="N", group="device"
     )
     host_memory: Size | None = option(None, help="limit on KV in host memory, such as 200GiB", group="pool", plans=True)
+    snapshot_memory: Size | None = option(
+        None, help="limit on snapshots of recurrent state, a part of --host-memory (default: an eighth of it)",
+        group="pool", plans=True,
+    )  # fmt: skip
     disk: Path | None = option(
         None, help="folder on a fast disk for contexts larger than host memory", metavar="DIR", group="pool", plans=True
     )
@@ -263,6 +269,7 @@ class EngineConfig:
             "dtype": str(self.dtype).removeprefix("torch."),
             "device_memory": _parsed_size(self.device_memory, "device_memory"),
             "host_memory": _parsed_size(self.host_memory, "host_memory"),
+            "snapshot_memory": _parsed_size(self.snapshot_memory, "snapshot_memory"),
             "disk": _parsed_path(self.disk, "disk"),
             "disk_limit": _parsed_size(self.disk_limit, "disk_limit"),
             "eviction": _parsed_eviction(self.eviction),

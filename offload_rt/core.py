@@ -40,10 +40,14 @@ class StateShape:
     conv: tuple[int, int]
     recurrent: tuple[int, ...]
 
+    def sizes(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Return the sizes of `recurrent` and `conv` of one sequence in bytes."""
+        recurrent = math.prod(self.recurrent) * torch.float32.itemsize if self.recurrent else 0
+        return recurrent, math.prod(self.conv) * dtype.itemsize
+
     def bytes(self, dtype: torch.dtype) -> int:
         """Return the size of the state of one sequence in bytes."""
-        recurrent = math.prod(self.recurrent) * torch.float32.itemsize if self.recurrent else 0
-        return math.prod(self.conv) * dtype.itemsize + recurrent
+        return sum(self.sizes(dtype))
 
 
 @dataclass(frozen=True)

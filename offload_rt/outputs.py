@@ -146,6 +146,8 @@ class RequestOutput:
         outputs: The completions, `n` of them.
         finished: Whether all completions have ended.
         num_cached_tokens: Prompt tokens whose KV was reused instead of computed.
+        num_recomputed_tokens: Prompt tokens that were computed although their KV was cached, because no snapshot of the
+            recurrent state was nearer (hybrid models).
         metrics: Times of the request.
         trace: Progress and attention, if requested with `AsyncLLM.generate(trace=True)`.
     """
@@ -159,6 +161,7 @@ class RequestOutput:
     num_cached_tokens: int
     metrics: RequestMetrics | None = None
     trace: RequestTrace | None = None
+    num_recomputed_tokens: int = 0
 
     def __repr__(self) -> str:
         prompt = "" if self.prompt is None else f"{_short(self.prompt)}, "
@@ -175,6 +178,8 @@ class Stats:
 
     Attributes:
         reused_tokens: Prompt tokens whose KV was taken from another sequence or from a session store, in blocks of 64.
+        recomputed_tokens: Prompt tokens whose KV was cached and that were computed again, because no snapshot of the
+            recurrent state was nearer (hybrid models).
         diverged_at: First prompt token that differs from all cached prefixes. It may be larger than
             `reused_tokens`, which counts whole blocks. None if the whole prompt was cached, or no prefix was looked up.
         h2d_bytes: KV copied from host memory to the device.
@@ -263,6 +268,7 @@ class Stats:
     expert_hit_rate: float | None = None
     h2d_weight_bytes_steps: int = 0
     native_code: str = ""
+    recomputed_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dictionary of plain types, ready for JSON."""

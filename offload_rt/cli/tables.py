@@ -62,7 +62,9 @@ def _run_rows(stats: Stats) -> Rows:
 
 def _time_rows(stats: Stats) -> Rows:
     parts = f", recomputed from token {stats.diverged_at:,}" if stats.diverged_at is not None else ""
-    reused = f" ({stats.reused_tokens:,} reused{parts})" if stats.reused_tokens else ""
+    if stats.recomputed_tokens:
+        parts = f", {stats.recomputed_tokens:,} known but after the last snapshot of the recurrent state{parts}"
+    reused = f" ({stats.reused_tokens:,} reused{parts})" if stats.reused_tokens or stats.recomputed_tokens else ""
     prefill = _rate(stats.prompt_tokens - stats.reused_tokens, stats.prefill_seconds)
     rows = [
         ("prompt", f"{stats.prompt_tokens:,} tokens{reused}"),
@@ -309,6 +311,7 @@ def requirements_table(
         [
             (f"{'host' if disk is None else 'disk'}: KV of one token", format_size(needed.kv_per_token)),
             (f"{'host' if disk is None else 'disk'}: KV of the context", format_size(needed.kv_host)),
+            *_size("host: snapshots of recurrent state", needed.snapshots),
             *([] if disk is None else _disk_rows(disk, needed)),
         ],
         [

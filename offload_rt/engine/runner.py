@@ -1,56 +1,40 @@
-"""Run sequences of one model with one policy: prefill, decode, fork, free. The engine does queueing and sampling."""
+"""Run sequences of one model with one policy: prefill and decode steps. The engine does queueing and sampling."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
 from ..config import EngineConfig
-from ..core import BLOCK_SIZE, BlockTable
 from ..errors import EngineError
 from ..kernels.team import engine_threads
-from ..kv_cache.disk.file_arena import DiskUse
 from ..kv_cache.pool import HostPool
-from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.batch import DecodeBatch
 from ..model_runner.batched import StepModes
 from ..model_runner.cuda_graphs import steps_for
 from ..model_runner.prefill import Prefill, segment_tokens
 from ..model_runner.rebalance import rebalance
-from ..model_runner.sequence import Sequence, key_reader
+from ..model_runner.sequence import Sequence
 from ..model_runner.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
 from ..model_runner.shared_rows import learn_from_others
-from ..model_runner.trace import Trace
 from ..models.loading import LoadedModel
-from ..models.recurrent import StateSlots
 from ..planning.device_plan import DevicePlan, prefill_slices
 from ..policies.base import Policy
 from ..transfer.base import Transfer
 from ..transfer.streams import device_guard
 from ..transfer.weights.host_weights import NOTHING_USED, HostWeights, WeightUse
 from ..utils.allocator import give_back
-from .cache_manager import SHARED_BEHIND, CacheManager, retry_after_reclaim
-from .checks import check_drafts, check_evictable, check_positions, check_token_ids
+from .cache_manager import SHARED_BEHIND
 from .pool_order import PoolOrder
+from .sequence_manager import SequenceManager
 from .thread_choice import ThreadChoice
 
-T = TypeVar("T")
 
-MISSED_MASS_EVERY = 16  # steps; default on a CPU if all keys are in host memory
-
-
-class Runner:
-    """Own the KV cache and the transfers of one model, and run sequences on them.
-
-    The caller must `free` every sequence. Between calls, the block table, the resident KV and the policy state of a
-    sequence are consistent.
-    """
+class Runner(SequenceManager):
+    """Prefill and decode the sequences of one model, and own its weights and CUDA graphs."""
 
     def __init__(
         self,
@@ -67,213 +51,25 @@ class Runner:
         """Create a runner.
 
         Args:
-            plan: Limits on device memory.
-            weights: Streams weights that are not on the device.
-            draft: Runner of the draft model.
-            order: Coordination of engines, shared with other runners of the pool.
+            plan: Limits on device memory, or None for no limits.
+            weights: Weights in host memory that are streamed to the device, or None if all weights are on the device.
+            draft: Runner of the draft model, or None without speculative decoding by a draft model.
+            order: Order of requests, shared by all runners that use `pool`. None creates a new one.
         """
-        self.model, self.policy, self.pool, self.transfer, self.config = model, policy, pool, transfer, config
-        self.plan, self.weights, self.draft = plan, weights, draft
+        super().__init__(model, policy, pool, transfer, config, plan)
+        self.weights, self.draft = weights, draft
         self.order = order or PoolOrder()
-        self.adapter = model.adapter
+        self.reclaimables = self.order.reclaimables
         best = prefill_slices(config, self.adapter.device)[0]
         self.slice_tokens = best if plan is None else plan.costs.slice
-        usual = MISSED_MASS_EVERY if self.adapter.device.type == "cpu" and pool.file is None else 0
-        self._missed_mass_every = usual if config.missed_mass_every is None else config.missed_mass_every
-        self.cache_manager = CacheManager(pool, policy, config, recurrent=bool(self.adapter.geometry.states))
         self._threads = ThreadChoice()
-        self._ids = itertools.count()
-        self._open: dict[int, Sequence] = {}
-        geometry = self.adapter.geometry
-        self.states = StateSlots(geometry, self.adapter.dtype, self.adapter.device) if geometry.states else None
         self.modes = StepModes()
         self.steps = steps_for(config, self.adapter.device, self.modes, streams=weights is not None)
-        self.reclaimables = self.order.reclaimables
         # Shared prefixes are not attended to jointly if KV is quantised (each sequence has an unquantised window), or
         # if KV is on disk (it is read block by block).
         pays_from = PAYS_FROM_BYTES if pool.format.exact and pool.file is None else NEVER_PAYS
+        geometry = self.adapter.geometry
         self.prefixes = SharedPrefixes(geometry.kv_bytes(1, self.adapter.dtype) // geometry.layers, pays_from)
-        if config.eviction is not None:
-            check_evictable(policy)
-        if config.exact is not None:
-            check_drafts(policy, config, geometry)
-
-    @property
-    def approximates(self) -> bool:
-        """Whether the KV of decoded tokens differs from prefill, because of the policy or the KV cache format."""
-        return self.provenance_key != EXACT or not self.pool.format.exact
-
-    @property
-    def provenance_key(self) -> str:
-        """KV provenance key of decoded tokens: the policy's key, or `EXACT` if full attention verifies them."""
-        return self.policy.provenance_key if self.config.exact is None else EXACT
-
-    def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
-        """Return a sequence with room for `capacity` tokens.
-
-        Cached blocks of its first `reuse` tokens are reused if an exact prefill with the same `provenance` computed
-        them. The last of these tokens is always computed.
-
-        Raises:
-            InputError: A token id is not in the vocabulary.
-            PoolFullError: There are too few free blocks. (`check_fits` tells whether a sequence can ever fit.)
-        """
-        check_token_ids(tokens, self.model)
-        provenance = self.model.weights_provenance() + provenance
-        diverged_at = self.cache_manager.diverges(tokens[:reuse], provenance)
-        blocks = self.cache_manager.block_table(tokens[:reuse], capacity, len(tokens), provenance)
-        known = blocks.length
-        sequence = self._create(blocks, tokens, known=known, exact=known, shift=0, provenance=provenance)
-        sequence.trace.diverged_at = diverged_at
-        return sequence
-
-    def check_fits(self, tokens: int) -> None:
-        """Raise ModelError or PoolFullError if a sequence of `tokens` tokens cannot fit the model or an empty pool."""
-        check_positions(tokens, self.model)
-        if self.plan is not None:
-            self.plan.check([tokens])
-        if not self.cache_manager.evicts:
-            self.pool.check_fits(tokens)
-
-    def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """Call `action`. While it raises PoolFullError, reclaim memory (of idle sessions, for example) and retry."""
-        return retry_after_reclaim(action, self.reclaimables)
-
-    def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
-        """Reserve slots for the next `tokens` tokens. Raise PoolFullError.
-
-        With eviction, a sequence overwrites its own tokens if the pool is full. PoolFullError then means that the
-        device is full, or that a fork still holds blocks that have left a sliding window.
-        """
-        if not self.cache_manager.evicts:
-            self.pool.reserve(sequence.blocks, sequence.position + tokens)
-        self.cache_manager.slide(sequence, self.transfer.storage, sequence.position + tokens)
-        self._check_device()
-
-    def _check_device(self) -> None:
-        """Raise DeviceFullError if the open sequences could need more device memory than the limit allows."""
-        if self.plan is not None:
-            self.plan.check([sequence.blocks.capacity for sequence in self._open.values()])
-
-    @device_guard
-    def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
-        """Announce that a sequence, and `forks` others that will fork from it, may grow to `tokens` tokens.
-
-        The pool prepares (pins) memory for them now, so that no decode step waits for it. No blocks are reserved.
-        """
-        sequence.expected, sequence.forks = tokens, forks
-        self._prepare()
-
-    def _prepare(self) -> None:
-        self.pool.prepare(BLOCK_SIZE * sum(sequence.blocks_ahead for sequence in self._open.values()))
-
-    @device_guard
-    @torch.inference_mode()
-    def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
-        """Return a sequence that shares the computed tokens of `sequence`, with room for `capacity` tokens.
-
-        Full blocks are shared. A partly filled last block is copied. With `same_trace`, the fork continues the
-        statistics of `sequence`; otherwise it counts the shared tokens as reused. Raises PoolFullError.
-        """
-        self.transfer.storage.settle(sequence.blocks)
-        shared, position = self.pool.fork(sequence.blocks), sequence.position
-        blocks = self.cache_manager.reserved(shared, capacity, position, min(capacity, position + 1))
-        sequence.forks = max(0, sequence.forks - 1)
-        with self.cache_manager.released_on_error(blocks):
-            keys = key_reader(self.pool, self.transfer.storage, blocks)
-            fork = replace(
-                sequence, id=next(self._ids), tokens=list(sequence.tokens), blocks=blocks, slots=sequence.slots.fork(),
-                keys=keys, state=sequence.state.fork(keys),
-                trace=sequence.trace.copy() if same_trace else sequence.trace.restart(reused=position),
-                interrupted=False, forks=0, draft_start=None, drafter=None,
-            )  # fmt: skip
-            self._register(fork, sequence)
-        return fork
-
-    def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0, *, exact_only: bool = False) -> BlockTable:
-        """Return cached blocks of a session's tokens that were computed exactly or with this policy.
-
-        At least one token is left to compute.
-
-        Args:
-            tokens: Tokens of the session.
-            provenance: Part of the KV provenance key from the cache salt and truncations.
-            floor: First token that sliding layers can see.
-            exact_only: Return only blocks that were computed exactly.
-        """
-        if not self.cache_manager.shares:
-            return BlockTable(floor=floor)
-        keys = [EXACT + provenance, *([] if exact_only else [self.provenance_key + provenance])]
-        return self.pool.match(tokens, *keys, floor=floor)
-
-    def adopt(
-        self,
-        tokens: Seq[int],
-        blocks: BlockTable,
-        *,
-        capacity: int,
-        known: int,
-        exact: int,
-        shift: int = 0,
-        provenance: str = "",
-    ) -> Sequence:
-        """Return a sequence that owns `blocks`. Its first `known` tokens were computed before.
-
-        `blocks` holds the KV of the first `blocks.length` tokens. The caller loads all other KV before the next prefill
-        reaches its layer. `blocks` is released if PoolFullError is raised.
-        """
-        assert self.states is None, "recurrent state of earlier tokens is not kept (check_keeps_no_state)"
-        self.cache_manager.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
-        with self.cache_manager.released_on_error(blocks):
-            self.pool.commit(blocks, known)
-        return self._create(blocks, tokens, known=known, exact=exact, shift=shift, provenance=provenance)
-
-    @device_guard
-    def reload(self, sequence: Sequence) -> None:
-        """Copy resident KV to the device again, after other code has written KV to the pool."""
-        self.transfer.storage.close(sequence.blocks)
-        self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
-
-    def relearn(self, sequence: Sequence) -> None:
-        """Rebuild resident KV from the pool. The next prefill rebuilds the policy state."""
-        self.reload(sequence)
-        sequence.state, sequence.learned = self.policy.new_state(sequence.keys), 0
-        sequence.unlearned = sequence.position
-        sequence.interrupted = False
-
-    @device_guard
-    @torch.inference_mode()
-    def _create(
-        self, blocks: BlockTable, tokens: Seq[int], *, known: int, exact: int, shift: int, provenance: str
-    ) -> Sequence:
-        """Return a sequence that owns `blocks`, with `known` computed tokens. Release the blocks on an error."""
-        with self.cache_manager.released_on_error(blocks):
-            keys = key_reader(self.pool, self.transfer.storage, blocks)
-            used = None if self.pool.file is None else self.pool.file.use.since(DiskUse())
-            layers, every = self.adapter.geometry.layers, self._missed_mass_every
-            sequence = Sequence(
-                id=next(self._ids), tokens=list(tokens), blocks=blocks, slots=self.cache_manager.slots(), keys=keys,
-                state=self.policy.new_state(keys), trace=Trace(layers, every, reused_tokens=known, disk_before=used),
-                position=known, exact=exact, unlearned=known, shift=shift, provenance=provenance,
-            )  # fmt: skip
-            self._register(sequence, None)
-        return sequence
-
-    def _register(self, sequence: Sequence, origin: Sequence | None) -> None:
-        """Open the storage of a sequence. If `origin` is given, copy its storage. Undo this on an error."""
-        self._open[sequence.id] = sequence
-        try:
-            self._check_device()
-            self._prepare()
-            blocks = None if origin is None else origin.blocks
-            self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent, blocks)
-            if self.states is not None:
-                sequence.state_slot = self.states.take(None if origin is None else origin.state_slot)
-                sequence.state_slots = self.states
-        except BaseException:
-            del self._open[sequence.id]
-            self.transfer.storage.close(sequence.blocks)
-            raise
 
     @device_guard
     def free(self, sequence: Sequence) -> None:
@@ -283,23 +79,7 @@ class Runner:
             self.draft.free(sequence.drafter)
             sequence.drafter = None
         self.modes.release()
-        self.transfer.storage.close(sequence.blocks)
-        try:
-            self._publish(sequence)
-        finally:
-            self.pool.release(sequence.blocks)
-        if self.states is not None:
-            self.states.release(sequence.state_slot)
-        del self._open[sequence.id]
-
-    def _publish(self, sequence: Sequence) -> None:
-        """Add full blocks to the prefix tree: exact if the whole sequence is, else with the policy's provenance.
-
-        All appended KV must already be in the pool.
-        """
-        if self.cache_manager.shares:
-            provenance_key = EXACT if sequence.position == sequence.exact else self.provenance_key
-            self.pool.publish(sequence.blocks, sequence.tokens, provenance_key + sequence.provenance)
+        super().free(sequence)
 
     @device_guard
     @torch.inference_mode()
@@ -313,13 +93,15 @@ class Runner:
         after_layer: Callable[[int], None] = lambda layer: None,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
     ) -> Prefill:
-        """Return the prefill of tokens [position, stop), which `advance_prefill` runs layer by layer.
+        """Begin a prefill of tokens [position, stop). `advance_prefill` runs it layer by layer.
 
         Args:
             want_logits: Compute the logits of the last token.
-            before_layer: Called with a layer before it runs. It returns when the KV of earlier tokens is in the pool.
-            after_layer: Called with a layer after it has run.
-            every_logits: Called with the logits of all tokens, segment by segment (see `Prefill`).
+            before_layer: Called with the index of a layer before the layer runs. Returns when the layer's KV of earlier
+                tokens is in the pool.
+            after_layer: Called with the index of a layer after the layer has run.
+            every_logits: Called with the position of the first token and the logits of consecutive tokens, part by
+                part, until all tokens of the prefill are covered.
         """
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         if sequence.unlearned and self.cache_manager.shares and not self.cache_manager.evicts:
@@ -337,12 +119,13 @@ class Runner:
             before_layer=before_layer,
             after_layer=after_layer,
             every_logits=every_logits,
+            capture=None if self.snapshots is None else self.snapshots.capture(sequence, stop),
         )
 
     @device_guard
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:
-        """Run one layer. Commit the tokens after the last layer."""
+        """Run the next layer of a prefill. After the last layer, commit the tokens."""
         began, used = time.perf_counter(), self.weight_use
         with engine_threads(self.adapter.device):
             prefill.run_layer()
@@ -356,14 +139,17 @@ class Runner:
             self.transfer.storage.settle(sequence.blocks)
             self._publish(sequence)
             self.cache_manager.slide(sequence, self.transfer.storage, prefill.stop)
-            if self.pool.file is not None:  # host memory is scarce with `disk`
+            if self.pool.file is not None:  # with `disk`, host memory is scarce
                 give_back()
         sequence.trace.prefill_seconds += time.perf_counter() - began
         if prefill.layer:
             prefill.after_layer(prefill.layer - 1)
 
     def prefill(self, sequence: Sequence, stop: int, *, want_logits: bool = False) -> torch.Tensor | None:
-        """Prefill tokens [position, stop) in one call. With `want_logits`, return the logits `[V]` of the last one."""
+        """Prefill tokens [position, stop) in one call.
+
+        With `want_logits`, return the logits `[V]` of the last token.
+        """
         prefill = self.begin_prefill(sequence, stop, want_logits=want_logits)
         while not prefill.done:
             self.advance_prefill(prefill)
@@ -372,7 +158,10 @@ class Runner:
     @device_guard
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
-        """Decode one step: compute and commit `tokens[position]` of each sequence. Return float32 logits `[B, V]`."""
+        """Run one decode step for `batch`: compute and commit `tokens[position]` of each sequence.
+
+        Returns float32 logits `[B, V]`.
+        """
         began, used = time.perf_counter(), self.weight_use
         rebalance(batch, self.pool, self.transfer.storage, self.policy)
         for sequence in batch:
@@ -393,27 +182,20 @@ class Runner:
             sequence.check_state()
             sequence.trace.decode_seconds += seconds
             self.pool.commit(sequence.blocks, sequence.slots.context)
+            if self.snapshots is not None and not self.approximates:
+                self.snapshots.after_step(sequence)
         batch[0].trace.step_weights += self.weight_use.since(used)
         return logits
 
     @property
     def weight_use(self) -> WeightUse:
-        """Weights copied to the device so far."""
+        """Totals of weights copied to the device so far."""
         return NOTHING_USED if self.weights is None else self.weights.use
-
-    @property
-    def scoring_bytes(self) -> int:
-        """Size in bytes of scoring keys and approximate KV on the device, over all open sequences."""
-        return sum(one.state.device_bytes for one in self._open.values())
 
     def check_integrity(self) -> None:
         """Assert that pool, sequences and policy states agree."""
-        self.pool.check_integrity()
-        self.transfer.check_integrity()
+        super().check_integrity()
         if self.weights is not None:
             self.weights.check_integrity()
-        for sequence in self._open.values():
-            sequence.check_integrity()
-        assert self.states is None or self.states.used == len(self._open)
         if self.draft is not None:
             self.draft.check_integrity()

@@ -1,4 +1,4 @@
-"""Select tokens for a whole batch at once: one chain of launches per layer, without waiting for the device.
+"""Batched selection: one chain of kernel launches per layer serves all sequences, and the host never waits.
 
     append     newest KV -> resident KV, newest KV -> pool, newest keys -> scoring keys (KV -> approximate KV)
     fetch      scores of all sequences -> tokens and counts -> KV (prefetch stream)
@@ -28,7 +28,7 @@ from .trace import TransferUse
 def selects_together(batch: DecodeBatch) -> bool:
     """Return whether the policy can select for the whole batch at once, and every sequence is long enough to select.
 
-    False for models with capped scores: they attend sequence by sequence.
+    False for models with soft-capped scores, which attend sequence by sequence.
     """
     geometry = batch.geometry
     selects = any(batch.selects(layer) for layer in range(geometry.layers)) and geometry.softcap is None
@@ -38,13 +38,12 @@ def selects_together(batch: DecodeBatch) -> bool:
 
 
 class BatchedMode:
-    """Select for the whole batch at once. The launches depend only on `inputs` and the model."""
+    """Selection mode that selects for the whole batch at once. Its launches depend only on `inputs` and the model."""
 
     def __init__(self, batch: DecodeBatch, inputs: StepInputs, *, dense: bool = False) -> None:
-        """Create the mode of one step.
+        """Create the mode for one step of `batch`.
 
-        Args:
-            dense: Also fetch dense layers as lists, with one gather for the batch.
+        If `dense`, also fetch dense layers with one gather for the batch.
         """
         self._batch, self._inputs, self._dense = batch, inputs, dense
         self.selected: list[LayerSelection] = []
@@ -63,7 +62,7 @@ class BatchedMode:
             inputs.keys.append(layer, k, v, inputs.slots_by_head)
 
     def fetch(self, layer: int, q: torch.Tensor) -> BatchedFetch:
-        """Select with q `[H, B, d]` and start one gather. The counts stay on the device."""
+        """Select tokens with q `[H, B, d]` and start one gather of their KV. The counts stay on the device."""
         batch, inputs = self._batch, self._inputs
         tokens, counts = inputs.keys.select(layer, q, inputs.candidates)
         pending = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.overlapping)
@@ -90,7 +89,7 @@ class BatchedMode:
         return BatchedFetch(batch, inputs, layer, counts, pending)
 
     def finish(self) -> None:
-        """Record the step in the traces. Waits for the device only if eviction or a recorder needs the selection."""
+        """Record the step in the traces. If eviction or a recorder needs the selected tokens, wait for the device."""
         batch, rows = self._batch, self._inputs.rows
         for sequence in batch.sequences:
             sequence.trace.bytes_to_host += batch.geometry.layers * rows.token_bytes
@@ -103,7 +102,7 @@ class BatchedMode:
                 sequence.trace.enter_rows(layer, visible, len(visible.candidates))
 
     def _enter(self, selection: LayerSelection) -> None:
-        """Record a layer's selection in traces, slot tables and recorders."""
+        """Record a layer's selection in the traces, slot tables and recorders of the sequences."""
         batch, layer, rows = self._batch, selection.layer, self._inputs.rows
         tallies = None if selection.tally is None else selection.tally.unbind()
         counts = selection.counts[: len(batch.sequences)].unbind()
@@ -121,7 +120,7 @@ class BatchedMode:
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """Selected token indices of a layer, int64 `[P, n]`, padded. The first `counts[b]` entries of each list are valid.
+    """Selected token indices of a layer, int64 `[P, n]`, padded. The first `counts[p]` entries of each list are valid.
 
     A dense layer that fetches shared tokens once selects all candidates. `tally` is `PendingBatchFetch.tally`: numbers
     of transferred entries and of working-set hits.
@@ -135,9 +134,9 @@ class LayerSelection:
 
 @dataclass(frozen=True)
 class BatchedFetch:
-    """A pending fetch of a whole batch. The first `counts` `[P]` entries of each list are valid.
+    """A pending fetch of a whole batch. The first `counts[p]` entries of each list are valid.
 
-    `selected` `[P, n]` holds their token indices if a layer selected them.
+    `selected` `[P, n]` has the token indices of the entries if the layer selected them. P = B * Hkv.
     """
 
     batch: DecodeBatch
@@ -212,11 +211,11 @@ def _with_sinks(
     return out.view(inputs.size, -1)
 
 
-MAX_CACHED = 8  # batch sizes and buckets whose inputs and graphs are kept
+MAX_CACHED = 8  # maximum number of combinations of batch size and bucket whose inputs and graphs are kept
 
 
 class StepModes:
-    """Choose the mode of each step, and cache the inputs of the latest batch sizes and buckets."""
+    """Chooses the selection mode of each step. The inputs of the latest batch sizes and context buckets are cached."""
 
     def __init__(self) -> None:
         self.inputs: dict[StepShape, StepInputs] = {}
@@ -227,9 +226,10 @@ class StepModes:
         return PerSequenceMode(batch) if inputs is None else BatchedMode(batch, inputs)
 
     def load(self, batch: DecodeBatch, size: int | None = None) -> StepInputs | None:
-        """Load the batch into inputs for `size` sequences and return them. None means the batch size.
+        """Load the batch into inputs for `size` sequences and return them.
 
-        Return None if the policy or the transfer cannot select for a batch at once.
+        None means the number of sequences in the batch. Return None if the policy or the transfer does not support
+        batched selection.
         """
         rule, transfer = batch.policy.rule, batch.transfer.batched
         if rule is None or transfer is None or not selects_together(batch):
@@ -247,6 +247,6 @@ class StepModes:
         return self.inputs[shape]
 
     def release(self) -> None:
-        """Drop references to sequences that may have ended."""
+        """Drop all references to sequences, which may have ended."""
         for inputs in self.inputs.values():
             inputs.release()

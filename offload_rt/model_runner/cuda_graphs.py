@@ -1,8 +1,8 @@
 """Capture decode steps as CUDA graphs, one per batch size and bucket of context lengths, and replay them.
 
-Sequences, lengths and tokens are data in `batched.StepInputs`, so that a graph serves all batches of its size. Batch
-sizes are rounded up; the remaining rows are padding. A launch takes the host 5 to 25 µs, and a step of an 8B model has
-1,500 launches. On an H100, a replayed step takes 10.6 ms instead of 67 ms (`eval/results/gpu`).
+Sequences, lengths and tokens are data in `batched.StepInputs`, so that one graph serves all batches of its size. Batch
+sizes are rounded up, and the additional rows are padding. A launch takes the host 5 to 25 µs, and a step of an 8B model
+has 1,500 launches. On an H100, a replayed step takes 10.6 ms instead of 67 ms (`eval/results/gpu`).
 
 A step runs eagerly if a launch depends on more than the inputs (policies without a `rule`, columns chosen from the
 prompt, recurrent state, eviction, streamed weights), or if the host must read values during the step (recorders,
@@ -34,26 +34,29 @@ _log = logging.getLogger(__name__)
 
 
 class Graph(Protocol):
-    """A recorded sequence of kernel launches. The graph owns the memory that they allocate."""
+    """A recorded sequence of kernel launches. The graph owns the memory that its kernels allocate."""
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
         """Capture the launches of `body`. Return its results, which are valid after `replay`."""
         ...
 
     def replay(self) -> None:
-        """Launch everything on the compute stream, and overwrite the results."""
+        """Run all recorded launches on the compute stream. This overwrites the results of the previous replay."""
         ...
 
 
 class CudaGraph:
-    """A `Graph` on CUDA. It includes streams that the body forks from the compute stream and joins again."""
+    """A `Graph` on CUDA. It also captures streams that the body forks from the compute stream and joins again."""
 
     def __init__(self, pool: Any) -> None:
-        """`pool` is the memory pool for allocations during capture."""
+        """Create an empty graph. `pool` is the memory pool for allocations during capture."""
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
-        """Capture `body` in this thread only, because the saver thread may wait for write-backs during the capture."""
+        """Capture `body`.
+
+        Only launches of this thread are captured, because the saver thread may wait for write-backs meanwhile.
+        """
         with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             return body()
 
@@ -63,7 +66,7 @@ class CudaGraph:
 
 
 class _Captured:
-    """A captured step and its results: logits `[B, V]`, and counts `[B]` for each layer that selects."""
+    """A captured step and its results: logits `[B, V]`, and the counts of each selecting layer, `[B]`."""
 
     def __init__(self, graph: Graph, batch: DecodeBatch, inputs: StepInputs) -> None:
         self._graph = graph
@@ -82,7 +85,7 @@ class _Captured:
         return (logits, counts, torch.stack(tallies)) if tallies else (logits, counts)
 
     def replay(self, mode: BatchedMode, inputs: StepInputs) -> torch.Tensor:
-        """Replay the step in `inputs`. Return float32 logits `[size, V]`, and set `mode.selected`."""
+        """Replay the step with the values in `inputs`. Return float32 logits `[size, V]` and set `mode.selected`."""
         inputs.rows.join()
         self._graph.replay()
         inputs.rows.replayed()
@@ -95,7 +98,7 @@ class _Captured:
 
 
 class Steps(Protocol):
-    """Runner of decode steps."""
+    """Interface for running decode steps: eagerly or with CUDA graphs."""
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
         """Run a decode step. Return float32 logits `[B, V]`."""
@@ -103,7 +106,7 @@ class Steps(Protocol):
 
 
 class EagerSteps:
-    """Decode steps launched by the host."""
+    """Runs decode steps eagerly: the host launches every kernel."""
 
     def __init__(self, modes: StepModes) -> None:
         self._modes = modes
@@ -114,7 +117,10 @@ class EagerSteps:
 
 
 class GraphSteps:
-    """Decode steps that replay CUDA graphs if possible. At most `most` graphs are kept, because each holds memory."""
+    """Runs decode steps by replaying CUDA graphs if possible.
+
+    At most `most` graphs are kept, because each uses memory.
+    """
 
     def __init__(self, modes: StepModes, make: Callable[[], Graph], most: int = MAX_CACHED) -> None:
         self._modes, self._make, self._most, self._refused = modes, make, most, False
@@ -205,10 +211,12 @@ def _capturable(batch: DecodeBatch) -> bool:
 
 
 def steps_for(config: EngineConfig, device: torch.device, modes: StepModes, *, streams: bool) -> Steps:
-    """Return the runner of decode steps for a configuration.
+    """Return the object that runs decode steps for a configuration.
 
-    `streams` is True if the host copies weights in every step. Then all steps are eager. Raises ConfigError if graphs
-    are requested on a device that does not support them.
+    `streams` is True if the host copies weights to the device in every step. Then all steps are eager.
+
+    Raises:
+        ConfigError: If graphs are requested on a device that does not support them.
     """
     most = max_graphs(config, device, streams=streams)
     if not most:
@@ -219,9 +227,9 @@ def steps_for(config: EngineConfig, device: torch.device, modes: StepModes, *, s
 
 
 def max_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:
-    """Return the maximum number of graphs; 0 for eager steps. Raises ConfigError like `steps_for`.
+    """Return the maximum number of CUDA graphs; 0 if all steps are eager. Raise ConfigError like `steps_for`.
 
-    With `device_memory`, only one graph is kept, and its memory is part of the plan (`DeviceCosts.graphs`).
+    With `device_memory`, only one graph is kept, and its memory is part of the memory plan (`DeviceCosts.graphs`).
     """
     if config.cuda_graphs and device.type != "cuda":
         raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this is {str(device)!r}: remove the option")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import ModelError
+from .source import truncated
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Size in bytes of metadata values, by type."""
@@ -57,7 +58,7 @@ def read_header(path: Path) -> GGUFHeader:
         try:
             architecture, tensors, start = _read_header(file)
         except _EarlyEndError:
-            raise ModelError(f"'{path}' is damaged: the file ends early, within its header") from None
+            raise ModelError(f"'{path}' is damaged, or truncated within its header; copy it again") from None
         size = path.stat().st_size
     found = []
     for name, shape, kind, offset in tensors:
@@ -74,7 +75,7 @@ def read_header(path: Path) -> GGUFHeader:
         found.append(GGUFTensor(name, shape, kind_name, start + offset, count // per_block * block_bytes))
     last = max(found, key=lambda tensor: tensor.start + tensor.size, default=None)
     if last is not None and (missing := last.start + last.size - size) > 0:
-        raise ModelError(f"'{path}' is damaged: the file ends early: tensor {last.name} needs {missing:,} more bytes")
+        raise truncated(path, missing)
     return GGUFHeader(architecture, tuple(found))
 
 

@@ -64,10 +64,17 @@ class StateSlots:
         assert 0 <= slot < self._size and slot not in self._free
         self._free.add(slot)
 
-    def view(self, slots: Sequence[int]) -> RecurrentState:
-        """Return the state of the sequences in `slots`, in this order, for one step."""
+    def view(self, slots: Sequence[int], finished: Callable[[int], None] = lambda layer: None) -> RecurrentState:
+        """Return the state of the sequences in `slots`, in this order, for one step.
+
+        `finished` is called with a decoder layer each time its state has been stored.
+        """
         assert not self._free.intersection(slots) and len(set(slots)) == len(slots)
-        return RecurrentState(self, slots)
+        return RecurrentState(self, slots, finished)
+
+    def of_layer(self, layer: int, slot: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return views of the recurrent state and the convolution state of one decoder layer."""
+        return self.recurrent[layer][slot] if layer in self.recurrent else None, self.conv[layer][slot]
 
     def check(self, slot: int, tokens: int) -> None:
         """Assert that every layer has seen exactly the first `tokens` tokens of the sequence in `slot`."""
@@ -103,8 +110,10 @@ class RecurrentState:
     States of adjacent slots are views. Others are copies, which `finish` writes back.
     """
 
-    def __init__(self, owner: StateSlots, slots: Sequence[int]) -> None:
-        self._owner, self._slots = owner, list(slots)
+    def __init__(
+        self, owner: StateSlots, slots: Sequence[int], finished: Callable[[int], None] = lambda layer: None
+    ) -> None:
+        self._owner, self._slots, self._finished = owner, list(slots), finished
         first = self._slots[0]
         self._adjacent = self._slots == list(range(first, first + len(self._slots)))
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -124,6 +133,7 @@ class RecurrentState:
         if (seen := self._owner.seen.get(layer)) is not None:
             for slot in self._slots:
                 seen[slot] += tokens
+            self._finished(layer)
 
     def _of(self, kind: str, layer: int) -> torch.Tensor:
         """Return the state `[B, ...]` of a layer, which may be written in place until `finish`."""

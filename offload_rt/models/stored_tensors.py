@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ModelError
 from ..utils.small_files import read_json
-from .source import ModelSource
+from .source import ModelSource, truncated
 
 _INDEX = "model.safetensors.index.json"
 _HEADER_LIMIT = 100 << 20
@@ -87,7 +87,7 @@ def check_complete(path: Path) -> Path:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"'{path}' is damaged: its header cannot be read ({error})") from error
     if missing > 0:
-        raise ModelError(f"'{path}' is damaged: the file ends early: {missing:,} bytes are missing")
+        raise truncated(path, missing)
     return path
 
 

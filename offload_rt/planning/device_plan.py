@@ -20,12 +20,12 @@ from ..config import EngineConfig
 from ..core import BLOCK_SIZE
 from ..errors import ConfigError, DeviceFullError, MemoryLimitError
 from ..kv_cache.disk.disk_tier import disk_limit
-from ..kv_cache.machine import available_memory
 from ..models.shape import ModelShape
 from ..models.weights import Placement
 from ..policies.registry import memory_demand
 from ..transfer.weights.streamed import BUFFERS
 from ..utils.units import format_size
+from .host_memory import kv_memory
 from .memory_model import DeviceCosts
 
 
@@ -141,7 +141,7 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     """
     assert config.device_memory is not None
     geometry = shape.geometry
-    pool = config.host_memory or available_memory() // 2
+    pool = kv_memory(config, geometry, shape.dtype)
     if config.disk is not None:
         pool = disk_limit(config.disk, config.disk_limit, pool)
     held = max(1, min(geometry.max_positions, pool // geometry.kv_bytes(1, shape.dtype)))

@@ -26,6 +26,7 @@ from ..policies.infinigen.scoring import LEARNED_AT_ONCE, TOKENS_PER_BYTE
 from ..skewing.calibrate import SLICE, TOKENS
 from ..transfer.working_set import working_set_bytes
 from ..utils.units import format_size
+from .host_memory import kv_memory
 
 CUDA_WORKSPACE = 64 * 2**20  # bytes that torch allocates for cuBLAS with two streams on the largest devices
 
@@ -221,6 +222,7 @@ class Requirements:
         prefill: Temporary memory of a prefill, in place of `staging` and `decode`.
         graphs: Memory kept by captured CUDA graphs other than the running one.
         states: Recurrent state of a hybrid model, which does not depend on the context.
+        snapshots: Snapshots of recurrent state in host memory, at most.
     """
 
     context: int
@@ -235,6 +237,7 @@ class Requirements:
     prefill: int
     graphs: int = 0
     states: int = 0
+    snapshots: int = 0
 
     @property
     def device(self) -> int:
@@ -286,7 +289,7 @@ def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
     """
     if config.disk is None:
         return None
-    host = config.host_memory or available_memory() // 2
+    host = kv_memory(config, shape.geometry, shape.dtype)
     format = make_kv_format(config.kv_cache_dtype, shape.dtype, shape.geometry.head_dim)
     limit = disk_limit(config.disk, config.disk_limit, host)
     layout = FileLayout.fit(limit, replace(shape.geometry, head_dim=format.width), format)
@@ -343,7 +346,7 @@ def obstacles(needed: Requirements, machine: SystemMemory, on_host: int = 0) -> 
             f"with --disk."
         )
     own_memory = machine.device_free is not None
-    host = in_memory + on_host + (0 if own_memory else needed.device)
+    host = in_memory + needed.snapshots + on_host + (0 if own_memory else needed.device)
     if host > machine.host_free:
         found.append(
             f"Host memory: {format_size(host)} needed{'' if own_memory else ' (this device shares it)'}, "

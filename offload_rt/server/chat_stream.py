@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from ..outputs import Logprobs, RequestOutput, StopReason
 from .parsers import Parser, Piece, Plain, ToolCall, joined
@@ -13,19 +13,25 @@ from .parsers import Parser, Piece, Plain, ToolCall, joined
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of a request so far. `cached`: prompt tokens found in the prefix cache."""
+    """Token counts of a request so far.
+
+    Attributes:
+        cached: Prompt tokens found in the prefix cache.
+        recomputed: Prompt tokens that were computed although their KV was cached (hybrid models).
+    """
 
     prompt: int = 0
     cached: int = 0
     generated: int = 0
+    recomputed: int = 0
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(self.prompt + other.prompt, self.cached + other.cached, self.generated + other.generated)
+        return Usage(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
     @classmethod
     def of(cls, output: RequestOutput) -> Usage:
         generated = sum(len(each.token_ids) for each in output.outputs)
-        return cls(len(output.prompt_token_ids), output.num_cached_tokens, generated)
+        return cls(len(output.prompt_token_ids), output.num_cached_tokens, generated, output.num_recomputed_tokens)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,10 @@ class SessionKV:
         loader: Loads blocks from disk into `sequence`; None if no load is in progress.
         loaded_tokens: Number of tokens that the last load read from disk.
         last_stats: Statistics of the last turn, or None before the first.
+        claims: Whether the store records that the blocks are in use (`StorageTier.claim`), because no history does.
     """
+
+    claims = False
 
     def __init__(self, context: SessionContext, history: History) -> None:
         self.context, self.runner, self.history = context, context.runner, history
@@ -284,7 +287,7 @@ class SessionKV:
         fresh = self.fresh(names)
         if not fresh or self.sequence is None or self.loader is not None:
             return False
-        taken = self.context.saver.save(self.sequence.blocks, fresh)
+        taken = self.context.saver.save(self.sequence.blocks, fresh, claim=self.claims)
         self.mark_enqueued(fresh[:taken])
         return taken < len(fresh)
 

@@ -1,4 +1,4 @@
-"""Working set: a device cache of recently fetched KV, so that only missing KV is transferred.
+"""Working set: a cache of recently fetched KV on the device. Only KV that is not in the cache is transferred.
 
 Each sparse layer caches at most `capacity` entries per KV head. All operations have static shapes and do not
 synchronise with the host, so they can be captured in a graph. The entry with the lowest score is evicted first: a use
@@ -18,9 +18,9 @@ from ..core import ModelGeometry
 DECAY = 0.9
 """Factor by which each look-up multiplies all scores.
 
-On recorded selections of the reference model, the hit rate at 0.9 is at most 0.3 percentage points below the best value
-in [0.5, 1], and 1 to 4 points above 1.0 (LFU). If a layer selects no more entries than its capacity, it is at least as
-good as LRU and LFU. If it selects more, it is up to 3 points worse.
+On recorded selections of the reference model, the hit rate with 0.9 is at most 0.3 percentage points below the hit rate
+with the best factor in [0.5, 1], and 1 to 4 points above that of 1.0 (LFU). If a layer selects no more entries than the
+capacity, the hit rate is at least that of LRU and of LFU. If it selects more, the hit rate can be up to 3 points lower.
 """
 
 _EMPTY = -1
@@ -42,8 +42,8 @@ class LookUp:
 
 
 def working_set_bytes(rows: int, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the size in bytes of a layer's working set: `rows` entries per KV head and a table; 0 if `rows` is 0."""
-    # One more entry receives KV that is not kept.
+    """Return the size in bytes of a layer's working set: `rows` entries per KV head, and a table. 0 if `rows` is 0."""
+    # An additional entry receives KV that is not kept.
     if rows == 0:
         return 0
     token_and_score = torch.int32.itemsize + torch.float32.itemsize
@@ -157,7 +157,7 @@ class WorkingSet:
         return self._layers[layer]
 
     def forget(self, layer: int, token: int) -> None:
-        """Remove `token`, whose KV changes."""
+        """Remove `token`, because its KV changes."""
         if layer in self._layers:
             self._layers[layer].forget(token)
 
@@ -167,10 +167,10 @@ class WorkingSet:
         return twin
 
     def check_integrity(self, stored: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
-        """Assert that cached KV equals KV in the pool.
+        """Assert that cached KV equals the KV in the pool.
 
-        `stored(layer, tokens [Hkv, n])` returns KV of the pool, `[2, Hkv, n, width]`. It is called with token 0 for
-        empty slots.
+        `stored(layer, tokens)` returns the pool's KV `[2, Hkv, n, width]` of tokens `[Hkv, n]`. It is called with token
+        0 for empty slots.
         """
         for number, layer in self._layers.items():
             layer.check_integrity()

@@ -28,8 +28,8 @@ from support.tiny_models import tiny_model, tiny_prompt
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "gpu.md"
 BEGIN, END = "<!-- step counts: begin (written by tests/support/step_counts.py) -->", "<!-- step counts: end -->"
 VOCAB = 97
-WARM = 4
-"""Steps before the counted one: one is eager, one captures the graph, and two replay it."""
+WARM = 2
+"""Steps before the counted one: one is eager, and one captures the graph."""
 
 
 def llama(layers: int) -> PreTrainedModel:

@@ -192,11 +192,13 @@ def response_head(service: Service, request: Request, prefix: str, kind: str) ->
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
+    """Return the usage object. `recomputed_tokens`, which OpenAI does not have, is there for hybrid models only."""
+    recomputed = {"recomputed_tokens": usage.recomputed} if usage.recomputed else {}
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.generated,
         "total_tokens": usage.prompt + usage.generated,
-        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "prompt_tokens_details": {"cached_tokens": usage.cached} | recomputed,
     }
 
 

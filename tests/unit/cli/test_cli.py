@@ -380,7 +380,7 @@ def test_models_that_cannot_be_loaded(cli: Cli, tmp_path: Path) -> None:
     weights = short / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1000])
-    tries(short).fails_with("model.safetensors", "ends early", "1,000 bytes are missing")
+    tries(short).fails_with("model.safetensors", "is truncated", "1,000 bytes are missing")
     weights.write_bytes(whole[:4])
     tries(short).fails_with("model.safetensors", "damaged", "header")
     weights.write_bytes(whole)

@@ -113,9 +113,7 @@ def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_missing_package_is_named_in_one_line(written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else find(name, *rest))
-    with pytest.raises(
-        ModelError, match=r"tiny\.gguf' needs the package gguf: pip install 'offload-rt\[gguf\]"
-    ) as caught:
+    with pytest.raises(ModelError, match=r"tiny\.gguf' needs the package gguf: pip install 'gguf>=") as caught:
         load_model(written[0], device="cpu")
     assert "\n" not in str(caught.value)
 

@@ -344,9 +344,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "cut off": (
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000]),
-        "model.safetensors' is truncated: ",
+        r"model.safetensors' is truncated: [\d,]+ bytes are missing; download or copy it again",
     ),
-    "lost shard": (lose_shard, "lacks model-00002-of-00004.safetensors"),
+    "lost shard": (lose_shard, "model-00002-of-00004.safetensors' does not exist, but the index"),
     "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot load the tokenizer of"),
 }
 """Damage to a checkpoint folder, and the error that names it."""
