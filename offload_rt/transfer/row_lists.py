@@ -294,7 +294,11 @@ class RowLists:
         if working is not None:
             found = working.look_up(layer, tokens, valid)
             ids = ids.masked_fill(found.slots >= 0, -1)
-        again = first_occurrences(ids.flatten()).view_as(ids) if overlapping and ids.numel() else None
+        again = None
+        if overlapping and ids.numel():
+            # Values are duplicates where keys are, so only the ids of keys are sorted.
+            keys = first_occurrences(ids[0].flatten())
+            again = torch.stack((keys, (keys + len(keys)).where(keys >= 0, -1))).view_as(ids)
         wanted = (ids if again is None else ids.masked_fill(again >= 0, -1)).flatten(0, 1)
         all_of_them = torch.full((len(wanted),), wanted.shape[1], dtype=torch.int32, device=ids.device)
         rows = staged.flatten(0, 1)
