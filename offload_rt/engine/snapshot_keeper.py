@@ -31,7 +31,7 @@ class SnapshotKeeper:
         sequence.trace.recomputed_tokens = max(0, sequence.parted_at - sequence.position)
 
     def restore(self, sequence: Sequence) -> None:
-        """Copy the snapshot behind the cached blocks of a new sequence to its slot."""
+        """Copy the snapshot at the end of the cached blocks of a new sequence to its slot."""
         snapshot = self._table.of(sequence.blocks.ids[sequence.position // BLOCK_SIZE - 1])
         assert snapshot is not None and sequence.position % BLOCK_SIZE == 0
         for layer, seen in self._slots.seen.items():
@@ -68,7 +68,7 @@ class SnapshotKeeper:
                 self._states.save(target, layer, *self._slots.of_layer(layer, sequence.state_slot))
 
     def publish(self, sequence: Sequence) -> None:
-        """Keep the snapshots behind the published blocks of a sequence."""
+        """Keep the snapshots that belong to the published blocks of a sequence."""
         path = self._path(sequence)
         for place in [place for place in sequence.snapshots if place <= sequence.blocks.length]:
             slot, block = sequence.snapshots.pop(place), path[place // BLOCK_SIZE - 1]
