@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Sequence
 from typing import cast
 
@@ -39,8 +40,9 @@ def best_tokens(logits: torch.Tensor) -> list[int]:
     Rows that `check_logits` rejects give `INVALID`.
     """
     highest = logits.max(dim=-1)
-    found: list[int] = highest.indices.where(highest.values.isfinite(), INVALID).tolist()
-    return found
+    # One copy for both: float32 represents all token ids below 2^24.
+    values, ids = torch.stack((highest.values, highest.indices.to(logits.dtype))).tolist()
+    return [int(token) if math.isfinite(value) else INVALID for value, token in zip(values, ids, strict=True)]
 
 
 class Sampler:
