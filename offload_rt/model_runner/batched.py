@@ -43,7 +43,7 @@ class BatchedMode:
     def __init__(self, batch: DecodeBatch, inputs: StepInputs, *, dense: bool = False) -> None:
         """Create the mode for one step of `batch`.
 
-        If `dense`, also fetch dense layers with one gather for the batch.
+        If `dense`, also fetch dense layers (which attend to all tokens) with one gather for the batch.
         """
         self._batch, self._inputs, self._dense = batch, inputs, dense
         self.selected: list[LayerSelection] = []
@@ -120,10 +120,11 @@ class BatchedMode:
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """Selected token indices of a layer, int64 `[P, n]`, padded. The first `counts[p]` entries of each list are valid.
+    """Token indices that a layer selected, int64 `[P, n]`, padded, in P = B * Hkv lists.
 
-    A dense layer that fetches shared tokens once selects all candidates. `tally` is `PendingBatchFetch.tally`: numbers
-    of transferred entries and of working-set hits.
+    The first `counts[p]` entries of list p are valid. If a layer that attends to all tokens fetches shared tokens only
+    once, all candidates count as selected. `tally` has the numbers of transferred entries and of working-set hits
+    (`PendingBatchFetch.tally`).
     """
 
     layer: int

@@ -28,7 +28,7 @@ _EMPTY = -1
 
 @dataclass(frozen=True)
 class LookUp:
-    """Result of a look-up of tokens `[P, n]`.
+    """Result of a look-up of n tokens in each of P lists (one per KV head).
 
     Attributes:
         slots: int64 `[P, n]`, the slot of each cached token; -1 for tokens that are not cached.
