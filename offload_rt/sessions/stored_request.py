@@ -245,7 +245,7 @@ class StoredRequest(SampledRequest):
         self._after_reclaim(lambda: runner.reserve(sequence))
         self.kv.recheck()
 
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
+    def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Sample the next token from `logits`.
 
         If decoding has just filled a block, queue the block for writing first.
@@ -254,7 +254,7 @@ class StoredRequest(SampledRequest):
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
         if position % BLOCK_SIZE == 0 and position > prompt:
             self.kv.enqueue_decoded(self.sequence.tokens, prompt, position)
-        return super().accept(runner, logits)
+        return super().accept(runner, logits, best)
 
     def _count_arrived(self, trace: Trace) -> None:
         if self.kv.loader is not None:
