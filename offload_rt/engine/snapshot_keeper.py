@@ -31,12 +31,27 @@ class SnapshotKeeper:
         sequence.trace.recomputed_tokens = max(0, sequence.parted_at - sequence.position)
 
     def restore(self, sequence: Sequence) -> None:
-        """Copy the snapshot behind the cached blocks of a new sequence to its slot."""
-        snapshot = self._table.of(sequence.blocks.ids[sequence.position // BLOCK_SIZE - 1])
-        assert snapshot is not None and sequence.position % BLOCK_SIZE == 0
+        """Copy the snapshot behind the computed tokens of a new sequence to its slot on the device."""
+        snapshot = self.find(sequence, sequence.position)
+        assert snapshot is not None
         for layer, seen in self._slots.seen.items():
             self._states.restore(snapshot, layer, *self._slots.of_layer(layer, sequence.state_slot))
             seen[sequence.state_slot] = sequence.position
+
+    def find(self, sequence: Sequence | None, place: int) -> int | None:
+        """Return the slot of the snapshot behind the first `place` tokens of a sequence, a multiple of 64, or None."""
+        if sequence is None or not 0 < place <= sequence.blocks.length:
+            return None
+        assert place % BLOCK_SIZE == 0
+        return sequence.snapshots.get(place, self._table.of(sequence.blocks.ids[place // BLOCK_SIZE - 1]))
+
+    def take(self) -> int | None:
+        """Return a slot for a snapshot that is read from disk, or None if all slots are in use."""
+        return self._table.take()
+
+    def give_back(self, slot: int) -> None:
+        """Free a slot that `take` returned."""
+        self._table.release(slot)
 
     def capture(self, sequence: Sequence, stop: int) -> StateCapture | None:
         """Reserve snapshots for a prefill of tokens [position, stop). Return what takes them, or None.
@@ -44,6 +59,8 @@ class SnapshotKeeper:
         If there are few slots, the end of the text comes first.
         """
         start, path = sequence.position, self._path(sequence)
+        for place in [place for place in sequence.snapshots if place > start]:  # of a prefill that was given up
+            self._table.release(sequence.snapshots.pop(place))
         ahead = range(start // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE, stop + 1, BLOCK_SIZE)
         wanted = [place for place in needed_places(stop, [*self._table.places(path), *ahead]) if place > start]
         if start < sequence.parted_at < stop and sequence.parted_at not in wanted:

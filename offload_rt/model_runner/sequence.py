@@ -37,8 +37,9 @@ class Sequence:
         draft_start: First draft token that may be rejected, or None. Its sliding windows are kept until then.
         drafter: Sequence of the same text in the draft model's KV cache.
         state_slots: Recurrent state of all sequences; None if the model has none.
-        state_slot: Slot of this sequence in `state_slots`.
+        state_slot: Slot of this sequence in `state_slots`; -1 if it has none.
         parted_at: Number of leading tokens whose KV was cached when the sequence began, in full blocks.
+        keeps_decoded: Whether snapshots are taken after decode steps too, although their state is approximate.
         snapshots: Snapshots of recurrent state that are not published yet: number of tokens to slot of the state pool.
     """
 
@@ -63,6 +64,7 @@ class Sequence:
     state_slots: StateSlots | None = None
     state_slot: int = -1
     parted_at: int = 0
+    keeps_decoded: bool = False
     snapshots: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -80,7 +82,7 @@ class Sequence:
 
     def check_state(self) -> None:
         """Assert that every recurrent layer has seen exactly the computed tokens."""
-        if self.state_slots is not None and not self.interrupted:
+        if self.state_slots is not None and self.state_slot >= 0 and not self.interrupted:
             self.state_slots.check(self.state_slot, self.position)
 
 

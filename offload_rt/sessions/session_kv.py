@@ -10,12 +10,13 @@ from ..core import BLOCK_SIZE, BlockTable
 from ..errors import DiskError, StoreError
 from ..model_runner.sequence import Sequence
 from ..outputs import Stats
-from ..storage.block_store import NamedBlock, PlacedBlock, StoredBlock, read_through
+from ..storage.block_store import STATE, NamedBlock, PlacedBlock, StoredBlock, read_through
 from ..storage.loader import BlockLoader, DamagedBlockError
 from ..storage.naming import SessionProvenance, name_blocks, window_blocks
 from ..storage.saver import layer_bytes
 from .context import SessionContext
 from .history import History
+from .session_states import SessionStates
 
 
 class SessionKV:
@@ -37,6 +38,8 @@ class SessionKV:
         self.loader: BlockLoader | None = None
         self.loaded_tokens = 0
         self.last_stats: Stats | None = None
+        self._recurrent, snapshots = context.runner.states is not None, context.runner.snapshots
+        self._states = None if snapshots is None else SessionStates(context, snapshots)
         self._host_tokens = 0
         self._pinned: set[bytes] = set()
         self._enqueued: set[bytes] = set()
@@ -56,7 +59,7 @@ class SessionKV:
         Raises:
             PoolFullError: The sequence does not fit in the pool.
         """
-        if self.sequence is not None and not self.runner.pool.readable(self.sequence.blocks):
+        if self.sequence is not None and not self.runner.continues(self.sequence):
             self.drop()
         if self.sequence is None:
             self.sequence = self._restore(capacity)
@@ -138,12 +141,28 @@ class SessionKV:
         self.sequence = None
 
     def relearn(self) -> None:
-        """Rebuild resident KV and policy state (`Runner.relearn`). Drop the sequence if KV cannot be read back."""
+        """Rebuild resident KV and policy state (`Runner.relearn`) after an interruption.
+
+        Drop the sequence if KV cannot be read back, or if its recurrent state is incomplete.
+        """
         assert self.sequence is not None
+        if self._recurrent:
+            self.drop()
+            return
         try:
             self.runner.relearn(self.sequence)
         except DiskError:
             self.drop()
+
+    def end_turn(self) -> None:
+        """Prepare the sequence for the time between turns. The history holds the turn already."""
+        assert self.sequence is not None
+        if self._recurrent:  # the next turn begins from the snapshot behind the last full block
+            self.history.forget_from(self.sequence.position // BLOCK_SIZE * BLOCK_SIZE)
+            self.runner.suspend(self.sequence)
+            self.recheck()
+        elif self.sequence.interrupted:
+            self.relearn()
 
     def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
         """Build a sequence from cached blocks, and start loading further blocks from disk."""
@@ -151,10 +170,10 @@ class SessionKV:
         blocks = self._match()
         self._host_tokens = blocks.length
         with runner.cache_manager.released_on_error(blocks):
-            found, known = self._find(blocks)
+            found, known, snapshot = self._find(blocks)
             if known < history.computed:
                 self._lose_from(known)
-        sequence = self.adopt(blocks, capacity, known)
+        sequence = self.adopt(blocks, capacity, known, snapshot)
         self.loaded_tokens = known - self._host_tokens
         if found:
             size = sum(placed.block.layer_bytes for placed in found) * storage.layers
@@ -173,16 +192,28 @@ class SessionKV:
         """Return the blocks of the history that the prefix tree holds."""
         return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
 
-    def adopt(self, blocks: BlockTable, capacity: int, known: int) -> Sequence:
+    def adopt(self, blocks: BlockTable, capacity: int, known: int, snapshot: int | None = None) -> Sequence:
         """Return a sequence of the history that owns `blocks`.
 
-        The KV of its first `known` tokens is available, or is being loaded.
+        The KV of its first `known` tokens is available, or is being loaded. `snapshot`: see `Runner.adopt`.
         """
-        history = self.history
-        return self.runner.adopt(
-            history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
-            shift=history.shift, provenance=history.provenance,
-        )  # fmt: skip
+        history, adopted = self.history, False
+        try:
+            sequence = self.runner.adopt(
+                history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
+                shift=history.shift, provenance=history.provenance, snapshot=snapshot,
+            )  # fmt: skip
+            adopted = True
+        finally:
+            if self._states is not None and snapshot is not None and not adopted:
+                self._states.release(snapshot)
+        sequence.keeps_decoded = self._keeps_decoded
+        return sequence
+
+    @property
+    def _keeps_decoded(self) -> bool:
+        """Whether a later turn reuses the KV of decoded tokens, also if it is approximate."""
+        return True
 
     def _lose_from(self, known: int) -> None:
         """Mark KV from token `known` on as lost, so that it is recomputed."""
@@ -194,25 +225,50 @@ class SessionKV:
         for name in self.stored(stop)[known // BLOCK_SIZE :]:
             read_through(self.context.storage, name)
 
-    def _find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
+    def _find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int, int | None]:
+        """Find stored blocks that continue `blocks`.
+
+        Returns:
+            The blocks, the number of tokens whose KV is then known, and the slot of the recurrent state after these
+            tokens if it was read from disk.
+        """
+        while True:
+            found, known = self._find_blocks(blocks)
+            if self._states is None or known == blocks.length:
+                return found, known, None
+            name = self.names(known)[-1].state()
+            if (snapshot := self._states.load(name)) is not None:
+                self._pin([name.key])
+                return found, known, snapshot
+            self._broken.add(name.key)
+
+    def _find_blocks(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
         """Find stored blocks that continue `blocks`. Return them and the number of tokens whose KV is then known.
 
-        All sliding-window blocks that the next token sees are among them or in `blocks`.
+        All sliding-window blocks that the next token sees are among them or in `blocks`. In models with recurrent
+        state, a snapshot of it follows the known tokens.
         """
         found, known = self._find_full(blocks.length)
         names, find_one = self.names(known), cache(self._find_one)
+        known = self._with_state(names, blocks.length, known)
         while known > blocks.length:
             names = names[: -(-known // BLOCK_SIZE)]
             shown = window_blocks(self.runner.pool.groups, names, known, self.history.floor)
             stored = [(name, find_one(name)) for name in shown if name.index not in blocks.windows]
             missing = [name.index for name, block in stored if block is None]
             if not missing:
+                found = [placed for placed in found if placed.place * BLOCK_SIZE < known]
                 found += [PlacedBlock(name.index, block, name.group) for name, block in stored if block is not None]
                 self._pin(placed.block.key for placed in found)
                 return found, known
-            known = max(missing) * BLOCK_SIZE
-            found = [placed for placed in found if placed.place * BLOCK_SIZE < known]
+            known = self._with_state(names, blocks.length, max(missing) * BLOCK_SIZE)
         return [], blocks.length
+
+    def _with_state(self, names: Seq[NamedBlock], start: int, known: int) -> int:
+        """Return how many of the `known` tokens can be used: all, or those before the last snapshot on disk."""
+        if self._states is not None:
+            return self._states.last(names, start, known, self._broken)
+        return start if self._recurrent else known
 
     def _find_one(self, name: NamedBlock) -> StoredBlock | None:
         block = self.context.storage.find(name.parent, name.provenance_key, name.tokens)
@@ -263,7 +319,8 @@ class SessionKV:
     def all_names(self) -> list[NamedBlock]:
         """Return the names of all blocks that hold KV of computed tokens."""
         computed = self.history.computed
-        return [*self.stored(computed), *self._shown(computed)]
+        states = [] if self._states is None else self._states.needed(self.stored(computed), self.sequence)
+        return [*self.stored(computed), *self._shown(computed), *states]
 
     @property
     def _provenance(self) -> SessionProvenance:
@@ -284,9 +341,12 @@ class SessionKV:
         fresh = self.fresh(names)
         if not fresh or self.sequence is None or self.loader is not None:
             return False
-        taken = self.context.saver.save(self.sequence.blocks, fresh)
-        self.mark_enqueued(fresh[:taken])
-        return taken < len(fresh)
+        rows = [name for name in fresh if name.group != STATE]
+        taken = self.context.saver.save(self.sequence.blocks, rows)
+        self.mark_enqueued(rows[:taken])
+        if self._states is not None:
+            self.mark_enqueued(self._states.save(self.sequence, [name for name in fresh if name.group == STATE]))
+        return taken < len(rows)
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
         """Enqueue the blocks of `tokens[:stop]`. Tokens from `start` on were decoded; the history may lack them."""
@@ -326,6 +386,10 @@ class SessionKV:
         full = self.runner.pool.groups.full and bool(tail)
         history.tail, history.tail_windows = tail[0] if full else "", tail[full:]
         history.keys = [name.key.hex() for name in names]
+        states = [name.key.hex() for name in names if name.group == STATE]
+        if not history.tail_shared:  # snapshots that only this session needed
+            self._remove([bytes.fromhex(key) for key in history.states if key not in states])
+        history.states = states
         self._pin(name.key for name in names)
 
     def _remove(self, keys: Seq[bytes]) -> None:

@@ -39,6 +39,10 @@ class PromptKV(SessionKV):
     def _match(self) -> BlockTable:
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
 
+    @property
+    def _keeps_decoded(self) -> bool:
+        return False
+
     def keep(self, computed: int) -> None:
         """Enqueue for writing the full blocks of the first `computed` tokens. Their KV must be exact."""
         assert self.sequence is not None
@@ -77,7 +81,7 @@ class PromptKV(SessionKV):
 
     def all_names(self) -> list[NamedBlock]:
         held = self.sequence.blocks.windows if self._stores_windows and self.sequence is not None else ()
-        return [name for name in super().all_names() if not name.group or name.index in held]
+        return [name for name in super().all_names() if name.group <= 0 or name.index in held]
 
     def write_out(self) -> list[NamedBlock]:
         # Write nothing: a session with the same text may have been deleted since, and must stay deleted.
@@ -119,7 +123,8 @@ class StoredPrompt(StoredRequest):
         sequence.tokens, sequence.trace.prompt_tokens = self.tokens, len(self.prompt.token_ids)
         diverged = runner.cache_manager.diverges(tokens, self.kv.history.provenance)
         diverged = None if diverged is None else max(diverged, sequence.position)
-        return self._begin_prefill(runner, len(tokens), in_memory=False, diverged_at=diverged)
+        parted = len(tokens) if diverged is None else diverged
+        return self._begin_prefill(runner, len(tokens), in_memory=False, diverged_at=diverged, parted_at=parted)
 
     def _segment_stop(self, start: int) -> int:
         # A later prompt continues after a full block and needs complete windows there, so a segment ends there.

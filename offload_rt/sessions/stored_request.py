@@ -59,7 +59,9 @@ class StoredRequest(SampledRequest):
     def _save_decoded(self, stop: int) -> None:
         """Enqueue the last block for writing. Decoding has just filled it; it ends at token `stop`."""
 
-    def _begin_prefill(self, runner: Runner, stop: int, *, in_memory: bool, diverged_at: int | None) -> Prefill:
+    def _begin_prefill(
+        self, runner: Runner, stop: int, *, in_memory: bool, diverged_at: int | None, parted_at: int
+    ) -> Prefill:
         """Begin the prefill of `sequence` up to token `stop`.
 
         Args:
@@ -67,12 +69,15 @@ class StoredRequest(SampledRequest):
             stop: Number of tokens to prefill.
             in_memory: Whether the KV was in host memory before, so that nothing is loaded.
             diverged_at: See `Stats`.
+            parted_at: Number of leading tokens whose KV was computed before.
         """
         sequence = self.sequence
         assert sequence is not None
         position = sequence.position
         self._start, self._stop = position, stop
         self._known = position, 0 if in_memory else min(position, self.kv.loaded_tokens)
+        if runner.snapshots is not None:
+            runner.snapshots.note_parting(sequence, parted_at)
         self._count_on(sequence)
         sequence.trace.diverged_at = diverged_at
         self._seconds = sequence.trace.prefill_seconds

@@ -111,7 +111,9 @@ class Turn(StoredRequest):
             self._set_back()
             raise
         sequence.tokens = self.tokens
-        return self._begin_prefill(runner, len(taken), in_memory=arrived, diverged_at=sequence.position)
+        return self._begin_prefill(
+            runner, len(taken), in_memory=arrived, diverged_at=sequence.position, parted_at=len(self._kept)
+        )
 
     def _fit(self, runner: Runner) -> None:
         """Truncate the conversation if needed, so that it fits the model's positions including this turn."""
@@ -217,8 +219,7 @@ class Turn(StoredRequest):
             assert sequence is not None
             history.tokens, history.computed = list(sequence.tokens), sequence.position
             history.decoded = history.decoded_with(len(self.prompt.token_ids), sequence.position)
-            if sequence.interrupted:
-                kv.relearn()
+            kv.end_turn()
         else:
             self._undo(interrupted, progressed)
         kv.last_stats = self._final
