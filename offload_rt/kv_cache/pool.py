@@ -14,31 +14,33 @@ from .stored_rows import blocks_for
 class HostPool(BlockSupply):
     """The KV of all sequences, in blocks of 64 tokens, within a fixed number of bytes.
 
-    A sequence holds a `BlockTable`. `reserve` allocates slots that only this sequence may write, `write` fills them
-    layer by layer, and `commit` marks tokens as complete in all layers. `runs` returns KV, `row_base` its location.
-    Blocks are reference-counted. The only shared block that a sequence may have to write to is its last, partly filled
-    one; `reserve` copies it first. A full block is never written again unless eviction claims it (`claim`).
+    Each sequence has a `BlockTable`. `reserve` allocates slots that only this sequence may write, `write` fills them
+    layer by layer, and `commit` marks tokens as complete in all layers. `runs` returns KV. `row_base` returns its
+    location. Blocks are reference-counted. If the last block of a sequence is partly filled and shared, `reserve`
+    copies it before the sequence writes to it. Full blocks are not written again, except by token eviction, which first
+    makes a block exclusive (`claim`).
 
-    Published full blocks stay in the prefix tree after their sequence ends, so that a later sequence with the same
-    prefix can reuse them. If memory is needed, they are evicted first, in least-recently-used order from the leaves.
+    `publish` adds full blocks to the prefix tree. They stay there after their sequence ends, so that a later sequence
+    with the same prefix can reuse them. If memory is needed, blocks that only the tree uses are evicted first, in
+    least-recently-used order from the leaves.
 
     Layers with sliding windows store their KV in separate blocks (`layer_groups.py`). `slide` allocates the blocks
-    inside a sequence's windows and frees the others. Window blocks of published blocks are cached while there is room
-    (`window_blocks.py`).
+    inside a sequence's windows and frees the others. Window blocks of published blocks are cached while memory is
+    available (`window_blocks.py`).
 
-    Concurrency: the pool uses no streams and never waits. Only one thread at a time may call it; several threads must
-    hold `lock`. `release`, `truncate`, `reserve`, `slide`, `publish` and `claim` may free, copy or exchange blocks.
-    Before it calls one of them, the caller must wait for all asynchronous transfers that use these blocks, or order
-    them before the first write of the next holder (with an event on the write-back stream). `runs` may return the KV of
-    one layer before the other layers are written. Forks and the prefix tree use only tokens below `blocks.length`.
+    Concurrency: the pool uses no streams and never waits. If several threads use it, they must hold `lock`. `release`,
+    `truncate`, `reserve`, `slide`, `publish` and `claim` may free, copy or exchange blocks. Before calling one of them,
+    the caller must wait for all asynchronous transfers that use these blocks. Alternatively, an event on the write-back
+    stream may order these transfers before the next write to the blocks. `runs` may return the KV of one layer before
+    the other layers are written. Forks and the prefix tree use only tokens below `blocks.length`.
 
     """
 
     def new_block_table(self, tokens: int, floor: int = 0) -> BlockTable:
         """Create a block table of length 0 with slots for `tokens` tokens in full-attention layers.
 
-        The blocks are contiguous if a free run is long enough. Sliding-window layers will not see tokens before
-        `floor`. Raises PoolFullError.
+        The blocks are contiguous if a free run is long enough. Sliding-window layers do not see tokens before `floor`.
+        Raises PoolFullError.
         """
         count = blocks_for(tokens)
         self._provide(count)
@@ -47,10 +49,11 @@ class HostPool(BlockSupply):
         return blocks
 
     def reserve(self, blocks: BlockTable, tokens: int) -> None:
-        """Allocate slots for `tokens` tokens in total, and make all blocks from `blocks.length` on exclusive.
+        """Allocate slots for `tokens` tokens in total.
 
-        A shared, partly filled last block is copied (its filled slots only). Raises PoolFullError and leaves the block
-        table unchanged if the pool is full.
+        Make all blocks from `blocks.length` on exclusive to the block table. If the last block is shared and partly
+        filled, its filled slots are copied to a new block. If the pool is full, PoolFullError is raised and the block
+        table is unchanged.
         """
         rewritten = range(blocks.length // BLOCK_SIZE, len(blocks.ids))
         shared = [i for i in rewritten if self._blocks.refs(blocks.ids[i]) > 1]
@@ -69,26 +72,27 @@ class HostPool(BlockSupply):
         self._record_peak()
 
     def slides(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False) -> bool:
-        """Return whether `slide` would change the block table.
+        """Return whether `slide` with these arguments would change the block table.
 
-        If it would, the caller must first write all appended tokens to the pool.
+        If so, the caller must write all appended tokens to the pool before it calls `slide`.
         """
         return self.groups.sliding > 0 and self._shown(blocks, start, stop, whole) != blocks.windows.keys()
 
     def slide(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False, behind: int = 0) -> None:
         """Move the sliding windows of a sequence so that tokens [start, stop) can be computed.
 
-        Keeps blocks of earlier tokens that are inside the windows of [start, stop). Allocates blocks for new tokens
-        that the windows of later tokens include. Frees all other window blocks. A shared, partly filled block is
-        copied, as in `reserve`. The call has no effect for a model without sliding-window layers.
+        Keeps blocks of earlier tokens that the tokens [start, stop) can see. Allocates blocks for new tokens that later
+        tokens can see. Frees all other window blocks. A shared, partly filled block is copied, as in `reserve`. The
+        call has no effect for a model without sliding-window layers.
 
         Args:
             blocks: The block table of the sequence.
             start: First token to compute.
             stop: End of the tokens to compute.
-            whole: Also allocate ahead for a complete window, so that the sequence can continue if the pool is full.
-            behind: Maximum number of additional new tokens, before the window of `stop`, that get slots if free blocks
-                suffice.
+            whole: Also allocate blocks for the next complete window, so that the sequence can continue if the pool is
+                full later.
+            behind: Number of new tokens before the window of `stop` that also get slots, if there are enough free
+                blocks.
 
         Raises:
             PoolFullError: The pool is full. The block table is unchanged.
@@ -113,16 +117,16 @@ class HostPool(BlockSupply):
         self._record_peak()
 
     def _shown(self, blocks: BlockTable, start: int, stop: int, whole: bool) -> set[int]:
-        """Return the indices of the window blocks that a table has after `slide`."""
+        """Return the indices of the window blocks that the block table would have after `slide`."""
         before = range(self.groups.first_seen(start, blocks.floor) // BLOCK_SIZE, blocks_for(start))
         first = self.groups.first_seen(stop, blocks.floor)
         ahead = self.groups.first_seen(stop - 1, blocks.floor) // BLOCK_SIZE + self.groups.window_blocks if whole else 0
         return {*before, *range(max(start, first) // BLOCK_SIZE, max(blocks_for(stop), ahead))}
 
     def _give_windows(self, blocks: BlockTable, places: Sequence[int], filled: int) -> None:
-        """Allocate window blocks for the indices `places`, contiguous within each group.
+        """Allocate window blocks with the indices `places`, contiguous within each layer group.
 
-        If an index has a shared block, its first `filled` slots are copied to the new block.
+        If there already is a shared block at an index, its first `filled` slots are copied to the new block.
         """
         self._activate(len(places) * self.groups.sliding, run=len(places))
         columns = [self._held.best_fit(len(places)) for _ in range(self.groups.sliding)]
@@ -134,14 +138,14 @@ class HostPool(BlockSupply):
             blocks.windows[place] = window
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write KV (`StoredRows.write`) into blocks that no other table holds."""
+        """Write KV (see `StoredRows.write`) into blocks that are exclusive to this block table."""
         places = range(start // BLOCK_SIZE, blocks_for(start + k.shape[1]))
         held = self.blocks_of(blocks, self.groups.group[layer], places)
         assert all(self._held.refs(block) == 1 for block in held), "write to a shared block: reserve first"
         super().write(blocks, layer, start, k, v)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Move KV (`StoredRows.move`) into a block that no other table holds."""
+        """Move KV (see `StoredRows.move`) into a block that is exclusive to this block table."""
         assert self._held.refs(blocks.ids[target // BLOCK_SIZE]) == 1, "write to a shared block: claim first"
         super().move(blocks, layer, source, target)
 
@@ -151,18 +155,12 @@ class HostPool(BlockSupply):
         blocks.length = length
 
     def rewind(self, blocks: BlockTable, length: int) -> None:
-        """Mark the tokens [length, blocks.length) as incomplete, because drafts were rejected or are recomputed.
-
-        The slots stay allocated and exclusive to this block table.
-        """
+        """Mark the tokens [length, blocks.length) as incomplete: drafts were rejected, or tokens will be recomputed."""
         assert length <= blocks.length
         blocks.length = length
 
     def fork(self, blocks: BlockTable) -> BlockTable:
-        """Return a new block table that shares the blocks of the tokens below `blocks.length`.
-
-        A shared block is copied before either sequence writes to it.
-        """
+        """Return a new block table that shares all blocks with tokens below `blocks.length`."""
         shared = blocks.ids[: blocks_for(blocks.length)]
         self._blocks.incref(shared)
         for window in blocks.windows.values():
@@ -170,16 +168,16 @@ class HostPool(BlockSupply):
         return BlockTable(list(shared), blocks.length, dict(blocks.windows), blocks.floor)
 
     def match(self, tokens: Sequence[int], *provenance_keys: str, floor: int = 0) -> BlockTable:
-        """Return a block table for the longest published prefix of `tokens`, in full blocks.
+        """Return a block table with the longest published prefix of `tokens`, in full blocks.
 
         In models with recurrent state, the prefix ends at a snapshot. At least one token is left to compute. `length`
         of the result is the number of cached tokens.
 
         Args:
             tokens: Token ids of the prompt.
-            *provenance_keys: Accepted KV provenance keys. The first one that matches is used at each block.
-            floor: First token that sliding-window layers may see. A prefix counts as cached only if the windows at its
-                end are complete from this token on.
+            *provenance_keys: Accepted KV provenance keys. For each block, the first key that matches is used.
+            floor: First token that sliding-window layers may see. A prefix is only used if all tokens from `floor` on
+                that its next token sees have cached window blocks.
         """
         self._unkey_lost()
         return self.cached.match(tokens, *provenance_keys, floor=floor)
@@ -190,16 +188,16 @@ class HostPool(BlockSupply):
     def publish(self, blocks: BlockTable, tokens: Sequence[int], provenance_key: str) -> list[int]:
         """Insert the full blocks below `blocks.length` into the prefix tree.
 
-        If another sequence has published the same tokens with the same provenance, the block table takes over the
-        published block, so that the KV is stored once.
+        If another sequence has published the same tokens with the same provenance, the block table is changed to use
+        the published block, so that the KV is stored once.
 
         Args:
             blocks: The block table of the sequence.
             tokens: All tokens of the sequence, from its start.
-            provenance_key: KV provenance key. Blocks that are already published keep theirs.
+            provenance_key: KV provenance key. Blocks that are already published keep their own key.
 
         Returns:
-            Indices of the exchanged blocks. Their KV has moved to other slots.
+            Indices of the exchanged blocks in the block table. Their KV is in other slots now.
         """
         lost, full = self._unkey_lost(), blocks.length // BLOCK_SIZE
         if barred := self._claimed | lost if self.groups.full else self._claimed:
@@ -219,12 +217,12 @@ class HostPool(BlockSupply):
         return not len(self.cached)
 
     def claim(self, blocks: BlockTable, index: int) -> bool:
-        """Make block `index` exclusive to a block table, so that its slots may be overwritten.
+        """Make the block at `index` exclusive to the block table, so that its slots may be overwritten.
 
-        Removes the block and its descendants from the prefix tree. The block is never published again.
+        The block and its descendants are removed from the prefix tree. The block is never published again.
 
         Returns:
-            False if another sequence holds the block.
+            False, without any change, if another sequence uses the block.
         """
         block = blocks.ids[index]
         if block in self.cached and self._blocks.refs(block) == 2:
@@ -235,21 +233,21 @@ class HostPool(BlockSupply):
         return True
 
     def truncate(self, blocks: BlockTable, length: int) -> None:
-        """Drop the tokens from `length` on and free the blocks that held only them."""
+        """Drop the tokens from `length` on. Free the blocks that contain only dropped tokens."""
         assert 0 <= length <= blocks.length
         self.shrink(blocks, length)
         for place in [place for place in blocks.windows if place >= blocks_for(length)]:
             self.cached.windows.release(blocks.windows.pop(place))
 
     def shrink(self, blocks: BlockTable, length: int) -> None:
-        """Free the full-attention slots from `length` on after their tokens have been moved elsewhere."""
+        """Free the slots of full-attention layers from `length` on. Their tokens were moved to other slots."""
         blocks.length = length
         held = blocks_for(length)
         self._drop(blocks.ids[held:])
         del blocks.ids[held:]
 
     def release(self, blocks: BlockTable) -> None:
-        """Free all blocks and empty the block table. Idempotent."""
+        """Free all blocks and empty the block table. A second call has no effect."""
         self.truncate(blocks, 0)
 
     def check_integrity(self) -> None:
@@ -263,9 +261,9 @@ class HostPool(BlockSupply):
         assert self.bytes_used <= self.bytes_peak <= self.block_count * self.block_bytes <= self.limit_bytes
 
     def _unkey_lost(self) -> set[int]:
-        """Remove blocks that could not be written to disk from the tree, with their descendants.
+        """Remove blocks that could not be written to disk, and their descendants, from the prefix tree.
 
-        Returns all removed blocks.
+        Return all removed blocks.
         """
         if lost := self.lost:
             self.cached.windows.forget_lost(lost)

@@ -12,7 +12,7 @@ from ..errors import InputError, StoreError
 from ..storage.disk_store import DiskStore
 from ..storage.folder import block_paths, spaces
 from ..storage.index import DOCUMENTS
-from .deletion import Removed, remove_session
+from .deletion import Removed, remove_claims, remove_session
 from .history import SINKS, History, document_name
 
 
@@ -195,7 +195,7 @@ class Deleted:
 
 
 def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
-    """Delete a session and all blocks of its namespace that no other session in the folder uses.
+    """Delete a session and all blocks of its namespace that no other session and no prompt in the folder uses.
 
     Args:
         folder: Folder of the store.
@@ -232,8 +232,7 @@ def clear_prompts(folder: Path) -> int:
     _check_folder(folder)
     store = DiskStore(folder, "", 0)
     try:
-        # No session has an empty name, so all sessions and their blocks are kept.
-        return sum(remove_session(store, space.name, document_name("")).bytes for space in spaces(folder))
+        return sum(remove_claims(store, space.name).bytes for space in spaces(folder))
     finally:
         store.close()
 

@@ -41,7 +41,7 @@ class Siblings(Protocol):
         ...
 
     def forget(self, name: str) -> Removed:
-        """Delete a stored session and all blocks that no other session needs."""
+        """Delete a stored session and all blocks without another owner."""
         ...
 
     def left(self, session: Session) -> None:
@@ -416,9 +416,9 @@ class Session:
     def discard(self) -> Removed:
         """Close the session without saving it, and delete it from the store.
 
-        Delete its text and every block that no other session needs, including blocks left over from edits, truncations
-        and crashes of any session. A response that is being streamed ends. Warn if other sessions of the store cannot
-        be read. If the session is closed already, nothing is deleted.
+        Delete its text and every block that no other session and no prompt without a session uses, including blocks
+        left over from edits, truncations and crashes of any session. A response that is being streamed ends. Warn if
+        other sessions of the store cannot be read. If the session is closed already, nothing is deleted.
 
         Returns:
             The deleted data.

@@ -30,7 +30,10 @@ class SessionKV:
         loader: Loads blocks from disk into `sequence`; None if no load is in progress.
         loaded_tokens: Number of tokens that the last load read from disk.
         last_stats: Statistics of the last turn, or None before the first.
+        claims: Whether the store records that the blocks are in use (`StorageTier.claim`), because no history does.
     """
+
+    claims = False
 
     def __init__(self, context: SessionContext, history: History) -> None:
         self.context, self.runner, self.history = context, context.runner, history
@@ -342,10 +345,11 @@ class SessionKV:
         if not fresh or self.sequence is None or self.loader is not None:
             return False
         rows = [name for name in fresh if name.group != STATE]
-        taken = self.context.saver.save(self.sequence.blocks, rows)
+        taken = self.context.saver.save(self.sequence.blocks, rows, claim=self.claims)
         self.mark_enqueued(rows[:taken])
         if self._states is not None:
-            self.mark_enqueued(self._states.save(self.sequence, [name for name in fresh if name.group == STATE]))
+            states = [name for name in fresh if name.group == STATE]
+            self.mark_enqueued(self._states.save(self.sequence, states, claim=self.claims))
         return taken < len(rows)
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:

@@ -42,11 +42,12 @@ class SessionStates:
         needed = needed_places(sum(name.count for name in names), known, DISK_SLACK)
         return [states[place] for place in needed]
 
-    def save(self, sequence: Sequence, names: Seq[NamedBlock]) -> list[NamedBlock]:
-        """Enqueue snapshots in host memory for writing. Return those that were accepted."""
+    def save(self, sequence: Sequence, names: Seq[NamedBlock], *, claim: bool) -> list[NamedBlock]:
+        """Enqueue snapshots in host memory for writing. Return those that were accepted. `claim`: As in `Saver`."""
         slots = [self._snapshots.find(sequence, (name.index + 1) * BLOCK_SIZE) for name in names]
         each = zip(names, slots, strict=True)
-        return [name for name, slot in each if slot is not None and self._blocks.save(name, slot, sequence.position)]
+        tokens = sequence.position
+        return [name for name, slot in each if slot is not None and self._blocks.save(name, slot, tokens, claim=claim)]
 
     def last(self, names: Seq[NamedBlock], start: int, stop: int, damaged: Container[bytes]) -> int:
         """Return the last place after `start` and not after `stop` with a snapshot on disk, or `start`.

@@ -234,7 +234,7 @@ class SessionStore:
             return self.forget(name)
 
     def forget(self, name: str) -> Removed:
-        """Delete a stored session and all blocks that no other session needs. Raise StoreError if a deletion fails."""
+        """Delete a stored session and all blocks without another owner. Raise StoreError if a deletion fails."""
         storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
         held = {key for session in others for key in session.kv.needed(answering=session.busy)}
         return remove_session(storage, storage.root.hex(), document_name(name), held)

@@ -32,6 +32,8 @@ T = TypeVar("T")
 class PromptKV(SessionKV):
     """KV of one prompt. It stays in host memory until its blocks are written."""
 
+    claims = True
+
     def __init__(self, context: SessionContext, cache_salt: str) -> None:
         super().__init__(context, History("", context.runner.model.name, salt=salt_provenance(cache_salt)))
         self._windows: BlockTable | None = None
@@ -42,6 +44,13 @@ class PromptKV(SessionKV):
     @property
     def _keeps_decoded(self) -> bool:
         return False
+
+    def claim(self) -> None:
+        """Claim all stored blocks of the prompt, so that the deletion of a session with the same text keeps them."""
+        names, groups = self.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE), self.runner.pool.groups.groups
+        windows = (name.window(group) for name in names for group in groups if group)
+        states = (name.state() for name in names if self._states is not None)
+        self.context.storage.claim([name.key for name in (*names, *windows, *states)])
 
     def keep(self, computed: int) -> None:
         """Enqueue for writing the full blocks of the first `computed` tokens. Their KV must be exact."""
@@ -59,7 +68,7 @@ class PromptKV(SessionKV):
             self._windows = pool.fork(sequence.blocks)
             pool.shrink(self._windows, 0)
             shown = self.fresh(self._shown(sequence.position))
-            self.mark_enqueued(shown[: self.context.saver.save(self._windows, shown)])
+            self.mark_enqueued(shown[: self.context.saver.save(self._windows, shown, claim=True)])
 
     @property
     def _stores_windows(self) -> bool:
@@ -118,6 +127,7 @@ class StoredPrompt(StoredRequest):
         # After a drop, tokens that were generated before are prefilled if this gives the same KV as decoding.
         tokens = self.prompt.token_ids if runner.approximates else self.tokens
         self.kv.history.tokens, self.kv.history.computed = list(tokens), 0
+        self.kv.claim()
         sequence = self._after_reclaim(lambda: self.kv.ready(len(self.tokens) + 1))
         self.sequence = sequence
         sequence.tokens, sequence.trace.prompt_tokens = self.tokens, len(self.prompt.token_ids)
@@ -181,6 +191,7 @@ class StoredPrompt(StoredRequest):
     def persist(self) -> None:
         """Record the use of the blocks on disk."""
         history = self.kv.history
+        self.kv.claim()  # also blocks that a session has written since the start
         self.kv.context.storage.touch([name.key for name in self.kv.names(history.computed)])
 
     def release(self) -> bool:

@@ -93,7 +93,8 @@ class StoredRequest(SampledRequest):
                 sequence, stop, want_logits=stop == self._stop, before_layer=self._wait, after_layer=self._layer_done
             )
         )
-        self._saving = kv.context.saver.begin(sequence.blocks, kv.fresh(kv.stored(stop // BLOCK_SIZE * BLOCK_SIZE)))
+        fresh = kv.fresh(kv.stored(stop // BLOCK_SIZE * BLOCK_SIZE))
+        self._saving = kv.context.saver.begin(sequence.blocks, fresh, claim=kv.claims)
         return self._prefill
 
     def _segment_stop(self, start: int) -> int:

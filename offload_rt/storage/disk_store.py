@@ -60,8 +60,9 @@ class DiskStore(NamespaceDocuments):
     key, and the file header repeats the key. Damaged files, files with another key and files that vanish between two
     calls are misses. The writing process removes damaged files.
 
-    One process writes, and any number of processes read. Readers need no shared index, because a file never changes
-    after it gets its final name. A file is open only during a call, or while its `extent` is in use. Thread-safe.
+    One process writes, and any number of processes read. Readers need no shared index, because the key and the KV in a
+    file never change after it gets its final name. A file is open only during a call, or while its `extent` is in use.
+    Thread-safe.
 
     Args:
         folder: Root folder of the store.
@@ -121,7 +122,14 @@ class DiskStore(NamespaceDocuments):
         return DiskBlock(key, count, header.layer_bytes, header.checksums, header.data_offset, opened, damaged)
 
     def begin(
-        self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int, cost: int = 0
+        self,
+        parent: bytes,
+        provenance_key: str,
+        tokens: bytes,
+        layer_bytes: int,
+        cost: int = 0,
+        *,
+        claim: bool = False,
     ) -> DiskBlockWriter | None:
         """Reserve space for a block and create its file.
 
@@ -132,18 +140,18 @@ class DiskStore(NamespaceDocuments):
             return None
         key, offset = block_key(parent, provenance_key, tokens), data_offset(self.layers)
         path, size = self._path(key), offset + self.layers * layer_bytes
-        temporary = self._folder.reserve(path, size, cost)
+        temporary = self._folder.reserve(path, size, cost, claim=claim)
         if temporary is None:
             return None
 
         def finish(checksums: Sequence[int]) -> None:
             handle = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                write_all(handle, 0, memoryview(BlockHeader(key, layer_bytes, tuple(checksums)).encode()))
+                write_all(handle, 0, memoryview(BlockHeader(key, layer_bytes, tuple(checksums)).encode(claimed=claim)))
                 os.fsync(handle)
             finally:
                 os.close(handle)
-            self._folder.finish(temporary, path, size, cost)
+            self._folder.finish(temporary, path, size, cost, claimed=claim)
 
         give_up = partial(self._folder.give_up, temporary, size)
         try:
@@ -159,9 +167,17 @@ class DiskStore(NamespaceDocuments):
         for key in keys:
             self._folder.discard(self._path(key))
 
-    def retain(self, keys: Container[bytes], space: str | None = None) -> int:
-        own = self._own if space is None else self._folder.path / space
-        return self._folder.remove(path for path in block_paths(own) if bytes.fromhex(path.stem) not in keys)
+    def claim(self, keys: Iterable[bytes]) -> None:
+        self._folder.claim(self._path(key) for key in keys)
+
+    def retain(self, keys: Container[bytes], space: str | None = None, *, claimed: bool = True) -> int:
+        own, folder = self._own if space is None else self._folder.path / space, self._folder
+        others = (path for path in block_paths(own) if bytes.fromhex(path.stem) not in keys)
+        if claimed:
+            return folder.remove(path for path in others if not folder.is_claimed(path))
+        freed = folder.remove(others)
+        folder.disclaim(block_paths(own))
+        return freed
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Mark `keys` as used now (`StorageTier.touch`). The fifo policy ignores uses."""

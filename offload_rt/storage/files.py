@@ -14,8 +14,9 @@ from pathlib import Path
 
 import xxhash
 
+from ..kv_cache.disk.direct_file import write_all
 from ..utils.private_files import open_private
-from .block_file import BlockHeader, header_bytes
+from .block_file import CLAIM, BlockHeader, header_bytes
 
 LARGEST_DOCUMENT = 1 << 28
 """Maximum size of a document file in bytes. A larger file was not written by the store."""
@@ -81,6 +82,27 @@ def read_document(path: Path) -> Reading:
     if len(record) >= _DIGEST and xxhash.xxh3_64(record[_DIGEST:]).digest() == record[:_DIGEST]:
         return Reading(record[_DIGEST:])
     return Reading(None, "is damaged" if size else "is empty")
+
+
+def read_claim(path: Path) -> bool:
+    """Return whether a prompt without a session uses the block in this file. False if the block is damaged."""
+    header = read_header(path)
+    try:
+        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+            return header is not None and os.pread(file.fileno(), len(CLAIM), header.claim_offset) == CLAIM
+    except OSError:
+        return False
+
+
+def write_claim(path: Path, claimed: bool) -> None:
+    """Set or clear the claim of a block file. A damaged file is not changed. Raises OSError."""
+    if (header := read_header(path)) is None:
+        return
+    handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        write_all(handle, header.claim_offset, memoryview(CLAIM if claimed else bytes(len(CLAIM))))
+    finally:
+        os.close(handle)
 
 
 def read_header(path: Path) -> BlockHeader | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..config import StoreOptions
 from ..errors import StoreError, StoreInUseError
 from ..utils.private_files import make_private, make_private_folder, open_private
-from .files import read_document
+from .files import read_claim, read_document, write_claim
 from .index import BEFORE, DOCUMENTS, DiskIndex
 
 BLOCKS, DAMAGED = ".kv", ".damaged"
@@ -128,12 +128,15 @@ class StoreFolder:
                     break
             return True
 
-    def reserve(self, path: Path, size: int, cost: int) -> Path | None:
+    def reserve(self, path: Path, size: int, cost: int, *, claim: bool) -> Path | None:
         """Reserve `size` bytes for the new file `path`, which saves the computation of `cost` tokens.
 
-        Returns the temporary file to write, or None if `path` already exists or there is no space.
+        Returns the temporary file to write, or None if `path` already exists or there is no space. If it exists and
+        `claim` is set, claim it.
         """
         with self.mutex:
+            if claim:
+                self.claim([path])
             if path in self.index or not self.make_room(size, cost=cost):
                 return None
             return self.hold(path, size)
@@ -153,12 +156,56 @@ class StoreFolder:
             self._temporaries += 1
             return path.with_name(f"{path.stem}.{os.getpid()}.{self._temporaries}{_TEMPORARY}")
 
-    def finish(self, temporary: Path, path: Path, size: int, cost: int = 0) -> None:
-        """Rename a completely written and synced temporary file to `path`. Raises OSError. `cost`: As in `reserve`."""
+    def finish(self, temporary: Path, path: Path, size: int, cost: int = 0, *, claimed: bool = False) -> None:
+        """Rename a completely written and synced temporary file to `path`. Raises OSError.
+
+        Args:
+            temporary: The temporary file.
+            path: Final name. An existing file is replaced and keeps its claim.
+            size: Reserved bytes.
+            cost: As in `reserve`.
+            claimed: Whether the temporary file holds a claim.
+        """
         with self.mutex:
+            before = self.index.files.get(path)
             os.replace(temporary, path)
             self.index.reserved -= size
             self.index.enter(path, size, cost)
+            self.index.files[path].claimed = claimed
+            if before is not None and before.claimed:
+                self.claim([path])
+
+    def claim(self, paths: Iterable[Path]) -> None:
+        """Record in block files that a prompt without a session uses them. Unknown files are ignored."""
+        if self.read_only:
+            return
+        with self.mutex:
+            for path in paths:
+                file = self.index.files.get(path)
+                if file is not None and not file.claimed:
+                    with contextlib.suppress(OSError):  # then a deletion removes the block, which is computed again
+                        write_claim(path, True)
+                        file.claimed = True
+                        self.index.write_stamp(path)
+
+    def is_claimed(self, path: Path) -> bool:
+        """Return whether a prompt without a session uses the block in this file."""
+        with self.mutex:
+            file = self.index.files.get(path)
+            if file is None or file.claimed:
+                return file is not None
+            found = read_claim(path)
+            self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
+            return found
+
+    def disclaim(self, paths: Iterable[Path]) -> None:
+        """Remove the claims of block files. Raises StoreError if one cannot be removed."""
+        with self.mutex, self.usable():
+            for path in paths:
+                if self.is_claimed(path):
+                    write_claim(path, False)
+                    self.index.files[path].claimed = False
+                    self.index.write_stamp(path)
 
     def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
         """Remove a temporary file and release its reservation. If `error` is given, set `last_error`."""
@@ -298,6 +345,7 @@ class StoreFolder:
             files, there = self.index.files, set(self._ours())
             assert there == set(files), there ^ set(files)
             assert all(path.stat().st_size == file.size for path, file in files.items())
+            assert all(read_claim(path) for path, file in files.items() if file.claimed), "a claim is not on disk"
 
 
 def spaces(folder: Path) -> list[Path]:

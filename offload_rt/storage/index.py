@@ -7,7 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..core import BLOCK_SIZE
@@ -34,11 +34,14 @@ class _File:
         size: Size in bytes.
         used: Last use (fifo: creation).
         keep: Rank in the eviction order: the last use, or later if the file is costly to compute again.
+        claimed: Whether the file is known to hold the claim of a prompt (`files.read_claim`). Claims of earlier
+            processes are not known.
     """
 
     size: int
     used: int
     keep: int
+    claimed: bool = False
 
 
 class DiskIndex:
@@ -213,7 +216,7 @@ class DiskIndex:
         file = self.files.pop(path)
         # A sequence that shares only the first blocks with a longer one does not make them less valuable.
         keep = max(file.keep, self._stamp + cost * NS_PER_TOKEN) if self._weighs else self._stamp
-        self.files[path] = _File(file.size, self._stamp, keep)
+        self.files[path] = replace(file, used=self._stamp, keep=keep)
         self._order.enter(path, keep)
         self.write_stamp(path)
 

@@ -58,7 +58,14 @@ class NamelessStore:
         return self._blocks.get(block_key(parent, provenance_key, tokens))
 
     def begin(
-        self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int, cost: int = 0
+        self,
+        parent: bytes,
+        provenance_key: str,
+        tokens: bytes,
+        layer_bytes: int,
+        cost: int = 0,
+        *,
+        claim: bool = False,
     ) -> FileBlockWriter | None:
         """Reserve a slot for a block. Return None if the block is already stored or the limit is reached."""
         assert self.layers * layer_bytes <= self._slot_bytes

@@ -35,6 +35,7 @@ class Entry:
         identity: Pool id of the block.
         span: Position of the block in the pool.
         cost: Tokens to compute again without the block.
+        claim: Whether a prompt without a session uses the block.
         writer: Open writer of the store, or None.
         extent: File of the store, if the KV pool writes the block directly to it.
         refused: Whether the store did not accept the block.
@@ -45,6 +46,7 @@ class Entry:
     identity: int
     span: SlotSpan
     cost: int
+    claim: bool
     writer: BlockWriter | None = None
     extent: StoredExtent | None = None
     refused: bool = False
@@ -115,8 +117,11 @@ class Saver:
         self._worker = threading.Thread(target=self._work, name="offload-rt saver", daemon=True)
         self._worker.start()
 
-    def begin(self, blocks: BlockTable, named: Seq[NamedBlock]) -> Saving | None:
-        """Start saving the first of `named`, as many as fit in the buffer. Return None if none fits."""
+    def begin(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> Saving | None:
+        """Start saving the first of `named`, as many as fit in the buffer. Return None if none fits.
+
+        If `claim` is set, the store records that a prompt without a session uses them.
+        """
         with self._mutex:
             room = max(0, (self._buffer_bytes - self._waiting) // self._pool.block_bytes)
         saving = Saving(blocks)
@@ -125,7 +130,7 @@ class Saver:
             [span] = self._pool.spans(blocks, block.group, tokens)
             # The capacity of a block table that holds only window blocks is 0.
             cost = recomputation_cost(max(blocks.capacity, tokens.stop), tokens.start)
-            entry = Entry(block, self._identity(blocks, block), span, cost)
+            entry = Entry(block, self._identity(blocks, block), span, cost, claim)
             if not self._attach(saving, entry):
                 if saving.buffered == room:
                     break
@@ -186,9 +191,9 @@ class Saver:
             entry.give_up()
         return entry.extent
 
-    def save(self, blocks: BlockTable, named: Seq[NamedBlock]) -> int:
-        """Save all layers of complete blocks. Return the number of accepted blocks."""
-        saving = self.begin(blocks, named)
+    def save(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> int:
+        """Save all layers of complete blocks. Return the number of accepted blocks. `claim`: As in `begin`."""
+        saving = self.begin(blocks, named, claim=claim)
         if saving is None:
             return 0
         for layer in range(len(self._pool.groups.group)):
@@ -302,7 +307,9 @@ class Saver:
         """Return the writer of a block, opened if needed, or None if the store has the block or does not accept it."""
         if entry.writer is None and not entry.refused:
             block, size = entry.block, layer_bytes(self._pool, entry.block.count)
-            entry.writer = self._store.begin(block.parent, block.provenance_key, block.tokens, size, entry.cost)
+            entry.writer = self._store.begin(
+                block.parent, block.provenance_key, block.tokens, size, entry.cost, claim=entry.claim
+            )
             entry.refused = entry.writer is None
         return entry.writer
 

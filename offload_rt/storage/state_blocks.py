@@ -31,25 +31,26 @@ class StateBlocks:
         self._waiting = 0
         self._mutex = threading.Lock()
 
-    def save(self, name: NamedBlock, slot: int, tokens: int) -> bool:
+    def save(self, name: NamedBlock, slot: int, tokens: int, *, claim: bool = False) -> bool:
         """Copy a snapshot and enqueue it for writing. Return False if too many bytes wait.
 
         Args:
             name: Name of the snapshot.
             slot: Its slot.
             tokens: Length of the text, to choose what the store evicts.
+            claim: Whether a prompt without a session uses it (`StorageTier.claim`).
         """
         with self._mutex:
             if self._waiting + self._states.slot_bytes > self._most:
                 return False
             self._waiting += self._states.slot_bytes
-        data = self._states.read(slot)
-        self._saver.notify(lambda: self._write(name, data, recomputation_cost(tokens, name.index * BLOCK_SIZE)))
+        data, cost = self._states.read(slot), recomputation_cost(tokens, name.index * BLOCK_SIZE)
+        self._saver.notify(lambda: self._write(name, data, cost, claim=claim))
         return True
 
-    def _write(self, name: NamedBlock, data: bytes, cost: int) -> None:
+    def _write(self, name: NamedBlock, data: bytes, cost: int, *, claim: bool) -> None:
         """Write a snapshot on the saver's thread. A snapshot that cannot be written is computed again."""
-        writer = self._store.begin(name.parent, name.provenance_key, name.tokens, self._part, cost)
+        writer = self._store.begin(name.parent, name.provenance_key, name.tokens, self._part, cost, claim=claim)
         if writer is not None:
             for layer in range(self._store.layers):
                 part = data[layer * self._part : (layer + 1) * self._part]

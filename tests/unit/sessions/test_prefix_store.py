@@ -159,24 +159,67 @@ def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
     assert served(make(tmp_path), both) == (192, 0)
 
 
-def test_deletions_remove_the_kv_of_prompts(tmp_path: Path) -> None:
-    """Delete a session, and clear the store. Both remove the KV of all prompts without a session."""
+def test_a_deleted_session_leaves_the_kv_of_prompts(tmp_path: Path) -> None:
+    """Delete a session while its server runs, and another one after a restart. Then clear the store."""
 
     async def delete(engine: AsyncLLM) -> None:
         await last(engine, prompt(200))
         await last(engine, prompt(130, 3), session="a")
         await last(engine, prompt(130, 5), session="b")
+        await last(engine, prompt(130, 7), session="c")
         stored = files(tmp_path)
         assert not await engine.delete_session("unknown") and files(tmp_path) == stored
         await engine.delete_session("a")
 
     served(make(tmp_path), delete, parked=True)
-    left = files(tmp_path)
-    assert len([name for name in left if name.endswith(".kv")]) == 3  # two full blocks and a partial one of "b"
-    served(make(tmp_path), lambda engine: last(engine, prompt(200)))
-    assert len(files(tmp_path)) == len(left) + 3
+    assert kv_files(tmp_path) == 3 + 2 * 3, "three blocks of the prompt, two and a partial one of each session left"
+    assert main(["sessions", "delete", "b", "--store", str(tmp_path)]) == 0
+    assert kv_files(tmp_path) == 3 + 3
+    assert served(make(tmp_path), lambda engine: last(engine, prompt(200))).num_cached_tokens == 192
+    # A prompt that repeats the text of a session uses its blocks.
+    assert served(make(tmp_path), lambda engine: last(engine, prompt(130, 7))).num_cached_tokens == 128
+    assert main(["sessions", "delete", "c", "--store", str(tmp_path)]) == 0
+    assert kv_files(tmp_path) == 3 + 2
     assert main(["sessions", "clear", "--store", str(tmp_path)]) == 0
-    assert files(tmp_path) == left
+    assert files(tmp_path) == ["lock"]
+
+
+@pytest.mark.parametrize("moment", ["before", "loading", "decoding", "after"])
+def test_a_session_is_deleted_beside_a_prompt_of_the_same_text(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the session is deleted, the blocks of the prompt are stored, and nothing else of the text.
+
+    In an earlier version, a prompt wrote a part of the deleted blocks again, and they had no owner.
+    """
+    monkeypatch.setattr(context, "SEGMENT_SECONDS", 0.0)
+    long = SamplingParams(max_tokens=100, temperature=0)
+    text = served(make(None), lambda engine: last(engine, prompt(300), long)).outputs[0].token_ids
+
+    async def run(engine: AsyncLLM) -> RequestOutput:
+        await last(engine, prompt(300), long, session="a")
+        await engine.reset_prefix_cache()
+        if moment == "before":
+            await engine.delete_session("a")
+        outputs = engine.generate([*prompt(300), *text[:30]], long, trace=True)
+        found = await anext(outputs)
+        while not found.finished and (moment == "after" or (moment == "decoding" and not found.outputs[0].token_ids)):
+            found = await anext(outputs)
+        if moment != "before":
+            await engine.delete_session("a")
+        return [found, *[output async for output in outputs]][-1]
+
+    found = served(make(tmp_path, prefill_chunk_size=64), run)
+    assert found.num_cached_tokens == 320 and len(found.outputs[0].token_ids) == 100
+    assert kv_files(tmp_path) == (330 + 100 - 1) // 64
+    again = served(make(tmp_path), lambda engine: last(engine, [*prompt(300), *text]))
+    assert again.num_cached_tokens == 384
+    assert main(["sessions", "clear", "--store", str(tmp_path)]) == 0
+    assert files(tmp_path) == ["lock"]
+
+
+def kv_files(folder: Path) -> int:
+    return sum(name.endswith(".kv") for name in files(folder))
 
 
 def files(folder: Path) -> list[str]:
