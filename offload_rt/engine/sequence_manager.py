@@ -208,8 +208,8 @@ class SequenceManager:
             exact: Number of tokens at the start whose KV an exact prefill computed.
             shift: Number of earlier tokens that were truncated from the start of the text.
             provenance: Part of the KV provenance key that describes the cache salt and truncations.
-            snapshot: Pending slot with the recurrent state after the known tokens. The sequence owns it if no error is
-                raised. None if a snapshot is cached with the blocks, or if the model has no recurrent state.
+            snapshot: Slot with the recurrent state after the known tokens, which is copied. None if a snapshot is
+                cached with the blocks, or if the model has no recurrent state.
         """
         self.cache_manager.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
         with self.cache_manager.released_on_error(blocks):
@@ -274,12 +274,10 @@ class SequenceManager:
                 state=self.policy.new_state(keys), trace=Trace(layers, every, reused_tokens=known, disk_before=used),
                 position=known, exact=exact, unlearned=known, shift=shift, provenance=provenance,
             )  # fmt: skip
-            if snapshot is not None:
-                sequence.snapshots[known] = snapshot
-            self._register(sequence, None)
+            self._register(sequence, None, snapshot)
         return sequence
 
-    def _register(self, sequence: Sequence, origin: Sequence | None) -> None:
+    def _register(self, sequence: Sequence, origin: Sequence | None, snapshot: int | None = None) -> None:
         """Open the device storage of a sequence. If `origin` is given, copy its storage.
 
         On an error, the storage is closed again.
@@ -295,7 +293,7 @@ class SequenceManager:
                 sequence.state_slots = self.states
                 if origin is None and sequence.position:
                     assert self.snapshots is not None
-                    self.snapshots.restore(sequence)
+                    self.snapshots.restore(sequence, snapshot)
         except BaseException:
             del self._open[sequence.id]
             self.transfer.storage.close(sequence.blocks)

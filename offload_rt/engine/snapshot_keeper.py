@@ -30,9 +30,10 @@ class SnapshotKeeper:
         sequence.parted_at = min(cached, len(sequence.tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
         sequence.trace.recomputed_tokens = max(0, sequence.parted_at - sequence.position)
 
-    def restore(self, sequence: Sequence) -> None:
-        """Copy the snapshot behind the computed tokens of a new sequence to its slot on the device."""
-        snapshot = self.find(sequence, sequence.position)
+    def restore(self, sequence: Sequence, snapshot: int | None = None) -> None:
+        """Copy a snapshot to the slot of a new sequence on the device. None: the one behind its cached blocks."""
+        if snapshot is None:
+            snapshot = self.find(sequence, sequence.position)
         assert snapshot is not None
         for layer, seen in self._slots.seen.items():
             self._states.restore(snapshot, layer, *self._slots.of_layer(layer, sequence.state_slot))
@@ -49,8 +50,14 @@ class SnapshotKeeper:
         """Return a slot for a snapshot that is read from disk, or None if all slots are in use."""
         return self._table.take()
 
+    def copy(self, sequence: Sequence) -> int | None:
+        """Return a slot with the current state of a sequence, or None if all slots are in use."""
+        if (slot := self._table.take()) is not None:
+            self._save(sequence, slot)
+        return slot
+
     def give_back(self, slot: int) -> None:
-        """Free a slot that `take` returned."""
+        """Free a slot that `take` or `copy` returned."""
         self._table.release(slot)
 
     def capture(self, sequence: Sequence, stop: int) -> StateCapture | None:
@@ -80,9 +87,7 @@ class SnapshotKeeper:
         for other in sequence.snapshots.keys() - needed:
             self._table.release(sequence.snapshots.pop(other))
         if self._take(sequence, place):
-            for layer in self._slots.seen:
-                target = sequence.snapshots[place]
-                self._states.save(target, layer, *self._slots.of_layer(layer, sequence.state_slot))
+            self._save(sequence, sequence.snapshots[place])
 
     def publish(self, sequence: Sequence) -> None:
         """Keep the snapshots behind the published blocks of a sequence."""
@@ -107,6 +112,10 @@ class SnapshotKeeper:
         """Mark the snapshots that a text of `tokens` tokens needs as used, its last one most recently."""
         needed = needed_places(tokens, self._table.places(path))
         self._table.touch(path[place // BLOCK_SIZE - 1] for place in reversed(needed))
+
+    def _save(self, sequence: Sequence, slot: int) -> None:
+        for layer in self._slots.seen:
+            self._states.save(slot, layer, *self._slots.of_layer(layer, sequence.state_slot))
 
     def _take(self, sequence: Sequence, place: int) -> bool:
         """Reserve a snapshot. Return False if all slots are pending."""

@@ -30,8 +30,8 @@ class StatePool:
     def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, slots: int, *, pin: bool = False) -> None:
         self.slots, self._pin = slots, pin
         self.slot_bytes = slot_bytes(geometry, dtype)
-        huge_from = 0 if self.slot_bytes >= HUGE_PAGE else self.bytes
-        memory = reserve(self.bytes, "snapshots of recurrent state", huge_from)
+        huge_from = 0 if self.slot_bytes >= HUGE_PAGE else self.limit_bytes
+        memory = reserve(self.limit_bytes, "snapshots of recurrent state", huge_from)
         self._rows = torch.frombuffer(memory, dtype=torch.uint8).view(slots, self.slot_bytes)
         self._locked: set[int] = set()
         self._parts: dict[int, tuple[tuple[slice, tuple[int, ...], torch.dtype], ...]] = {}
@@ -45,7 +45,7 @@ class StatePool:
             self._parts[shape.layer] = tuple(parts)
 
     @property
-    def bytes(self) -> int:
+    def limit_bytes(self) -> int:
         """Size in bytes of all slots."""
         return self.slots * self.slot_bytes
 

@@ -42,7 +42,8 @@ class Sequence:
         state_slots: Recurrent state of all sequences; None if the model has none.
         state_slot: Slot of this sequence in `state_slots`; -1 if it has none.
         parted_at: Number of leading tokens whose KV was cached when the sequence began, in full blocks.
-        keeps_decoded: Whether snapshots are taken after decode steps too, although their state is approximate.
+        keeps_decoded: Whether a session with recurrent state continues at the last full block. Snapshots are then taken
+            after decode steps too, although their state may be approximate, and windows at this block stay.
         snapshots: Snapshots of recurrent state that are not published yet: number of tokens to slot of the state pool.
     """
 

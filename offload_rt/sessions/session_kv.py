@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from functools import cache
 
 from ..core import BLOCK_SIZE, BlockTable
 from ..errors import DiskError, StoreError
 from ..model_runner.sequence import Sequence
 from ..outputs import Stats
-from ..storage.block_store import STATE, NamedBlock, PlacedBlock, StoredBlock, read_through
+from ..storage.block_store import STATE, NamedBlock, read_through
 from ..storage.loader import BlockLoader, DamagedBlockError
-from ..storage.naming import SessionProvenance, name_blocks, window_blocks
+from ..storage.naming import name_blocks
 from ..storage.saver import layer_bytes
 from .context import SessionContext
 from .history import History
-from .session_states import SessionStates
+from .session_blocks import SessionBlocks
 
 
-class SessionKV:
+class SessionKV(SessionBlocks):
     """KV cache of one session: its sequence in host memory, its blocks on disk, and the transfers between them.
 
     Computed KV is written to disk in the background. Evicting the session from host memory therefore waits only for
@@ -36,17 +35,13 @@ class SessionKV:
     claims = False
 
     def __init__(self, context: SessionContext, history: History) -> None:
-        self.context, self.runner, self.history = context, context.runner, history
+        super().__init__(context, history)
         self.sequence: Sequence | None = None
         self.loader: BlockLoader | None = None
         self.loaded_tokens = 0
         self.last_stats: Stats | None = None
-        self._recurrent, snapshots = context.runner.states is not None, context.runner.snapshots
-        self._states = None if snapshots is None else SessionStates(context, snapshots)
         self._host_tokens = 0
-        self._pinned: set[bytes] = set()
         self._enqueued: set[bytes] = set()
-        self._broken: set[bytes] = set()
         self._unwritten: bytes | None = None
 
     @property
@@ -191,26 +186,24 @@ class SessionKV:
                 raise
         return sequence
 
-    def _match(self) -> BlockTable:
-        """Return the blocks of the history that the prefix tree holds."""
-        return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
-
     def adopt(self, blocks: BlockTable, capacity: int, known: int, snapshot: int | None = None) -> Sequence:
         """Return a sequence of the history that owns `blocks`.
 
         The KV of its first `known` tokens is available, or is being loaded. `snapshot`: see `Runner.adopt`.
         """
-        history, adopted = self.history, False
+        history = self.history
         try:
             sequence = self.runner.adopt(
                 history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
                 shift=history.shift, provenance=history.provenance, snapshot=snapshot,
             )  # fmt: skip
-            adopted = True
-        finally:
-            if self._states is not None and snapshot is not None and not adopted:
+        except BaseException:
+            if self._states is not None and snapshot is not None:
                 self._states.release(snapshot)
-        sequence.keeps_decoded = self._keeps_decoded
+            raise
+        if snapshot is not None:
+            sequence.snapshots[known] = snapshot  # published with the blocks
+        sequence.keeps_decoded = self._recurrent and self._keeps_decoded
         return sequence
 
     @property
@@ -228,108 +221,15 @@ class SessionKV:
         for name in self.stored(stop)[known // BLOCK_SIZE :]:
             read_through(self.context.storage, name)
 
-    def _find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int, int | None]:
-        """Find stored blocks that continue `blocks`.
-
-        Returns:
-            The blocks, the number of tokens whose KV is then known, and the slot of the recurrent state after these
-            tokens if it was read from disk.
-        """
-        while True:
-            found, known = self._find_blocks(blocks)
-            if self._states is None or known == blocks.length:
-                return found, known, None
-            name = self.names(known)[-1].state()
-            if (snapshot := self._states.load(name)) is not None:
-                self._pin([name.key])
-                return found, known, snapshot
-            self._broken.add(name.key)
-
-    def _find_blocks(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
-        """Find stored blocks that continue `blocks`. Return them and the number of tokens whose KV is then known.
-
-        All sliding-window blocks that the next token sees are among them or in `blocks`. In models with recurrent
-        state, a snapshot of it follows the known tokens.
-        """
-        found, known = self._find_full(blocks.length)
-        names, find_one = self.names(known), cache(self._find_one)
-        known = self._with_state(names, blocks.length, known)
-        while known > blocks.length:
-            names = names[: -(-known // BLOCK_SIZE)]
-            shown = window_blocks(self.runner.pool.groups, names, known, self.history.floor)
-            stored = [(name, find_one(name)) for name in shown if name.index not in blocks.windows]
-            missing = [name.index for name, block in stored if block is None]
-            if not missing:
-                found = [placed for placed in found if placed.place * BLOCK_SIZE < known]
-                found += [PlacedBlock(name.index, block, name.group) for name, block in stored if block is not None]
-                self._pin(placed.block.key for placed in found)
-                return found, known
-            known = self._with_state(names, blocks.length, max(missing) * BLOCK_SIZE)
-        return [], blocks.length
-
-    def _with_state(self, names: Seq[NamedBlock], start: int, known: int) -> int:
-        """Return how many of the `known` tokens can be used: all, or those before the last snapshot on disk."""
-        if self._states is not None:
-            return self._states.last(names, start, known, self._broken)
-        return start if self._recurrent else known
-
-    def _find_one(self, name: NamedBlock) -> StoredBlock | None:
-        block = self.context.storage.find(name.parent, name.provenance_key, name.tokens)
-        right = block is not None and block.layer_bytes == layer_bytes(self.runner.pool, name.count)
-        return block if right and name.key not in self._broken else None
-
-    def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
-        """Find consecutive stored blocks of full-attention layers from token `known` on.
-
-        Return the blocks, of which the last may be partly filled, and the number of tokens whose KV is then known. At
-        least one token is left to compute.
-        """
-        history = self.history
-        # A prefill attends to its own KV before rounding. With a rounded format, stored KV of an unfinished turn
-        # differs from the KV that the repeated prefill attends to, so such blocks are not used.
-        stop = min(len(history.tokens) - 1, history.computed) if self.context.private else len(history.tokens) - 1
-        if not self.runner.pool.groups.full:
-            # No layer has full blocks on disk, but the prefix tree may know more tokens than this session has computed.
-            return [], max(known, min(stop, history.computed))
-        names = self.names(stop // BLOCK_SIZE * BLOCK_SIZE)
-        tail = self.names(history.computed)[history.computed // BLOCK_SIZE :]
-        found: list[PlacedBlock] = []
-        for name in [*names[known // BLOCK_SIZE :], *tail]:
-            if name.index != known // BLOCK_SIZE or name.index * BLOCK_SIZE + name.count == known:
-                continue
-            block = self._find_one(name)
-            if block is None:
-                continue
-            found.append(PlacedBlock(name.index, block))
-            known = name.index * BLOCK_SIZE + name.count
-            if name.count < BLOCK_SIZE:
-                break
-        return found, known
-
     # --------------------------------------------------------------------------------------------------------- saving
-
-    def names(self, stop: int) -> list[NamedBlock]:
-        """Return the names of the blocks of tokens [0, stop)."""
-        return name_blocks(self._provenance, self.history.tokens, stop, self.history.decoded)
-
-    def _shown(self, stop: int) -> list[NamedBlock]:
-        """Return the sliding-window blocks that token `stop` sees."""
-        return window_blocks(self.runner.pool.groups, self.names(stop), stop, self.history.floor)
-
-    def stored(self, stop: int) -> list[NamedBlock]:
-        return self.names(stop) if self.runner.pool.groups.full else []
 
     def all_names(self) -> list[NamedBlock]:
         """Return the names of all blocks that hold KV of computed tokens."""
         computed = self.history.computed
-        states = [] if self._states is None else self._states.needed(self.stored(computed), self.sequence)
-        return [*self.stored(computed), *self._shown(computed), *states]
-
-    @property
-    def _provenance(self) -> SessionProvenance:
-        context, history = self.context, self.history
-        owner = history.id if context.private else ""
-        return SessionProvenance(context.storage.root, self.runner.provenance_key, history.provenance, owner)
+        names, states = self.stored(computed), list[NamedBlock]()
+        if self._states is not None:
+            states = self._states.needed(names, self.sequence, start=max(self.history.starts, default=0))
+        return [*names, *self._shown(computed), *states]
 
     def fresh(self, names: Iterable[NamedBlock]) -> list[NamedBlock]:
         """Return the blocks that are neither on disk nor enqueued for writing."""
@@ -345,12 +245,12 @@ class SessionKV:
         if not fresh or self.sequence is None or self.loader is not None:
             return False
         rows = [name for name in fresh if name.group != STATE]
-        taken = self.context.saver.save(self.sequence.blocks, rows, claim=self.claims)
-        self.mark_enqueued(rows[:taken])
+        accepted = rows[: self.context.saver.save(self.sequence.blocks, rows, claim=self.claims)]
         if self._states is not None:
             states = [name for name in fresh if name.group == STATE]
-            self.mark_enqueued(self._states.save(self.sequence, states, claim=self.claims))
-        return taken < len(rows)
+            accepted += self._states.save(self.sequence, states, claim=self.claims)
+        self.mark_enqueued(accepted)
+        return len(accepted) < len(fresh)
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
         """Enqueue the blocks of `tokens[:stop]`. Tokens from `start` on were decoded; the history may lack them."""
@@ -437,15 +337,6 @@ class SessionKV:
         """Replace the sequence with a new one. Its blocks are not enqueued for writing yet."""
         self.sequence = sequence
         self._enqueued.clear()
-
-    def unpin(self) -> None:
-        self.context.storage.unpin(self._pinned)
-        self._pinned.clear()
-
-    def _pin(self, keys: Iterable[bytes]) -> None:
-        fresh = set(keys) - self._pinned
-        self.context.storage.pin(fresh)
-        self._pinned |= fresh
 
     def needed(self, *, answering: bool) -> set[bytes]:
         """Return the keys of the blocks that the session needs on disk.

@@ -26,12 +26,13 @@ class SessionStates:
         assert context.states is not None
         self._context, self._blocks, self._snapshots = context, context.states, snapshots
 
-    def needed(self, names: Seq[NamedBlock], sequence: Sequence | None) -> list[NamedBlock]:
+    def needed(self, names: Seq[NamedBlock], sequence: Sequence | None, start: int) -> list[NamedBlock]:
         """Return the names of the snapshots that the disk needs, of those that are in host memory or on disk.
 
         Args:
             names: Names of the blocks of all computed tokens.
             sequence: The sequence with these blocks, or None.
+            start: Number of tokens after which the text may be answered again.
         """
         states = {(name.index + 1) * BLOCK_SIZE: name.state() for name in names if name.count == BLOCK_SIZE}
         known = [
@@ -40,6 +41,9 @@ class SessionStates:
             if name.key in self._context.storage or self._snapshots.find(sequence, place) is not None
         ]
         needed = needed_places(sum(name.count for name in names), known, DISK_SLACK)
+        again = max((place for place in known if place <= start), default=None)
+        if again is not None and again not in needed:
+            needed.insert(1, again)
         return [states[place] for place in needed]
 
     def save(self, sequence: Sequence, names: Seq[NamedBlock], *, claim: bool) -> list[NamedBlock]:

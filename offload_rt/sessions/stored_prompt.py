@@ -56,6 +56,7 @@ class PromptKV(SessionKV):
         """Enqueue for writing the full blocks of the first `computed` tokens. Their KV must be exact."""
         assert self.sequence is not None
         self.history.tokens, self.history.computed = list(self.sequence.tokens), computed // BLOCK_SIZE * BLOCK_SIZE
+        self.history.starts = [self.sequence.trace.prompt_tokens - 1]  # the same prompt computes its last token again
         self.write_rest()
 
     def keep_windows(self) -> None:

@@ -156,8 +156,8 @@ def test_the_memory_of_snapshots_is_a_part_of_host_memory() -> None:
     _, llm = make("qwen3_5", host_memory=1 << 20, snapshot_memory=100_000)
     pool = llm.runner.pool
     assert pool.states is not None
-    assert pool.states.bytes <= 100_000 < pool.states.bytes + pool.states.slot_bytes
-    assert pool.block_count * pool.block_bytes + pool.states.bytes <= 1 << 20
+    assert pool.states.limit_bytes <= 100_000 < pool.states.limit_bytes + pool.states.slot_bytes
+    assert pool.block_count * pool.block_bytes + pool.states.limit_bytes <= 1 << 20
     with pytest.raises(MemoryLimitError, match="snapshot_memory"):
         make("qwen3_5", host_memory=1 << 20, snapshot_memory=1 << 21)
     with pytest.raises(ConfigError, match="snapshot_memory"):
