@@ -31,7 +31,7 @@ class SnapshotKeeper:
         sequence.trace.recomputed_tokens = max(0, sequence.parted_at - sequence.position)
 
     def restore(self, sequence: Sequence, snapshot: int | None = None) -> None:
-        """Copy a snapshot to the slot of a new sequence on the device. None: the one behind its cached blocks."""
+        """Copy a snapshot to the slot of a new sequence on the device. None: the one at the end of its cached blocks."""
         if snapshot is None:
             snapshot = self.find(sequence, sequence.position)
         assert snapshot is not None
@@ -90,7 +90,7 @@ class SnapshotKeeper:
             self._save(sequence, sequence.snapshots[place])
 
     def publish(self, sequence: Sequence) -> None:
-        """Keep the snapshots behind the published blocks of a sequence."""
+        """Keep the snapshots that belong to the published blocks of a sequence."""
         path = self._path(sequence)
         for place in [place for place in sequence.snapshots if place <= sequence.blocks.length]:
             slot, block = sequence.snapshots.pop(place), path[place // BLOCK_SIZE - 1]

@@ -91,8 +91,8 @@ class _Captured:
         inputs.rows.written(behind=True)
         # Copy the results: the next replay overwrites them.
         counts = self._counts.clone().unbind()
-        tallies = [tally for own in self._tallies for tally in own.clone().unbind()] or [None] * len(counts)
-        each = zip(self._layers, counts, tallies, strict=True)
+        tallies: list[torch.Tensor | None] = [tally for own in self._tallies for tally in own.clone().unbind()]
+        each = zip(self._layers, counts, tallies or [None] * len(counts), strict=True)
         mode.selected = [LayerSelection(layer, own[:0], own, tally) for layer, own, tally in each]
         return self._logits.clone()
 

@@ -129,7 +129,7 @@ class SessionKV(SessionBlocks):
         """Release the sequence. KV that is not loaded yet is discarded and not added to the prefix tree."""
         if self.sequence is None:
             return
-        self.context.saver.flush()
+        self.context.saver.wait_for(self.sequence.blocks)
         if self.loader is not None:
             arrived = self.loader.finished
             self.end_loading()
@@ -305,16 +305,16 @@ class SessionKV(SessionBlocks):
     def save(self) -> None:
         """Enqueue all unsaved blocks and write the history. Raise StoreError if it cannot be written."""
         self.hand_over()
-        self.write_history()
+        self.persist()
 
     def hand_over(self) -> None:
-        """Enqueue all unsaved blocks and take a snapshot of the history for `write_history`."""
+        """Enqueue all unsaved blocks and take a snapshot of the history for `persist`."""
         if self.loader is None:
             self.enqueue(self.all_names())
         self.enter_names()
         self._unwritten = self.history.to_bytes()
 
-    def write_history(self) -> None:
+    def persist(self) -> None:
         """Write the snapshot taken by `hand_over`, if there is one.
 
         Raises:

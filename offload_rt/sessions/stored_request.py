@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import TypeVar
 
 import torch
@@ -12,8 +13,9 @@ from ..core import BLOCK_SIZE, Prompt
 from ..engine.request import SampledRequest, StartAgainError
 from ..engine.runner import Runner
 from ..model_runner.prefill import Prefill
+from ..model_runner.sequence import Sequence
 from ..model_runner.trace import Recorder, Trace
-from ..outputs import TokenOutput
+from ..outputs import FinishReason, TokenOutput
 from ..sampling_params import SamplingParams
 from ..storage.loader import DamagedBlockError
 from ..storage.saver import Saving
@@ -28,6 +30,9 @@ class StoredRequest(SampledRequest):
 
     The prompt is prefilled in segments of a few seconds (`SessionContext.segment_stop`). The KV of complete segments is
     kept in the prefix tree and in the store if the request ends during the prefill.
+
+    A subclass decides how the tokens relate to a history: `_prepare` and `_set_back` before and after a failed start,
+    `_leave` when the request is dropped, and `_keep` when it ends.
     """
 
     def __init__(
@@ -56,11 +61,98 @@ class StoredRequest(SampledRequest):
         """Call `action`, and evict idle KV while it raises PoolFullError."""
 
     @abstractmethod
-    def _save_decoded(self, stop: int) -> None:
-        """Enqueue the last block for writing. Decoding has just filled it; it ends at token `stop`."""
+    def _prepare(self, runner: Runner) -> None:
+        """Check that the request fits, and make room for its tokens in the history."""
+
+    @abstractmethod
+    def _set_back(self) -> None:
+        """Restore the state before the request after a failed start."""
+
+    @abstractmethod
+    def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
+        """Return the first token that is prefilled although KV of other tokens is cached (see `Stats`)."""
+
+    def _parted_at(self, tokens: Seq[int], diverged_at: int | None) -> int:
+        """Return the number of leading tokens whose KV was computed before."""
+        return len(tokens) if diverged_at is None else diverged_at
+
+    @abstractmethod
+    def _leave(self, *, untouched: bool) -> None:
+        """Free the memory of a dropped request. `untouched`: The KV is complete, and the prefill has not begun."""
+
+    @abstractmethod
+    def _keep(self, runner: Runner) -> None:
+        """Enqueue the KV of an ended request for writing, and leave its memory to the host tier."""
+
+    def start(self, runner: Runner) -> Prefill:
+        """Start loading the cached prefix and begin the prefill.
+
+        Raises:
+            PoolFullError: The sequence does not fit in the pool.
+            InputError, ModelError: The request exceeds the model's positions, or the model's weights were changed.
+        """
+        assert self.sequence is None
+        kv = self.kv
+        runner.model.check_weights_unchanged()
+        self._host.take(kv)
+        in_memory = kv.sequence is not None and (kv.loader is None or kv.loader.finished)
+        try:
+            self._prepare(runner)
+            # After a drop, tokens that were generated before are prefilled if this gives the same KV as decoding.
+            # Otherwise they are decoded again.
+            tokens = self.prompt.token_ids if runner.approximates else self.tokens
+            kv.history.tokens = list(tokens)
+            self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
+        except BaseException:
+            self._set_back()
+            raise
+        sequence.tokens, sequence.trace.prompt_tokens = self.tokens, len(self.prompt.token_ids)
+        diverged_at = self._diverged_at(tokens, sequence.position)
+        parted_at = self._parted_at(tokens, diverged_at)
+        return self._begin_prefill(runner, len(tokens), in_memory, diverged_at, parted_at)
+
+    def _ready(self, runner: Runner, capacity: int) -> Sequence:
+        """Return the sequence, whose KV is being loaded. KV in a rounded format is complete."""
+        kv = self.kv
+        while True:
+            sequence = self._after_reclaim(lambda: kv.ready(capacity))
+            if not kv.context.private:
+                return sequence
+            try:
+                kv.load_all()
+            except DamagedBlockError:
+                kv.drop()
+            else:
+                # Always relearn from the rounded KV of the pool, so that a restart gives the same state.
+                runner.relearn(sequence)
+                return sequence
+
+    def drop(self, runner: Runner) -> None:
+        """Free the sequence; the request can start again. The prefix tree and the store keep its full blocks."""
+        if self.sequence is None:
+            return
+        self._trace = self.sequence.trace
+        damaged = self.kv.loader is not None and self.kv.loader.damaged
+        self._count_arrived(self._trace)
+        untouched = self._untouched and not damaged
+        self._give_up_prefill()
+        self._leave(untouched=untouched)
+        self.sequence = None
+
+    def finish(self, runner: Runner, reason: FinishReason) -> None:
+        """End the request and enqueue its blocks for writing. `persist` completes this."""
+        self.finish_reason = self.finish_reason or reason
+        if self.sequence is not None:
+            self._count_arrived(self.sequence.trace)
+            self._final = self.stats(runner)
+        self._keep(runner)
+
+    def persist(self) -> None:
+        """Record the end of the request in the store. Raise StoreError if that fails; the KV stays usable."""
+        self.kv.persist()
 
     def _begin_prefill(
-        self, runner: Runner, stop: int, *, in_memory: bool, diverged_at: int | None, parted_at: int
+        self, runner: Runner, stop: int, in_memory: bool, diverged_at: int | None, parted_at: int
     ) -> Prefill:
         """Begin the prefill of `sequence` up to token `stop`.
 
@@ -165,7 +257,7 @@ class StoredRequest(SampledRequest):
         assert self.sequence is not None
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
         if position % BLOCK_SIZE == 0 and position > prompt:
-            self._save_decoded(position)
+            self.kv.enqueue_decoded(self.sequence.tokens, prompt, position)
         return super().accept(runner, logits)
 
     def _count_arrived(self, trace: Trace) -> None:

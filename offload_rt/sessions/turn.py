@@ -11,13 +11,10 @@ from ..core import Prompt
 from ..engine.logits_processors import check_answerable
 from ..engine.runner import Runner
 from ..errors import InputError
-from ..model_runner.prefill import Prefill
-from ..model_runner.sequence import Sequence
 from ..model_runner.trace import Recorder
 from ..models.loading import LoadedModel
 from ..outputs import FinishReason
 from ..sampling_params import SamplingParams
-from ..storage.loader import DamagedBlockError
 from .chat_template import TurnTokens
 from .host_tier import HostTier
 from .session_kv import SessionKV
@@ -86,34 +83,12 @@ class Turn(StoredRequest):
     def _kept(self) -> list[int]:
         return self._before[: len(self._before) - self._tokens.dropped]
 
-    def start(self, runner: Runner) -> Prefill:
-        """Start loading the session's KV and begin the prefill.
-
-        Raises:
-            PoolFullError: The sequence does not fit in the pool.
-            ModelError: The conversation exceeds the model's positions, or the model's weights were changed.
-        """
+    def _prepare(self, runner: Runner) -> None:
         kv = self.kv
-        runner.model.check_weights_unchanged()
-        self._host.take(kv)
-        arrived = kv.sequence is not None and (kv.loader is None or kv.loader.finished)
-        try:
-            self._fit(runner)
-            if kv.history.computed > len(self._kept):
-                kv.drop()
-                kv.history.forget_from(len(self._kept))
-            # A restarted turn already has new tokens. Prefill them only if this gives the same KV as decoding.
-            # Otherwise decode them again.
-            taken = self.prompt.token_ids if runner.approximates else tuple(self.tokens)
-            kv.history.tokens = list(taken)
-            self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
-        except BaseException:
-            self._set_back()
-            raise
-        sequence.tokens = self.tokens
-        return self._begin_prefill(
-            runner, len(taken), in_memory=arrived, diverged_at=sequence.position, parted_at=len(self._kept)
-        )
+        self._fit(runner)
+        if kv.history.computed > len(self._kept):
+            kv.drop()
+            kv.history.forget_from(len(self._kept))
 
     def _fit(self, runner: Runner) -> None:
         """Truncate the conversation if needed, so that it fits the model's positions including this turn."""
@@ -145,45 +120,21 @@ class Turn(StoredRequest):
             stacklevel=2,
         )
 
-    def _ready(self, runner: Runner, capacity: int) -> Sequence:
-        kv = self.kv
-        while True:
-            sequence = self._host.retry_after_reclaim(lambda: kv.ready(capacity))
-            try:
-                if kv.context.private:
-                    kv.load_all()
-                    # Always relearn from the rounded KV of the pool, so that a restart gives the same state.
-                    runner.relearn(sequence)
-            except DamagedBlockError:
-                kv.drop()
-            else:
-                sequence.trace.prompt_tokens = len(self.prompt.token_ids)
-                return sequence
-
     def _after_reclaim(self, action: Callable[[], T]) -> T:
         return self._host.retry_after_reclaim(action)
 
-    def _save_decoded(self, stop: int) -> None:
-        assert self.sequence is not None
-        self.kv.enqueue_decoded(self.sequence.tokens, len(self.prompt.token_ids), stop)
+    def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
+        return position
 
-    def drop(self, runner: Runner) -> None:
-        """Release the turn's memory and restore the session.
+    def _parted_at(self, tokens: Seq[int], diverged_at: int | None) -> int:
+        return len(self._kept)
 
-        The session's KV stays in memory only if the prefill has not changed it and no block is damaged.
-        """
-        if self.sequence is None:
-            return
-        self._trace = self.sequence.trace
-        damaged = self.kv.loader is not None and self.kv.loader.damaged
-        self._count_arrived(self._trace)
-        untouched = self._untouched and not damaged
-        self._give_up_prefill()
+    def _leave(self, *, untouched: bool) -> None:
+        """Restore the session. Its KV stays in memory only if it is `untouched`."""
         if not untouched:
             self.kv.history.tokens = list(self._before)
             self.kv.drop()
         self._set_back()
-        self.sequence = None
 
     def _set_back(self) -> None:
         """Restore the session to its state before the turn, and park it."""
@@ -204,14 +155,9 @@ class Turn(StoredRequest):
         else:
             kv.sequence.tokens = list(tokens)
 
-    def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """Add the turn to the history and enqueue its blocks for writing. `persist` writes the history."""
-        self.finish_reason = self.finish_reason or reason
-        kv, history = self.kv, self.kv.history
-        sequence = self.sequence
-        if sequence is not None:
-            self._count_arrived(sequence.trace)
-            self._final = self.stats(runner)
+    def _keep(self, runner: Runner) -> None:
+        """Add the turn to the history, and park the session."""
+        kv, history, sequence = self.kv, self.kv.history, self.sequence
         interrupted, progressed = self._prefilling, sequence is not None and sequence.position > self._start
         taken_in = sequence is not None and not interrupted
         self.sequence = None
@@ -230,10 +176,6 @@ class Turn(StoredRequest):
                 kv.hand_over()
         finally:
             self._host.park(kv)
-
-    def persist(self) -> None:
-        """Write the history. Raise StoreError if it cannot be written; the session stays usable."""
-        self.kv.write_history()
 
     def _undo(self, interrupted: bool, progressed: bool) -> None:
         """Restore the session after an incomplete prefill, but keep tokens generated before a preemption.

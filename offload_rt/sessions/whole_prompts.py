@@ -97,7 +97,7 @@ class WholePrompts:
                     again = request.release()
                 except Exception:  # must not fail another request
                     logger.exception("the memory of an ended request could not be freed at the first attempt")
-                    request.drop(self.store.context.runner)
+                    request.leave_host(write=False)
                     again = False
             if again:
                 self.prompt_ended(request)
@@ -106,7 +106,7 @@ class WholePrompts:
         """Write all enqueued blocks, and free the memory of ended requests."""
         with self.store.context.runner.pool.lock:
             for request in self._ending:
-                request.drop(self.store.context.runner)
+                request.leave_host(write=True)
 
     def turn(
         self,

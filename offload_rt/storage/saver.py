@@ -80,11 +80,11 @@ class Saver:
     """Write KV blocks from the pool to a store on a worker thread.
 
     `begin` registers blocks that are being computed, and `layer_done` marks one of their layers as complete. The worker
-    writes that layer while the next one is computed. Only `flush`, `abort` and `close` wait for the disk.
+    writes that layer while the next one is computed. Only `flush`, `wait_for`, `abort` and `close` wait for the disk.
 
     The pool itself is the write buffer: waiting KV stays in its blocks, and the owner of the block table must keep them
-    until `flush`. The written slots of a block never change. If the block table replaces a block, `recheck` gives up
-    its pending writes.
+    until `flush` or `wait_for`. The written slots of a block never change. If the block table replaces a block,
+    `recheck` gives up its pending writes.
 
     At most `buffer_bytes` wait to be written. `begin` accepts only as many blocks as fit, so the computation never
     waits for the buffer. The caller submits the other blocks again later: sessions do so at the end of a turn and when
@@ -101,7 +101,7 @@ class Saver:
     A block is not committed if any of its writes failed. Its unnamed file remains the extent of the pool block, unless
     the KV was never complete (`abort`). The compute thread creates these files, because it waits for the disk anyway.
 
-    Call `begin`, `layer_done`, `flush`, `abort` and `close` on the compute thread. The worker reads the pool, after
+    Call all methods except `notify` on the compute thread. The worker reads the pool, after
     `KVStorage.settle`, and writes to the store.
     """
 
@@ -241,6 +241,11 @@ class Saver:
         if (failure := self._failure) is not None:
             self._failure = None
             raise failure
+
+    def wait_for(self, blocks: BlockTable) -> None:
+        """Wait until no pending write reads `blocks`, whose KV may then be freed. Raise as `flush` does."""
+        if any(saving.blocks is blocks and not saving.ended for saving in self._active):
+            self.flush()
 
     def notify(self, written: Callable[[], None]) -> None:
         """Call `written` on the worker thread when all completed layers are written. It must not raise."""
