@@ -31,7 +31,10 @@ class SnapshotKeeper:
         sequence.trace.recomputed_tokens = max(0, sequence.parted_at - sequence.position)
 
     def restore(self, sequence: Sequence, snapshot: int | None = None) -> None:
-        """Copy a snapshot to the slot of a new sequence on the device. None: the one at the end of its cached blocks."""
+        """Copy a snapshot to the slot of a new sequence on the device.
+
+        None means the snapshot at the end of its cached blocks.
+        """
         if snapshot is None:
             snapshot = self.find(sequence, sequence.position)
         assert snapshot is not None
