@@ -187,8 +187,13 @@ def test_a_preempted_request_continues_at_a_snapshot() -> None:
     requests = [engine.add(prompt, params) for prompt in prompts]
     restored: list[int] = []
     own = SnapshotKeeper.restore
+
+    def restore(self: SnapshotKeeper, sequence: Any, *snapshot: Any) -> None:
+        restored.append(sequence.position)
+        own(self, sequence, *snapshot)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SnapshotKeeper, "restore", lambda self, one: (restored.append(one.position), own(self, one))[1])
+        patch.setattr(SnapshotKeeper, "restore", restore)
         while not engine.idle:
             engine.step()
             engine.check_integrity()
