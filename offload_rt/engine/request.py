@@ -48,7 +48,8 @@ class Request(ABC):
     Attributes:
         sequences: Sequences of the request. Decode steps advance each of them by one token.
         cached_tokens: Number of prompt tokens whose KV was cached when the request first started.
-        recomputed_tokens: Prompt tokens that were computed although their KV was cached (`Stats.recomputed_tokens`).
+        recomputed_tokens: Number of prompt tokens that were computed although their KV was cached (hybrid models, see
+            `Stats.recomputed_tokens`).
         prompt_logprobs: Log-probabilities of the prompt's tokens, or None if not requested.
     """
 

@@ -33,7 +33,7 @@ MISSED_MASS_EVERY = 16  # decode steps between measurements; default on a CPU if
 
 
 class SequenceManager:
-    """Own the KV cache, the recurrent state and the transfers of one model, and the sequences that use them.
+    """The sequences of one model and policy, with their KV cache, recurrent state and transfers.
 
     The caller must call `free` for every sequence. Between calls, the block table, the resident KV and the policy state
     of a sequence describe the same tokens.
@@ -48,7 +48,7 @@ class SequenceManager:
         config: EngineConfig,
         plan: DevicePlan | None = None,
     ) -> None:
-        """`plan`: limits on device memory."""
+        """`plan` contains limits on device memory. None means no limits."""
         self.model, self.policy, self.pool, self.transfer, self.config = model, policy, pool, transfer, config
         self.plan, self.adapter = plan, model.adapter
         self.reclaimables: list[Reclaimable] = []
@@ -116,8 +116,8 @@ class SequenceManager:
     def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
         """Reserve slots for the next `tokens` tokens. Raise PoolFullError.
 
-        With eviction, a sequence overwrites KV of its own tokens if the pool is full. PoolFullError then means that the
-        device is full, or that a fork still uses blocks that have left a sliding window.
+        With eviction, a sequence overwrites KV of its earlier tokens if the pool is full. PoolFullError then means that
+        the device is full, or that a fork still uses blocks that have left a sliding window.
         """
         if not self.cache_manager.evicts:
             self.pool.reserve(sequence.blocks, sequence.position + tokens)
@@ -303,7 +303,10 @@ class SequenceManager:
 
     @device_guard
     def free(self, sequence: Sequence) -> None:
-        """Free a sequence. Its full blocks stay in the prefix tree. If this raises, a second call frees the rest."""
+        """Free a sequence. Its full blocks stay in the prefix tree.
+
+        If this raises an error, call it again to free the remaining memory.
+        """
         self.transfer.storage.close(sequence.blocks)
         try:
             self._publish(sequence)
@@ -338,7 +341,7 @@ class SequenceManager:
         return sum(one.state.device_bytes for one in self._open.values())
 
     def check_integrity(self) -> None:
-        """Assert that pool, sequences and policy states agree."""
+        """Assert that the pool, the sequences and the policy states are consistent."""
         self.pool.check_integrity()
         self.transfer.check_integrity()
         for sequence in self._open.values():

@@ -1,4 +1,4 @@
-"""Take snapshots of recurrent state, publish them with their blocks, and restore them."""
+"""Take snapshots of the recurrent state of hybrid models, store them with cached blocks, and restore them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ..models.recurrent import StateSlots
 
 
 class SnapshotKeeper:
-    """Snapshots of the sequences of one runner. They are shared with all runners of the pool.
+    """Snapshots of the recurrent state of sequences, so that hybrid models can reuse cached prefixes.
 
-    A sequence takes snapshots where `needed_places` puts them, and where its text parts from an earlier one, because
-    other texts may part there too. They are published with the blocks before them.
+    `needed_places` determines after which tokens a sequence takes a snapshot. A sequence takes another one at the point
+    where its text differs from an earlier text, because further texts may differ there too. When blocks of a sequence
+    are added to the prefix tree, their snapshots are kept with them. All runners of the pool share the snapshots.
 
     Args:
         slots: Recurrent state of the runner's sequences on the device.
-        pool: The pool with the prefix cache and the memory of the snapshots.
+        pool: KV pool with the prefix cache and the memory for snapshots.
     """
 
     def __init__(self, slots: StateSlots, pool: HostPool) -> None:
@@ -64,9 +65,10 @@ class SnapshotKeeper:
         self._table.release(slot)
 
     def capture(self, sequence: Sequence, stop: int) -> StateCapture | None:
-        """Reserve snapshots for a prefill of tokens [position, stop). Return what takes them, or None.
+        """Reserve snapshots for a prefill of tokens [position, stop).
 
-        If there are few slots, the end of the text comes first.
+        Return an object that takes them during the prefill, or None if no snapshot is needed or free. If there are few
+        free snapshots, the one at the end of the text is reserved first.
         """
         start, path = sequence.position, self._path(sequence)
         for place in [place for place in sequence.snapshots if place > start]:  # of a prefill that was given up
@@ -75,14 +77,17 @@ class SnapshotKeeper:
         wanted = [place for place in needed_places(stop, [*self._table.places(path), *ahead]) if place > start]
         if start < sequence.parted_at < stop and sequence.parted_at not in wanted:
             wanted.insert(1, sequence.parted_at)
-        self._touch(path, stop)  # before others are evicted
+        self._touch(path, stop)  # before other snapshots are evicted
         for place in wanted:
             self._take(sequence, place)
         targets = {place: slot for place, slot in sequence.snapshots.items() if start < place <= stop}
         return StateCapture(self._slots, sequence.state_slot, self._states, targets) if targets else None
 
     def after_step(self, sequence: Sequence) -> None:
-        """Take a snapshot after a decode step that filled a block. Free those that are no longer needed."""
+        """Take a snapshot if the last decode step has filled a block.
+
+        Snapshots of the sequence that are no longer needed are freed.
+        """
         place = sequence.position
         if place % BLOCK_SIZE or place != sequence.blocks.length:
             return
@@ -93,7 +98,7 @@ class SnapshotKeeper:
             self._save(sequence, sequence.snapshots[place])
 
     def publish(self, sequence: Sequence) -> None:
-        """Keep the snapshots that belong to the published blocks of a sequence."""
+        """Keep the snapshots of a sequence together with its blocks in the prefix tree."""
         path = self._path(sequence)
         for place in [place for place in sequence.snapshots if place <= sequence.blocks.length]:
             slot, block = sequence.snapshots.pop(place), path[place // BLOCK_SIZE - 1]
@@ -104,7 +109,7 @@ class SnapshotKeeper:
         self._touch(path, sequence.blocks.length)
 
     def release(self, sequence: Sequence) -> None:
-        """Free the snapshots of a sequence that were not published."""
+        """Free the snapshots of a sequence that were not kept by `publish`."""
         while sequence.snapshots:
             self._table.release(sequence.snapshots.popitem()[1])
 
@@ -112,7 +117,10 @@ class SnapshotKeeper:
         return sequence.blocks.ids[: sequence.blocks.length // BLOCK_SIZE]
 
     def _touch(self, path: list[int], tokens: int) -> None:
-        """Mark the snapshots that a text of `tokens` tokens needs as used, its last one most recently."""
+        """Mark the snapshots that a text of `tokens` tokens needs as used now.
+
+        The last one is marked as the most recently used.
+        """
         needed = needed_places(tokens, self._table.places(path))
         self._table.touch(path[place // BLOCK_SIZE - 1] for place in reversed(needed))
 
@@ -121,7 +129,7 @@ class SnapshotKeeper:
             self._states.save(slot, layer, *self._slots.of_layer(layer, sequence.state_slot))
 
     def _take(self, sequence: Sequence, place: int) -> bool:
-        """Reserve a snapshot. Return False if all slots are pending."""
+        """Reserve a snapshot after `place` tokens. Return False if none is free."""
         if place not in sequence.snapshots and (slot := self._table.take()) is not None:
             sequence.snapshots[place] = slot
         return place in sequence.snapshots

@@ -44,7 +44,8 @@ class Sequence:
         parted_at: Number of leading tokens whose KV was cached when the sequence began, in full blocks.
         keeps_decoded: Whether a session with recurrent state continues at the last full block. Snapshots are then taken
             after decode steps too, although their state may be approximate, and windows at this block stay.
-        snapshots: Snapshots of recurrent state that are not published yet: number of tokens to slot of the state pool.
+        snapshots: Snapshots of recurrent state that are not published yet. Maps the number of tokens of each snapshot
+            to its slot in the state pool.
     """
 
     id: int

@@ -30,7 +30,7 @@ class SessionBlocks:
         return name_blocks(self._provenance, self.history.tokens, stop, self.history.decoded)
 
     def _shown(self, stop: int) -> list[NamedBlock]:
-        """Return the sliding-window blocks that token `stop` sees."""
+        """Return the sliding-window blocks that the token at index `stop` attends to."""
         return window_blocks(self.runner.pool.groups, self.names(stop), stop, self.history.floor)
 
     def stored(self, stop: int) -> list[NamedBlock]:
@@ -43,7 +43,7 @@ class SessionBlocks:
         return SessionProvenance(context.storage.root, self.runner.provenance_key, history.provenance, owner)
 
     def _match(self) -> BlockTable:
-        """Return the blocks of the history that the prefix tree holds."""
+        """Return the blocks of the session that are in the prefix tree."""
         return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
 
     def _find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int, int | None]:
@@ -64,7 +64,7 @@ class SessionBlocks:
             self._broken.add(name.key)
 
     def _find_blocks(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
-        """Find stored blocks that continue `blocks`. Return them and the number of tokens whose KV is then known.
+        """Find blocks on disk that continue `blocks`.
 
         All sliding-window blocks that the next token sees are among them or in `blocks`. In models with recurrent
         state, a snapshot of it follows the known tokens.
@@ -97,17 +97,18 @@ class SessionBlocks:
         return block if right and name.key not in self._broken else None
 
     def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
-        """Find consecutive stored blocks of full-attention layers from token `known` on.
+        """Find consecutive blocks of full-attention layers on disk, from token `known` on.
 
-        Return the blocks, of which the last may be partly filled, and the number of tokens whose KV is then known. At
+        Return them, and the number of tokens whose KV will then be available. The last block may be partly filled. At
         least one token is left to compute.
         """
         history = self.history
-        # A prefill attends to its own KV before rounding. With a rounded format, stored KV of an unfinished turn
-        # differs from the KV that the repeated prefill attends to, so such blocks are not used.
+        # A prefill attends to new KV before rounding it. With a rounded (quantised) format, the stored KV of an
+        # unfinished turn differs from the KV that the repeated prefill attends to. Therefore these blocks are not used.
         stop = min(len(history.tokens) - 1, history.computed) if self.context.private else len(history.tokens) - 1
         if not self.runner.pool.groups.full:
-            # No layer has full blocks on disk, but the prefix tree may know more tokens than this session has computed.
+            # The model has only sliding-window layers. The prefix tree may contain more tokens than this session has
+            # computed.
             return [], max(known, min(stop, history.computed))
         names = self.names(stop // BLOCK_SIZE * BLOCK_SIZE)
         tail = self.names(history.computed)[history.computed // BLOCK_SIZE :]

@@ -1,8 +1,8 @@
-"""Prompts without a session name: the prefix cache of all requests, in host memory and on disk.
+"""Requests without a session name. Their KV is stored too, as a prefix cache in host memory and on disk.
 
-Such a prompt is a session that lasts for one request and has no history on disk. Its blocks are named by their tokens,
-so any later prompt finds them, also after a restart. As in the prefix tree, only exact KV is reused, so a response does
-not depend on earlier requests.
+Such a request is treated as a session that lasts for one request and has no history on disk. Its blocks are named by
+their tokens, so any later prompt with the same prefix finds them, also after a restart. As in the prefix tree, only
+exact KV is reused, so a response does not depend on earlier requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class PromptKV(SessionKV):
-    """KV of one prompt. It stays in host memory until its blocks are written."""
+    """KV cache of one prompt. The KV stays in host memory until its blocks are on disk."""
 
     claims = True
 
@@ -49,23 +49,23 @@ class PromptKV(SessionKV):
         return False
 
     def claim(self) -> None:
-        """Claim all stored blocks of the prompt, so that the deletion of a session with the same text keeps them."""
+        """Claim all stored blocks of the prompt, so that they are kept if a session with the same text is deleted."""
         names, groups = self.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE), self.runner.pool.groups.groups
         windows = (name.window(group) for name in names for group in groups if group)
         states = (name.state() for name in names if self._states is not None)
         self.context.storage.claim([name.key for name in (*names, *windows, *states)])
 
     def keep(self, computed: int) -> None:
-        """Enqueue for writing the full blocks of the first `computed` tokens. Their KV must be exact."""
+        """Queue the full blocks of the first `computed` tokens for writing. Their KV must be exact."""
         assert self.sequence is not None
         self.history.tokens, self.history.computed = list(self.sequence.tokens), computed // BLOCK_SIZE * BLOCK_SIZE
         self.history.starts = [self.sequence.trace.prompt_tokens - 1]  # the same prompt computes its last token again
         self.write_rest()
 
     def keep_windows(self) -> None:
-        """Enqueue for writing the sliding-window blocks that the next token sees.
+        """Queue the sliding-window blocks that the next token attends to for writing.
 
-        They stay in memory until `drop`, even after they leave the windows. Call at the end of a full block.
+        The blocks stay in memory until `drop`, even after they leave the windows. Call this at the end of a full block.
         """
         pool, sequence = self.runner.pool, self.sequence
         if self._stores_windows and sequence is not None and self._windows is None:
@@ -76,7 +76,7 @@ class PromptKV(SessionKV):
 
     @property
     def _stores_windows(self) -> bool:
-        # Without a full-attention layer, the length of the known prompt cannot be found.
+        # Without full-attention layers there are no blocks that show how long a known prefix is.
         return self.runner.pool.groups.full and self.runner.pool.groups.sliding > 0
 
     def drop(self) -> None:
@@ -111,9 +111,10 @@ class PromptKV(SessionKV):
 
 
 class StoredPrompt(StoredRequest):
-    """A request without a session name.
+    """A request without a session name, whose KV is loaded from a store and saved to it.
 
-    If it ends early, complete segments of its prefill are kept. `release` frees the memory after blocks are written.
+    If the request ends early, the KV of complete prefill segments is kept. `release` frees the memory when the blocks
+    are on disk.
     """
 
     def __init__(
@@ -141,7 +142,8 @@ class StoredPrompt(StoredRequest):
         return None if diverged_at is None else max(diverged_at, position)
 
     def _segment_stop(self, start: int) -> int:
-        # A later prompt continues after a full block and needs complete windows there, so a segment ends there.
+        # A later prompt continues after the last full block, and needs complete sliding windows at this point.
+        # Therefore a segment ends there.
         stop, full = super()._segment_stop(start), self._stop // BLOCK_SIZE * BLOCK_SIZE
         return min(stop, full) if self.kv.runner.pool.groups.sliding and start < full else stop
 

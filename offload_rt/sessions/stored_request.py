@@ -1,4 +1,4 @@
-"""A request whose KV is loaded from a session store and saved to it, layer by layer, overlapped with the prefill."""
+"""Requests whose KV is loaded from a session store and saved to it, layer by layer, while the prefill computes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class StoredRequest(SampledRequest):
-    """A request whose KV is loaded from a session store and saved to it during the prefill.
+    """Base class of requests that load their KV from a session store and save new KV to it during the prefill.
 
     The prompt is prefilled in segments of a few seconds (`SessionContext.segment_stop`). The KV of complete segments is
     kept in the prefix tree and in the store if the request ends during the prefill.
@@ -43,9 +43,9 @@ class StoredRequest(SampledRequest):
         Args:
             kv: KV cache of the session or prompt.
             host: Host tier of the store.
-            prompt: Prompt, including the reused tokens.
+            prompt: Prompt, including the tokens whose KV is reused.
             params: Sampling parameters.
-            recorder: Trace recorder of the request, if any.
+            recorder: Trace recorder of the request, or None.
         """
         model = kv.runner.model
         super().__init__(prompt, params, model.tokenizer, model.eos_token_ids, recorder=recorder)
@@ -58,7 +58,7 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _after_reclaim(self, action: Callable[[], T]) -> T:
-        """Call `action`, and evict idle KV while it raises PoolFullError."""
+        """Call `action` and return its result. While the call raises PoolFullError, evict idle KV and retry."""
 
     @abstractmethod
     def _prepare(self, runner: Runner) -> None:
@@ -159,7 +159,7 @@ class StoredRequest(SampledRequest):
         Args:
             runner: Runner of the sequence.
             stop: Number of tokens to prefill.
-            in_memory: Whether the KV was in host memory before, so that nothing is loaded.
+            in_memory: Whether all reused KV is in host memory, so that no KV is loaded from disk.
             diverged_at: See `Stats`.
             parted_at: Number of leading tokens whose KV was computed before.
         """
@@ -179,7 +179,7 @@ class StoredRequest(SampledRequest):
         kv, sequence = self.kv, self.sequence
         assert sequence is not None
         stop = self._segment_stop(sequence.position)
-        # The prefill allocates slots in sliding layers, which may require evicting idle sessions.
+        # The prefill reserves slots in sliding layers. Idle sessions may have to be evicted for them.
         self._prefill = self._after_reclaim(
             lambda: runner.begin_prefill(
                 sequence, stop, want_logits=stop == self._stop, before_layer=self._wait, after_layer=self._layer_done
@@ -190,7 +190,7 @@ class StoredRequest(SampledRequest):
         return self._prefill
 
     def _segment_stop(self, start: int) -> int:
-        """Return the end of the segment that begins at token `start`."""
+        """Return the end of the prefill segment that begins at token `start`."""
         return self.kv.context.segment_stop(start, self._stop)
 
     def next_prefill(self, runner: Runner) -> Prefill | None:
@@ -204,12 +204,12 @@ class StoredRequest(SampledRequest):
 
     @property
     def _prefilling(self) -> bool:
-        """Whether the prefill has begun and is not complete."""
+        """Whether the prefill has begun and is not complete yet."""
         return self._prefill is not None or (self.sequence is not None and self.sequence.position < self._stop)
 
     @property
     def _untouched(self) -> bool:
-        """Whether the prefill has begun and has not computed anything yet."""
+        """Whether the prefill has begun but has not computed any layer yet."""
         begun = self.sequence is not None and self.sequence.position > self._start
         return self._prefill is not None and self._prefill.untouched and not begun
 
@@ -220,7 +220,7 @@ class StoredRequest(SampledRequest):
             raise StartAgainError from damage
 
     def _layer_done(self, layer: int) -> None:
-        """Pass a computed layer to the saver. After the last layer of a segment, end loading."""
+        """Pass the KV of a computed layer to the saver. After the last layer of a segment, close the loader."""
         kv, context = self.kv, self.kv.context
         if self._saving is not None:
             context.saver.layer_done(self._saving, layer)
@@ -242,18 +242,24 @@ class StoredRequest(SampledRequest):
 
     @property
     def _computed_before(self) -> int:
-        """Number of tokens that earlier turns of the session computed."""
+        """Number of tokens that earlier turns of the session have computed."""
         return 0
 
     def reserve(self, runner: Runner) -> None:
-        """Allocate the slot of the next token, and evict idle KV if needed. Raise PoolFullError if that fails."""
+        """Reserve the slot of the next token, and evict idle KV if necessary.
+
+        Raises PoolFullError if there is still no room.
+        """
         sequence = self.sequence
         assert sequence is not None
         self._after_reclaim(lambda: runner.reserve(sequence))
         self.kv.recheck()
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """Sample the next token. If decoding has just filled a block, enqueue it for writing first."""
+        """Sample the next token from `logits`.
+
+        If decoding has just filled a block, queue the block for writing first.
+        """
         assert self.sequence is not None
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
         if position % BLOCK_SIZE == 0 and position > prompt:

@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 def said(prompt: str | Seq[int]) -> str:
-    """Return the text of a prompt, or an empty string for token ids."""
+    """Return the text of a prompt, or "" if the prompt is given as token ids."""
     return prompt if isinstance(prompt, str) else ""
 
 
 def check_turn(params: SamplingParams, model: LoadedModel) -> None:
-    """Raise InputError if a parameter is not supported in sessions."""
+    """Raise InputError if a sampling parameter is not supported in sessions."""
     if params.n > 1 or params.num_beams > 1:
         raise InputError("a session has one response per turn: n and num_beams must be 1")
     if params.prompt_logprobs is not None:
@@ -41,12 +41,13 @@ def check_turn(params: SamplingParams, model: LoadedModel) -> None:
 class Turn(StoredRequest):
     """One turn of a session, as an engine request.
 
-    The session's KV is the prefix of the request. When the turn ends, its tokens are added to the history and its KV
-    stays with the session. If the turn is dropped (preemption or a damaged block), the session is restored to its state
-    before the turn, and the turn restarts from host memory and disk. If the conversation would exceed the model's
-    positions, the oldest tokens are truncated when the turn starts.
+    The session's tokens and KV are the prefix of the request. When the turn ends, its tokens are added to the history,
+    and its KV stays with the session. If the turn cannot continue (preemption or a damaged block), the session returns
+    to its state before the turn, and the turn starts again later with KV from host memory and disk. If the conversation
+    would exceed the model's positions, the oldest tokens are truncated when the turn starts.
 
-    An interrupted prefill leaves the session unchanged. An interrupted response is kept up to its last token.
+    If the turn is cancelled during the prefill, the session is unchanged. If it is cancelled later, the response is
+    kept up to its last token.
     """
 
     def __init__(
@@ -66,9 +67,9 @@ class Turn(StoredRequest):
             host: Host tier of the session's store.
             number: Request id.
             text: Text of the user message, recorded in the history.
-            tokens: Tokens to add to the session and to drop from its end.
+            tokens: Tokens to remove from the end of the session, and tokens to add.
             params: Sampling parameters.
-            recorder: Trace recorder of the request, if any.
+            recorder: Trace recorder of the request, or None.
         """
         self._before, self._tokens = list(kv.history.tokens), tokens
         super().__init__(kv, host, Prompt(number, (*self._kept, *tokens.added)), params, recorder)
@@ -91,18 +92,19 @@ class Turn(StoredRequest):
             kv.history.forget_from(len(self._kept))
 
     def _fit(self, runner: Runner) -> None:
-        """Truncate the conversation if needed, so that it fits the model's positions including this turn."""
+        """Truncate the conversation if necessary, so that it fits the model's positions together with this turn."""
         kv, history = self.kv, self.kv.history
         before = history.truncation_id
         self._truncate()
         runner.check_fits(self.expected_tokens)
         close_gap(kv, self._host, self.expected_tokens)
         if history.truncation_id != before:
-            # Truncation changes the block names. Store the blocks again so that a restarted turn finds them.
+            # Truncation changes the names of the blocks. Store the blocks again, so that this turn finds them if it is
+            # restarted.
             kv.enqueue(kv.all_names())
 
     def _truncate(self) -> None:
-        """Remove the oldest tokens, with a warning, if this turn would exceed the model's positions."""
+        """If this turn would exceed the model's positions, remove the oldest tokens and warn."""
         history = self.kv.history
         new = len(self._tokens.added) + self.params.max_tokens - self._tokens.dropped
         try:
@@ -137,7 +139,7 @@ class Turn(StoredRequest):
         self._set_back()
 
     def _set_back(self) -> None:
-        """Restore the session to its state before the turn, and park it."""
+        """Restore the session to its state before the turn, and park it in the host tier."""
         kv = self.kv
         self._forget(self._before)
         if kv.sequence is not None:
@@ -145,7 +147,7 @@ class Turn(StoredRequest):
         self._host.park(kv)
 
     def _forget(self, tokens: list[int]) -> None:
-        """Reset the session to `tokens`, and drop its sequence if that extends beyond them."""
+        """Set the session's tokens to `tokens`. If its sequence has more tokens than these, drop the sequence."""
         kv = self.kv
         kv.history.tokens = list(tokens)
         if kv.sequence is None:
@@ -171,18 +173,18 @@ class Turn(StoredRequest):
         kv.last_stats = self._final
         try:
             if taken_in or self.new_tokens:
-                # A turn drops at most the token that ended the response before, unless it rewrites the conversation.
+                # A turn removes at most the token that ended the last response, unless it rewrites the conversation.
                 history.add_turn(len(self._kept), self._text, self.text, rewritten=self._tokens.dropped > 1)
                 kv.hand_over()
         finally:
             self._host.park(kv)
 
     def _undo(self, interrupted: bool, progressed: bool) -> None:
-        """Restore the session after an incomplete prefill, but keep tokens generated before a preemption.
+        """Restore the session after an incomplete prefill. Tokens that were generated before a preemption are kept.
 
         Args:
-            interrupted: The prefill had begun.
-            progressed: Some of its segments were complete. The prefix tree and the store keep them.
+            interrupted: Whether the prefill had begun.
+            progressed: Whether a segment of the prefill was complete. The prefix tree and the store keep its KV.
         """
         kv = self.kv
         self._give_up_prefill()
@@ -197,10 +199,11 @@ class Turn(StoredRequest):
 
 
 class WholeTurn(Turn):
-    """A turn that counts only if it is complete: if it is cancelled, the session stays as before the turn.
+    """A turn that is either complete or has no effect: if it is cancelled, the session stays as it was before.
 
-    The KV is written to disk before the history that refers to it. If the process is killed, the disk holds the session
-    with all its KV as before or as after this turn. Later turns therefore compute the same values as without the kill.
+    The KV is written to disk before the history that refers to it. If the process is killed, the disk contains the
+    session with all its KV, either as before or as after this turn. Later turns therefore compute the same values as
+    without the kill.
     """
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
