@@ -20,7 +20,7 @@ from ...llm import LLM
 from ...outputs import Stats
 from ...sampling_params import SamplingParams
 from ...utils.units import format_size
-from ..core.figures import picture
+from ..core.plots import picture
 from .divergence import Divergence
 
 if TYPE_CHECKING:
