@@ -1,4 +1,4 @@
-"""Clients of `AsyncLLM`: their requests and mailboxes, and the load of the engine."""
+"""Clients of `AsyncLLM`, the mailboxes that pass outputs to their event loops, and the load of the engine."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from .request import Request
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Current load and totals of an engine.
+    """Current load of an engine, and its totals since the start. Sizes are in bytes.
 
     Attributes:
-        waiting: Queued prompts.
-        running: Decoding completions, plus the prompt that is being prefilled.
-        pool_used_bytes: KV of requests in host memory.
-        pool_limit_bytes: Limit on KV in host memory.
-        prompt_tokens: Prompt tokens of finished requests.
-        cached_tokens: Number of prompt tokens that were cached.
-        generated_tokens: New tokens so far.
-        h2d_bytes: KV copied to the device for finished requests.
+        waiting: Number of queued prompts.
+        running: Number of completions that are being decoded, plus one if a prompt is being prefilled.
+        pool_used_bytes: Size of the KV of running requests in host memory.
+        pool_limit_bytes: Limit on the size of KV in host memory.
+        prompt_tokens: Total prompt tokens of finished requests.
+        cached_tokens: Total prompt tokens of finished requests whose KV was cached.
+        generated_tokens: Total generated tokens, including those of running requests.
+        h2d_bytes: Total KV copied from host to device for finished requests.
         weight_bytes: Size of the model's weights.
-        device_kv_bytes: KV on the device.
-        kept_bytes: Cached KV in host memory that no request uses.
-        host_hit_tokens: Prompt tokens whose KV was in host memory.
-        disk_hit_tokens: Prompt tokens whose KV was loaded from disk.
-        lost_tokens: Tokens of named sessions whose KV was lost and computed again.
-        store_bytes: Size of the store's files.
+        device_kv_bytes: Size of the KV on the device.
+        kept_bytes: Size of cached KV in host memory that no request uses now.
+        host_hit_tokens: Total prompt tokens whose KV was found in host memory.
+        disk_hit_tokens: Total prompt tokens whose KV was loaded from disk.
+        lost_tokens: Total tokens of named sessions whose stored KV was missing or damaged and was computed again.
+        store_bytes: Size of the session store's files.
     """
 
     waiting: int
@@ -56,7 +56,8 @@ class EngineLoad:
 class Mailbox:
     """Pass the latest output of a request to the event loop of its client.
 
-    Each output contains all earlier ones, so a slow reader skips outputs and costs no memory.
+    Each output contains the text of all earlier outputs. A slow client therefore receives only the latest output, and
+    no queue can grow.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class Mailbox:
 
 
 class RequestTracer:
-    """Collects the trace of the first completion of a prompt."""
+    """Collect the trace of the first completion of a prompt, if its client requested one."""
 
     def __init__(self, prompt_tokens: int, layers: int) -> None:
         self._selected = np.zeros(prompt_tokens, np.int64)
@@ -92,14 +93,14 @@ class RequestTracer:
         self._trace: Trace | None = None
 
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-        """Count selected tokens `[Hkv, n]` that belong to the prompt."""
+        """Count how often prompt tokens were selected. `tokens` `[Hkv, n]` are the tokens that `layer` selected."""
         found = tokens.detach().cpu().numpy().ravel()
         size = len(self._selected)
         self._selected += np.bincount(found[found < size], minlength=size)
 
     def trace(self, request: Request) -> RequestTrace:
-        """Return the trace so far. May wait for the device."""
-        for sequence in request.sequences[:1]:  # no sequence before the start and after the end
+        """Return the trace up to now. This may wait for the device."""
+        for sequence in request.sequences[:1]:  # before its start and after its end, a request has no sequence
             self._trace = sequence.trace
         trace = self._trace
         return RequestTrace(
@@ -113,12 +114,15 @@ class RequestTracer:
 
 @dataclass(eq=False)
 class Client:
-    """A client that waits for an output.
+    """A caller of `AsyncLLM` that waits for outputs of one request.
 
     Attributes:
-        text: Text of the prompt; None if token ids were given.
-        tracer: Recorder of the trace, if requested.
-        counted: New tokens that are included in the engine's total.
+        text: Text of the prompt, or None if the prompt was given as token ids.
+        ids: Token ids of the prompt.
+        session: Name of the session, or None for a request outside a session.
+        tracer: Recorder of the trace, or None if no trace was requested.
+        request: The engine's request, or None before it is queued.
+        counted: Number of generated tokens that the engine's total already includes.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
 """Beam search: beams are forks of one sequence and share its full blocks.
 
 `Beams` is the search itself. Its scores and tokens equal the results of transformers' `generate(num_beams=...)`.
-`BeamSearchRequest` forks and frees sequences accordingly.
+`BeamSearchRequest` forks and frees the sequences that hold the KV of the beams.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .runner import Runner
 _NEVER = -1.0e9  # score of beams that do not exist; transformers' value, because ties depend on it
 
 Ended = Callable[[list[int]], tuple[FinishReason | None, StopReason]]
-"""Returns the finish reason and the stop reason of new tokens; (None, None) if they do not end the text."""
+"""Takes the generated tokens of a beam. Returns its finish reason and stop reason, or (None, None) if it continues."""
 
 
 class Beams:
-    """The best `num_beams` running continuations, and the best finished ones.
+    """Beam search over token ids: the best `num_beams` running continuations, and the best finished ones.
 
     Scores are sums of log-probabilities in float32. Finished scores are divided by `length ** length_penalty`.
     """
@@ -106,7 +106,7 @@ class Beams:
         self._is_finished = torch.cat((self._is_finished, ending))[best]
 
     def _could_improve(self, length: int) -> bool:
-        """Return whether the best running beam could still become better than the worst finished one."""
+        """Return whether the best running beam could still get a better score than the worst finished beam."""
         params = self._params
         if params.early_stopping == "never" and params.length_penalty > 0:
             length = params.max_tokens
@@ -116,7 +116,7 @@ class Beams:
 
 
 class BeamSearchRequest(Request):
-    """A request that runs beam search. After a drop it starts again from its prompt, with the same result."""
+    """A request that runs beam search. If it is preempted, it starts again from its prompt, with the same result."""
 
     def __init__(
         self,
@@ -145,12 +145,18 @@ class BeamSearchRequest(Request):
         return runner.begin_prefill(sequence, len(prompt), want_logits=True)
 
     def reserve(self, runner: Runner) -> None:
-        """Allocate the next token of every beam, and check for spare blocks for forks. Raise PoolFullError."""
+        """Reserve a slot for the next token of every beam.
+
+        Raises PoolFullError, also if too few blocks are free for the forks of this step.
+        """
         super().reserve(runner)
         runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width))
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """Advance the search by one token, from logits `[S, V]` (S is 1 after prefill). Return outputs at the end."""
+        """Advance the search by one token. Return the outputs when the search ends, and an empty list before.
+
+        `logits` has the shape `[S, V]` for S running beams. After the prefill, S is 1.
+        """
         chosen = self._beams.advance(logits.expand(self.width, -1))
         if self._beams.done:
             self.finish_reason = self._ended(self._beams.finished[0])[0] or "length"
@@ -159,10 +165,10 @@ class BeamSearchRequest(Request):
         return []
 
     def _move(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
-        """Replace the sequences with the sequences of the chosen (parent, token) pairs.
+        """Replace the sequences of the beams by sequences for the chosen (parent beam, token) pairs.
 
-        Sequences without a chosen continuation are freed first. The first continuation of a sequence takes it over;
-        further continuations fork it.
+        Sequences without a chosen continuation are freed first. The first continuation of a beam reuses its sequence.
+        For each further continuation, the sequence is forked.
         """
         before, parents = list(self.sequences), {parent for parent, _ in chosen}
         for i, sequence in enumerate(before):
@@ -184,13 +190,13 @@ class BeamSearchRequest(Request):
         return runner.retry_after_reclaim(lambda: runner.fork(beam, beam.position + 1, same_trace=True))
 
     def drop(self, runner: Runner) -> None:
-        """Free all beams. A search that has not ended starts again."""
+        """Free the sequences of all beams. If the search has not ended, it starts again."""
         super().drop(runner)
         if self.finish_reason is None:
             self._beams = self._new_beams()
 
     def completions(self) -> list[CompletionOutput]:
-        """Return the best `params.n` finished continuations. They are empty before the end."""
+        """Return the best `params.n` finished continuations. Before the search ends, their texts are empty."""
         best = self._beams.finished[: self.params.n]
         return [self._completion(i, tokens) for i, tokens in enumerate(best)]
 
@@ -232,7 +238,7 @@ class BeamSearchRequest(Request):
         return text[: at + len(stop) * keep]
 
     def _stops(self, tokens: list[int]) -> list[tuple[int, str]]:
-        """Return position and text of the stop strings found after the first `min_tokens` tokens."""
+        """Return (position in the text, stop string) for stop strings after the first `min_tokens` tokens."""
         text, least = self._decode(tokens), self.params.min_tokens
         early = len(self._decode(tokens[:least])) if least else 0
         return [(at, stop) for stop in self.params.stop if (at := text.find(stop, early)) >= 0]

@@ -44,7 +44,7 @@ from .runner import Runner
 from .speculative.draft_model import check_same_tokens
 
 Model = str | os.PathLike[str] | PreTrainedModel
-"""Model name, folder, or loaded model."""
+"""A model: its name, its folder, or a loaded transformers model."""
 
 LIMITLESS = 1 << 62
 
@@ -52,14 +52,14 @@ LIMITLESS = 1 << 62
 def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | str | None = None) -> Runner:
     """Return a runner for `model`.
 
-    `runner.config.policy_options` holds all options in effect, including those that `offload-rt tune` saved in the
-    folder `config.skew`.
+    `runner.config.policy_options` contains all policy options in effect, including options that `offload-rt tune` saved
+    in the folder `config.skew`.
 
     Raises:
         ConfigError, ModelError, ArtifactError, MemoryLimitError: See `LLM`.
     """
     device = model.device if isinstance(model, PreTrainedModel) else resolve_device(config.device)
-    with on_device(device):  # loading verifies and calibrates the model, which launches kernels
+    with on_device(device):  # loading a model verifies and calibrates it, which launches kernels
         _check_launches(device)
         return _build(model, config, tokenizer)
 
@@ -86,13 +86,14 @@ def _load(
     placement: Placement = ON_DEVICE,
 ) -> LoadedModel:
     return load_model(
-        model, tokenizer=tokenizer or config.tokenizer, device=config.device, dtype=config.dtype, placement=placement,
-        verify=config.verify, hub=hub_of(config), max_model_len=config.max_model_len, quantize=config.quantize,
+        model, tokenizer=config.tokenizer if tokenizer is None else tokenizer, device=config.device,
+        dtype=config.dtype, placement=placement, verify=config.verify, hub=hub_of(config),
+        max_model_len=config.max_model_len, quantize=config.quantize,
     )  # fmt: skip
 
 
 def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> HostPool:
-    """Return a KV cache for the model with the fraction `share` of the configured memory."""
+    """Return a KV cache for the model. Its memory limit is the fraction `share` of the configured memory."""
     adapter, host, on_disk = loaded.adapter, config.host_memory, config.disk_limit
     if share < 1:
         host = int(memory_limit(host, at_most=LIMITLESS) * share)
@@ -103,10 +104,10 @@ def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> Host
 
 
 def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | None, float]:
-    """Return a runner of the draft model, if `config` names one, and its share of KV memory.
+    """Return a runner of the draft model, and its fraction of the memory for KV.
 
-    The share lets both KV caches hold the same number of tokens. Raises ConfigError if the tokenizers differ, and
-    the errors of `load_model`.
+    Without a draft model in `config`, the runner is None. With the returned fraction, the KV caches of both models hold
+    the same number of tokens. Raises ConfigError if the tokenizers differ, and the errors of `load_model`.
     """
     assert config.exact is not None
     if config.exact.model is None:
@@ -129,7 +130,7 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: o
     """Return a runner with another policy on the model and KV cache of `runner`.
 
     Prefill is exact under every policy, so both runners share cached prefixes. If `exact` is not None, it replaces the
-    option of `runner`. Raises ConfigError for invalid options, and if `device_memory` is set.
+    option `exact` of `runner`. Raises ConfigError for invalid options, and if `device_memory` is set.
     """
     if runner.plan is not None:
         raise ConfigError("device_memory is planned for one policy only: create another LLM instead")
@@ -174,7 +175,9 @@ def build_policy(
     *,
     keys_on_host: bool = False,
 ) -> Policy:
-    """Return the policy `name` for a loaded model. `artifact` loads the skew artifact if the policy needs one.
+    """Return the policy `name` for a loaded model.
+
+    `artifact` is called to load the skew artifact if the policy needs it.
 
     Raises ConfigError for unknown names, and for options that do not fit the model.
     """
@@ -193,7 +196,7 @@ def build_policy(
 def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader:
     """Return a function that loads the skew artifact at `config.skew`, or calibrates the model once and caches it.
 
-    Calibration always shows a progress bar, because it happens once and takes long.
+    Calibration always shows a progress bar, because it takes long and happens only once per model.
     """
 
     def load(method: SkewMethod) -> SkewArtifact:
@@ -206,15 +209,16 @@ def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader
 
 
 def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
-    """Return the skewing method set by options or preset. None means the method of the artifact."""
+    """Return the skewing method that the options or the preset name. None means that the artifact determines it."""
     found: SkewMethod | None = options_class(policy).given(options).get("skew")
     return found
 
 
 def build_transfer(pool: HostPool, geometry: ModelGeometry, device: torch.device, working_set: int = 0) -> Transfer:
-    """Return the transfer for a KV cache and a device.
+    """Return the object that copies KV between the pool and the device.
 
-    A CPU reads unquantised KV in place. Other devices, quantised KV and working sets use staging buffers.
+    On a CPU, unquantised KV is read in place. For other devices, quantised KV and working sets, KV is copied to staging
+    buffers.
     """
     if pool.file is not None:
         return DiskTransfer(pool, geometry, device)
@@ -238,9 +242,9 @@ def _reads_in_place(pool: HostPool) -> bool:
 
 
 def _bring_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedModel, HostWeights | None]:
-    """Set up the weight streams of `placement`.
+    """Create the streams that copy weights from host memory to the device, as `placement` requires.
 
-    Return the model and the streams, or None instead of the streams if all weights are on the device.
+    Return the model and the streams. The streams are None if all weights are on the device.
     """
     if not placement:
         return loaded, None

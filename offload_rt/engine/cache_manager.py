@@ -1,4 +1,4 @@
-"""Allocate KV cache blocks for the sequences of one runner, share cached prefixes, and reclaim unused memory."""
+"""Allocate KV cache blocks for the sequences of one runner, share cached prefixes, and free unused memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 def salt_provenance(cache_salt: str) -> str:
     """Return the part of a KV provenance key for `cache_salt`: "" for the empty salt, which all requests share.
 
-    It contains a digest, so that a salt that looks like another part of the key ("+cut-...") cannot collide with it.
+    The result contains a digest of the salt. The salt itself could look like another part of the key ("+cut-...").
     """
     if not cache_salt:
         return ""
@@ -36,36 +36,42 @@ def salt_provenance(cache_salt: str) -> str:
 
 
 SHARED_BEHIND = 512
-"""A prompt also keeps KV of sliding layers for this many tokens before the windows, if there is room.
+"""Number of tokens before a sliding window whose KV a prompt also keeps, if there is room.
 
-Another prompt can then reuse the prefix if it differs only in the last tokens, at most this many.
+Another prompt can then reuse the prefix if both prompts differ in at most this many tokens at the end.
 """
 
 
 class CacheManager:
-    """Allocation of blocks for one policy and configuration. It holds no block tables itself."""
+    """Allocate blocks for the sequences of one policy and configuration.
+
+    The block tables belong to the sequences; this class only changes them.
+    """
 
     def __init__(self, pool: HostPool, policy: Policy, config: EngineConfig, *, recurrent: bool = False) -> None:
-        """`recurrent`: the model has recurrent state."""
+        """`recurrent` tells whether the model has recurrent layers."""
         self._pool, self._policy, self._config, self._recurrent = pool, policy, config, recurrent
 
     @property
     def shares(self) -> bool:
         """Whether prefixes are shared.
 
-        Quantised KV is not shared, because results would depend on earlier requests. KV of hybrid models is not shared,
-        because the recurrent state at the end of a prefix is not kept.
+        Quantised KV is not shared, because the result of a request would then depend on earlier requests. KV of hybrid
+        models is not shared, because the recurrent state at the end of a prefix is not kept.
         """
         shared = self._config.enable_prefix_caching and self._pool.format.exact
         return shared and not self._recurrent
 
     @property
     def evicts(self) -> bool:
-        """Whether sequences overwrite their own tokens if the pool is full."""
+        """Whether sequences overwrite KV of their own tokens if the pool is full."""
         return self._config.eviction is not None
 
     def check(self, prompt: int, total: int) -> None:
-        """Raise PoolFullError if an empty pool cannot hold `total` tokens (with eviction: `prompt + 1` tokens)."""
+        """Raise PoolFullError if a sequence can never fit, even in an empty pool.
+
+        Without eviction, the pool must hold all `total` tokens, and with eviction `prompt + 1` tokens.
+        """
         if not self.evicts:
             self._pool.check_fits(total)
             return
@@ -77,7 +83,11 @@ class CacheManager:
             ) from None
 
     def slots_for(self, computed: int, total: int) -> int:
-        """Return the number of slots to reserve: `total`, or `computed + 1` with eviction."""
+        """Return the number of slots to reserve for a sequence.
+
+        Without eviction this is `total`, the final number of tokens. With eviction it is `computed + 1`, because later
+        tokens overwrite earlier ones.
+        """
         return computed + 1 if self.evicts else total
 
     def slots(self) -> SlotTable:
@@ -88,7 +98,7 @@ class CacheManager:
     def diverges(self, tokens: Seq[int], provenance: str) -> int | None:
         """Return the index of the first token that is not cached under `provenance`.
 
-        Return None if all are cached, or if prefixes are not shared.
+        Return None if all tokens are cached, or if prefixes are not shared.
         """
         if not self.shares or self._policy.wants_queries:
             return None
@@ -96,9 +106,11 @@ class CacheManager:
         return known if known < len(tokens) else None
 
     def block_table(self, known: Seq[int], capacity: int, stop: int, provenance: str) -> BlockTable:
-        """Return a block table for `capacity` tokens that begins with cached blocks of `known`. Raise PoolFullError.
+        """Return a block table with slots for `capacity` tokens.
 
-        Sliding layers get slots for the tokens before `stop`.
+        It begins with the cached blocks of the tokens `known`.
+
+        Sliding layers get slots only for the tokens before `stop`. Raises PoolFullError.
         """
         blocks = BlockTable()
         if self.shares and not self._policy.wants_queries:
@@ -108,9 +120,9 @@ class CacheManager:
         return self.reserved(blocks, capacity, blocks.length, stop)
 
     def reserved(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
-        """Reserve slots for `capacity` tokens, and in sliding layers for the tokens [start, stop). Return `blocks`.
+        """Reserve slots in `blocks` for `capacity` tokens, and return `blocks`.
 
-        The block table is released if PoolFullError is raised.
+        Sliding layers get slots only for the tokens [start, stop). If PoolFullError is raised, `blocks` is released.
         """
         with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)
@@ -119,7 +131,7 @@ class CacheManager:
 
     @contextmanager
     def released_on_error(self, blocks: BlockTable) -> Iterator[None]:
-        """Release a block table that no sequence owns yet if the body raises."""
+        """Release `blocks` if the body of the `with` statement raises. No sequence may own `blocks` yet."""
         try:
             yield
         except BaseException:
@@ -127,9 +139,13 @@ class CacheManager:
             raise
 
     def slide(self, sequence: Sequence, storage: KVStorage, stop: int, *, behind: int = 0) -> None:
-        """Allocate slots in sliding layers for tokens [position, stop), and free blocks that have left the windows.
+        """Move the windows of sliding layers to the tokens [position, stop).
 
-        Raises PoolFullError. Draft tokens do not move the windows.
+        Slots are reserved for the new tokens, and blocks that have left the windows are freed. Draft tokens do not move
+        the windows. Raises PoolFullError.
+
+        Args:
+            behind: Maximum number of new tokens before the last window that get slots too, if blocks are free.
         """
         # Freed blocks are not in use: `settle` waits for their write-back, decode steps read windows on the device,
         # and the first token after a prefill is sampled before another sequence gets blocks.
@@ -140,12 +156,18 @@ class CacheManager:
             self._pool.slide(blocks, position, stop, whole=self.evicts, behind=behind)
 
 
-NAMED = 8  # holdings listed in an error message
+NAMED = 8  # maximum number of holdings listed in an error message
 
 
 @dataclass(frozen=True)
 class Holding:
-    """Host memory that cannot be reclaimed, and why, for error messages. Shared blocks count for each holder."""
+    """Host memory that cannot be reclaimed, for error messages.
+
+    Attributes:
+        name: Name of the session or request that uses the memory.
+        bytes: Size in bytes. A shared block is counted for each of its users.
+        reason: Why the memory cannot be reclaimed.
+    """
 
     name: str
     bytes: int
@@ -153,10 +175,10 @@ class Holding:
 
 
 class Reclaimable(Protocol):
-    """An object that holds memory between requests."""
+    """An object that keeps memory between requests and can free it, such as a session store."""
 
     def reclaim(self) -> bool:
-        """Free some memory without losing data. Return False if none can be freed."""
+        """Free some memory without losing data. Return False if no memory can be freed."""
         ...
 
     def holdings(self) -> list[Holding]:
@@ -165,10 +187,10 @@ class Reclaimable(Protocol):
 
 
 def retry_after_reclaim(action: Callable[[], T], reclaimables: Iterable[Reclaimable]) -> T:
-    """Call `action` and return its result. While it raises PoolFullError, reclaim memory and try again.
+    """Call `action` and return its result. While the call raises PoolFullError, reclaim memory and try again.
 
-    `action` must not change any state if it raises. If no more memory can be reclaimed, raise PoolFullError, whose
-    message names the holders of memory.
+    `action` must not change any state if it raises. If no more memory can be reclaimed, raise a PoolFullError whose
+    message lists the memory that is still in use.
     """
     while True:
         try:

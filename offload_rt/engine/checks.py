@@ -1,4 +1,4 @@
-"""Check arguments of the public API, and requests and options against the model."""
+"""Check the arguments of the public API, and check requests and options against the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def check_token_ids(tokens: Sequence[int], model: LoadedModel) -> None:
 
 
 def check_positions(tokens: int, model: LoadedModel) -> None:
-    """Raise ModelError if the model's position table is too short. Warn if `tokens` exceeds the trained length."""
+    """Raise ModelError if a text of `tokens` tokens is longer than the model's position table.
+
+    Warn if it is longer than the texts of the model's training.
+    """
     geometry = model.adapter.geometry
     if tokens <= geometry.max_positions:
         return
@@ -52,7 +55,10 @@ def max_length(positions: int, check: Callable[[int], None]) -> int:
 
 
 def check_keeps_no_state(feature: str, geometry: ModelGeometry) -> None:
-    """Raise ConfigError if the model has recurrent state, because `feature` needs the state after earlier tokens."""
+    """Raise ConfigError if the model has recurrent layers.
+
+    `feature` is the name of a feature that would need the recurrent state after earlier tokens, which is not kept.
+    """
     if geometry.states:
         raise ConfigError(
             f"{feature} needs the state after earlier tokens, but {len(geometry.states)} of the "
@@ -62,7 +68,7 @@ def check_keeps_no_state(feature: str, geometry: ModelGeometry) -> None:
 
 
 def check_drafts(policy: Policy, config: EngineConfig, geometry: ModelGeometry) -> None:
-    """Raise ConfigError if options are not compatible with lossless mode."""
+    """Raise ConfigError if the policy, another option or the model cannot be combined with lossless mode."""
     assert config.exact is not None
     check_keeps_no_state("`exact`", geometry)
     if config.eviction is not None:
@@ -92,7 +98,7 @@ def check_evictable(policy: Policy) -> None:
 
 
 def shown(value: object) -> str:
-    """Return a value (at most 80 characters) and its type for a message."""
+    """Return a value, cut to 80 characters, and its type, for an error message."""
     return f"{value!r:.80} is {type(value).__name__}"
 
 
@@ -110,12 +116,12 @@ def whole(name: str, value: object, least: int) -> int:
 
 
 def whole_or_none(name: str, value: object, least: int) -> int | None:
-    """Return `whole`, or None if `value` is None."""
+    """Like `whole`, but return None if `value` is None."""
     return None if value is None else whole(name, value, least)
 
 
 def salt(cache_salt: object) -> str:
-    """Return the cache salt of a request. Raise InputError if it is not a string."""
+    """Return `cache_salt` of a request. Raise InputError if it is not a string."""
     if not isinstance(cache_salt, str):
         raise InputError(
             f"cache_salt={shown(cache_salt)}; it must be a string; an empty one shares KV with all requests"
@@ -124,7 +130,7 @@ def salt(cache_salt: object) -> str:
 
 
 def sampling(given: object, default: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters of one request, or `default` if `given` is None. Raise InputError."""
+    """Return `given`, or `default` if `given` is None. Raise InputError if `given` is no SamplingParams."""
     if given is None:
         return default
     if not isinstance(given, SamplingParams):
@@ -133,7 +139,10 @@ def sampling(given: object, default: SamplingParams) -> SamplingParams:
 
 
 def sampling_of_each(given: object, prompts: int, default: SamplingParams) -> list[SamplingParams]:
-    """Return one SamplingParams per prompt. `given` is one for all prompts, or a list. Raise InputError."""
+    """Return one SamplingParams per prompt.
+
+    `given` is one SamplingParams for all prompts, a list with one per prompt, or None for `default`. Raises InputError.
+    """
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [sampling(given, default)] * prompts
     if len(given) != prompts:

@@ -1,4 +1,4 @@
-"""Convert token ids to text incrementally, in whole characters and up to a stop string."""
+"""Convert token ids to text step by step. Only whole characters are returned, and no text after a stop string."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 _PENDING = "\N{REPLACEMENT CHARACTER}"
 
 CONTEXT_TOKENS = 6
-"""Number of prompt tokens that are decoded together with the new tokens."""
+"""Number of prompt tokens that are decoded together with the generated tokens, so that spaces are correct."""
 
 _INCOMPLETE = 3
 """Maximum number of bytes, and of tokens, in an incomplete UTF-8 character."""
@@ -18,11 +18,14 @@ _MAX_HELD = 8
 """If this many tokens end in an invalid byte, they are more than one incomplete character."""
 
 _LONGEST_WINDOW = 32
-"""Maximum number of tokens that are decoded again with each new token if they are not valid UTF-8."""
+"""Maximum number of tokens that are decoded again with each new token, if the tokens are not valid UTF-8."""
 
 
 def decode(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, special: bool = False) -> str:
-    """Return the text of `tokens`, without special tokens unless `special`; "" without a tokenizer."""
+    """Return the text of `tokens`, or "" without a tokenizer.
+
+    Special tokens are included only if `special` is True.
+    """
     if tokenizer is None:
         return ""
     # Clean-up would remove spaces that a stream has already returned, and later text would be lost.
@@ -31,7 +34,10 @@ def decode(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, 
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | None:
-    """Return the text that a token has inside a longer text, also for special tokens; None without a tokenizer."""
+    """Return the text that `token` contributes inside a longer text. Special tokens have text too.
+
+    Return None without a tokenizer.
+    """
     if tokenizer is None:
         return None
     # SentencePiece strips the leading space of the first token, so decode the token twice and use the second copy.
@@ -40,7 +46,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | N
 
 
 def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int]) -> list[int]:
-    """Return the last tokens of `prompt` that affect how the next token is decoded, without special tokens.
+    """Return the last tokens of `prompt`, without special tokens, that affect the text of the next token.
 
     SentencePiece strips a leading space, so the context must start with a token that has text. It must also start at a
     character boundary, because byte fallback decodes every byte of an incomplete UTF-8 sequence to U+FFFD.
@@ -60,9 +66,9 @@ def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence
 
 
 def _first_character(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> int:
-    """Return the index of the token that begins the first whole character, or 0 if there is none.
+    """Return the index of the token that begins the first whole character of the text, or 0 if there is none.
 
-    The last character may be incomplete.
+    The last character of the text may be incomplete.
     """
     counts = range(_INCOMPLETE + 1)
     places = ((start, len(tokens) - missing) for missing in counts for start in counts)
@@ -71,32 +77,46 @@ def _first_character(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) 
 
 
 def _has_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> bool:
-    """Return whether a token has text in any context. A single space has text only after another token."""
+    """Return whether a token has text in any context.
+
+    For some tokenizers a single space, for example, has text only after another token.
+    """
     return decode(tokenizer, [token, token]) != ""
 
 
 def known_texts(
     tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, special: bool = False
 ) -> list[str]:
-    """Return the text of `tokens`. If it ends in an incomplete character, also return the texts of fewer tokens."""
+    """Return the text of `tokens` in a list.
+
+    If the text ends in an incomplete character, the texts without the last 1 to 3 tokens follow. `added_text` needs
+    them.
+    """
     text = decode(tokenizer, tokens, special=special)
     counts = range(1, _INCOMPLETE + 1) if text.endswith(_PENDING) else ()
     return [text, *(decode(tokenizer, tokens[:-count], special=special) for count in counts)]
 
 
 def added_text(known: Sequence[str], both: str) -> str:
-    """Return the rest of `both` after its first prefix in `known`."""
+    """Return the part of `both` that follows its first prefix in `known` (from `known_texts`).
+
+    `known` is the text of earlier tokens, and `both` the text of earlier and later tokens.
+    """
     rest = known[0].rstrip(_PENDING)  # fallback; not needed for valid UTF-8
     return both[len(next((text for text in known if both.startswith(text)), rest)) :]
 
 
 class TextStream:
-    """Convert one sequence's new tokens to text, step by step, in constant time per token.
+    """Convert the generated tokens of one sequence to text, in constant time per token.
 
-    `push` returns only text that can no longer change. It holds back an incomplete UTF-8 character and a possible
-    beginning of a stop string until more tokens, or `flush`, decide. Without a tokenizer, the text is empty and no stop
-    string is found. With `keep_stop`, the text includes the stop string; with `special`, the special tokens. `prompt`
-    holds the tokens before the new ones.
+    `push` returns only text that can no longer change. An incomplete UTF-8 character and a possible beginning of a stop
+    string are held back until the next tokens complete them, or until `flush`. Without a tokenizer, the text is empty
+    and no stop string is found.
+
+    Args:
+        prompt: Tokens before the generated ones.
+        keep_stop: Include the stop string in the text.
+        special: Include special tokens in the text.
     """
 
     def __init__(
@@ -116,15 +136,18 @@ class TextStream:
         self._shown, self._known = len(self._window), self._texts(self._window)
         self._held = ""
         self.stopped: str | None = None
-        """The stop string that was found."""
+        """The stop string that was found, or None."""
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """Return the text that `token` completes. With `may_stop`, set `stopped` if it contains a stop string."""
+        """Add a token. Return the text that can no longer change and was not returned before.
+
+        If `may_stop` is True and the text contains a stop string, set `stopped`.
+        """
         fresh = self._completed(token)
         return self._release(self._held + fresh) if may_stop else fresh
 
     def flush(self) -> str:
-        """Return the text that is still held back. Called after the last token."""
+        """Return the text that is still held back. Call this after the last token."""
         tail = added_text(self._known, self._decode(self._window))
         self._shown, self._known = len(self._window), self._texts(self._window)
         held, self._held = self._held + tail, ""
@@ -181,6 +204,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that `stop` continues."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

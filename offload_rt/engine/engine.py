@@ -1,6 +1,7 @@
-"""The engine. `step()` allocates, admits, decodes (or drafts and verifies), prefills and samples.
+"""The engine: each call of `step()` advances all running requests by one step.
 
-Requests join and leave between steps.
+A step reserves memory, decodes one token per sequence (or drafts and verifies several), admits a waiting request and
+prefills layers of it. Requests join and leave between steps.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Engine:
 
     Args:
         on_prefill: Called as `on_prefill(request, layers_done)` after each layer of a prefill.
-        swap: Keeps the KV cache of preempted requests on disk.
+        swap: Writes the KV cache of preempted requests to disk.
         on_failure: Called with a failed request and its error. Without it, `step` raises the error.
         waited_for: Returns whether a client waits for the step to end. Called after each layer of a prefill.
     """
@@ -63,7 +64,7 @@ class Engine:
         self._suspects = Suspects()
 
     def next_id(self) -> int:
-        """Return a number for a request that the caller creates and passes to `submit`."""
+        """Return a new id for a request that the caller creates itself and passes to `submit`."""
         return next(self._ids)
 
     def add(
@@ -72,8 +73,8 @@ class Engine:
         """Queue a prompt of at least one token, and return its request.
 
         Args:
-            recorder: Receives the selections of the first completion's decode steps. Unused for beam search.
-            cache_salt: KV is shared only with prompts of the same salt.
+            recorder: Receives the tokens that each layer selects for the first completion. Unused for beam search.
+            cache_salt: The prompt shares KV only with prompts of the same salt.
 
         Raises:
             InputError: The model does not support `params`.
@@ -94,26 +95,27 @@ class Engine:
         """Queue an existing request, such as a turn of a session.
 
         Args:
-            swaps: Whether its KV cache may be swapped to disk. False if a session owns it.
+            swaps: Whether the request's KV cache may be swapped to disk if it is preempted. Pass False if a session
+                owns the KV cache.
         """
-        with self.runner.pool.lock:  # engines of other threads look at the queue
+        with self.runner.pool.lock:  # engines on other threads read the queue
             self.scheduler.add(request, swaps=swaps)
 
     @property
     def idle(self) -> bool:
-        """Whether there are no requests, and `step` has no failure to report."""
+        """Whether there are no requests and no errors that `step` must still report."""
         return self.scheduler.idle and not self.scheduler.failed and not self.scheduler.ended
 
     def step(self) -> list[TokenOutput]:
         """Compute a new token of every running request, and prefill layers of at most one request.
 
-        Engines of several threads take turns on their pool, step by step. An engine that has no room for any of its
-        requests waits a moment. Requests that end are persisted before their last output is returned, without the
-        pool's lock, so a slow disk delays only this engine.
+        Engines on several threads lock their shared pool for one step at a time. An engine waits briefly if the pool
+        has no room for any of its requests. Requests that end are written to disk before their last output is returned.
+        The pool is not locked meanwhile, so a slow disk delays only this engine.
 
         Raises:
-            OffloadError: A request has failed, and there is no `on_failure`. It has left the queue, and the next call
-                continues with the others. Unexpected exceptions are wrapped in an EngineError.
+            OffloadError: A request has failed, and there is no `on_failure`. The failed request has left the queue, and
+                the next call continues with all other requests. Unexpected exceptions are wrapped in an EngineError.
         """
         scheduler = self.scheduler
         with scheduler.stepping():
@@ -131,7 +133,7 @@ class Engine:
                 scheduler.failed.extend(self._persist())
 
     def _persist(self) -> list[tuple[Request, Exception]]:
-        """Persist the requests that have ended. Return the requests for which this failed, with their errors."""
+        """Write the results of ended requests to disk. Return the requests for which this failed, with their errors."""
         ended, lost = self.scheduler.ended, list[tuple[Request, Exception]]()
         while ended:
             try:
@@ -163,7 +165,10 @@ class Engine:
             raise error
 
     def _decode(self) -> list[TokenOutput]:
-        """Decode all running requests together, or one at a time while any of them is a suspect."""
+        """Decode all running requests together.
+
+        After a failed step, the requests of this step are decoded one at a time (see `Suspects`).
+        """
         running = [] if self.scheduler.stalled else self.scheduler.running
         return [event for group in self._suspects.groups(running) for event in self._decode_group(group)]
 
@@ -179,7 +184,10 @@ class Engine:
         return events
 
     def _steps(self, group: list[Request]) -> list[tuple[Request, Iterable[torch.Tensor]]]:
-        """Return the logits of each request of `group`: of one token, or of several if drafts are verified."""
+        """Return the logits of each request in `group`.
+
+        With speculative decoding a request has logits of several tokens, else of one token.
+        """
         if self._speculative is not None:
             speculative = self._speculative
             return [(draft.request, speculative.accepted(draft)) for draft in speculative.round(group)]
@@ -188,10 +196,10 @@ class Engine:
         return [(request, [one]) for request, one in zip(group, rows, strict=True)]
 
     def _decode_failed(self, group: list[Request], error: Exception) -> None:
-        """Handle an exception of a decode step. If the group has one request, fail it.
+        """Handle an exception of a decode step. If only one request ran, fail this request.
 
-        In a larger group the cause is unknown. All its requests start again, and are decoded one by one until they have
-        passed this position.
+        If several requests ran, any of them may be the cause. All of them start again, and each is decoded alone until
+        it has passed the position at which the step failed.
         """
         if len(group) == 1:
             self.scheduler.fail(group[0], error)
@@ -199,7 +207,8 @@ class Engine:
         logger.warning("a decode step of %d requests failed: they are decoded alone", len(group), exc_info=error)
         for request in reversed(group):
             self._suspects.add(request)
-            # Resident KV and policy state may be a token ahead in some layers, so the sequence is not swapped to disk.
+            # In some layers, resident KV and policy state may already include the next token. Such a sequence cannot be
+            # swapped to disk.
             self.scheduler.preempt(request, swap=False)
 
     def _advance_prefill(self) -> list[TokenOutput]:
@@ -231,7 +240,10 @@ class Engine:
         return []
 
     def _accept_all(self, step: tuple[Request, Iterable[torch.Tensor]]) -> list[TokenOutput]:
-        """Let a request choose a token from each of its logits. Return the outputs, including those before an error."""
+        """Let a request sample a token from each of its logits.
+
+        Return the outputs. If an error occurs, return the outputs up to the error.
+        """
         request, each = step
         events: list[TokenOutput] = []
         try:
@@ -243,34 +255,34 @@ class Engine:
                     self.scheduler.failed.append((request, failure(request, error)))
                     break
                 events += accepted
-        except PoolFullError as error:  # no room to fork beams: the search starts again later
+        except PoolFullError as error:  # no room to fork beams: the beam search starts again later
             self.scheduler.retry_later(request, error)
         except Exception as error:
             self.scheduler.fail(request, error)
         return events
 
     def _retire(self, request: Request) -> Exception | None:
-        """Remove an ended request from the queues. Return the error raised while its memory was freed, or None."""
+        """Remove an ended request from the queues and free its memory. Return the error if freeing fails, else None."""
         request.metrics.finished_time = time.time()
         return self.scheduler.finish(request)
 
     def check_integrity(self) -> None:
-        """Assert that queues, sequences and pool agree."""
+        """Assert that queues, sequences and the pool are consistent."""
         self.scheduler.check_integrity()
         self.runner.check_integrity()
 
 
 class Suspects:
-    """Requests of a failed decode step. Any of them may be the cause.
+    """Requests of a failed decode step. Any of them may have caused the failure.
 
-    Each is decoded in a separate step until it has passed the position of the failure or has failed alone.
+    Each suspect is decoded alone until it has passed the position of the failure, or has failed again.
     """
 
     def __init__(self) -> None:
         self._positions: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def add(self, request: Request) -> None:
-        """Add a request that still has the sequences of the failed step."""
+        """Add a request. Call this before its sequences are freed, because they hold the position of the failure."""
         self._positions[request] = request.sequences[0].position
 
     def groups(self, running: Seq[Request]) -> list[list[Request]]:
@@ -280,7 +292,7 @@ class Suspects:
         return [list(running)] if running else []
 
     def decoded(self, request: Request) -> None:
-        """Clear the suspicion of `request` if it has passed the position at which the step failed."""
+        """Remove `request` from the suspects if it has passed the position at which the step failed."""
         failed_at = self._positions.get(request)
         if failed_at is not None and request.sequences and request.sequences[0].position > failed_at:
             del self._positions[request]

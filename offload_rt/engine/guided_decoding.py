@@ -1,7 +1,7 @@
 """Guided decoding (JSON schema, regular expression, choice, grammar) with llguidance.
 
-llguidance compiles a grammar in milliseconds, while xgrammar needs up to 0.6 s for a regular expression. Its masks take
-longer (25 to 250 µs per token), but less than a decode step.
+llguidance compiles a grammar in milliseconds, while xgrammar needs up to 0.6 s for a regular expression. Computing the
+token mask takes longer with llguidance (25 to 250 µs per token), but less than a decode step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 18  # larger grammars take seconds to compile
 
 # llguidance follows references recursively, and a stack overflow would end the process. With a stack of 8 MiB this
-# happens at chains of 1,000 `$ref`s (5,000 levels of JSON) and of 3,000 rules.
+# happens at chains of 1,000 `$ref`s (5,000 levels of JSON) and at chains of 3,000 grammar rules.
 DEEPEST_SCHEMA, MAX_RULES = 2000, 400
 
 # Allow only one space after a separator: otherwise a model may write whitespace until its tokens run out.
@@ -34,7 +34,7 @@ JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_sepa
 
 
 class GuidedDecoder:
-    """State of one guided output. `ends` are the tokens that may end a complete output."""
+    """State of one guided output."""
 
     def __init__(
         self,
@@ -43,9 +43,15 @@ class GuidedDecoder:
         vocab: int,
         ends: Collection[int],
     ) -> None:
-        """Compile the grammar. `vocab` is the number of logits.
+        """Compile the grammar.
 
-        Raises InputError if the grammar is invalid or there is no fast tokenizer, ConfigError without llguidance.
+        Args:
+            vocab: Number of logits per token.
+            ends: Tokens that may end a complete output.
+
+        Raises:
+            InputError: The grammar is invalid, or the model has no fast tokenizer.
+            ConfigError: llguidance is not installed.
         """
         self._vocab, library = vocab, _library()
         try:
@@ -74,7 +80,7 @@ class GuidedDecoder:
         return torch.from_numpy(found)
 
     def take(self, token: int) -> None:
-        """Advance by an allowed token."""
+        """Advance the state by `token`, which must be allowed."""
         self._matcher.consume_token(token)
         self._check("structured_outputs cannot be followed")
 
@@ -124,9 +130,9 @@ def _check_size(spec: StructuredOutputs) -> None:
 
 
 def _nesting(schema: Any) -> tuple[int, int]:
-    """Return the depth of a schema and an upper bound on the number of targets that its references have.
+    """Return the depth of a JSON schema, and an upper bound on the number of schemas that its references point to.
 
-    The target of a reference depends on the `$id` around it.
+    The same reference can point to different schemas, because its target depends on the enclosing `$id`.
     """
     depth, references, bases, level = 0, set[str](), 0, [schema]
     while level:
@@ -144,7 +150,7 @@ def _nesting(schema: Any) -> tuple[int, int]:
 def _understood(
     tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...], grammar: str
 ) -> LLMatcher:
-    """Return the compiled grammar. It is shared: copy it before advancing."""
+    """Return the compiled grammar. The result is cached, so callers must copy it before advancing it."""
     what, table = "structured_outputs are invalid", _table(tokenizer, vocab, ends)
     try:
         found: LLMatcher = _library().LLMatcher(table, grammar)
@@ -161,7 +167,7 @@ def _raise_error(matcher: LLMatcher, what: str) -> None:
 
 @lru_cache(maxsize=4)
 def _table(tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...]) -> LLTokenizer:
-    """Return the byte table of a tokenizer, which takes a second to build. Raise InputError."""
+    """Return the byte table of a tokenizer, which takes a second to build. Raise InputError for slow tokenizers."""
     from llguidance.hf import from_tokenizer
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

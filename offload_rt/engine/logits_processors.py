@@ -1,4 +1,7 @@
-"""Constraints on logits, applied before temperature and filters: transformers' logits processors, in its order."""
+"""Build the logits processors of a request. They run before temperature and sampling filters.
+
+Most are transformers' logits processors, applied in the order of transformers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from .guided_decoding import GuidedDecoder
 
 
 class NewTokenPenalties(LogitsProcessor):
-    """Presence and frequency penalties as in OpenAI and vLLM: only generated tokens count."""
+    """Presence and frequency penalties as in OpenAI's API and vLLM: only generated tokens count, not the prompt."""
 
     def __init__(self, prompt: int, presence: float, frequency: float) -> None:
         self._prompt, self._presence, self._frequency = prompt, presence, frequency
@@ -45,7 +48,7 @@ class AllowedTokens(LogitsProcessor):
         self._tokens = torch.tensor(sorted(set(tokens)), device=device)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Return constrained logits `[B, V]`."""
+        """Return the logits `[B, V]`, with -inf for all tokens that are not allowed."""
         found = torch.full_like(scores, -torch.inf)
         found[:, self._tokens] = scores[:, self._tokens]
         return cast(torch.FloatTensor, found)
@@ -58,7 +61,12 @@ def logits_processors(
     tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device,
 ) -> LogitsProcessorList:
-    """Return all constraints except structured outputs. `prompt`: length of the prompt; `ends`: end-of-text tokens."""
+    """Return the logits processors of a request, except the one for structured outputs.
+
+    Args:
+        prompt: Number of prompt tokens.
+        ends: Tokens that end the text.
+    """
     found = LogitsProcessorList()
     if params.logit_bias:
         found.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias.items()]))
@@ -87,7 +95,7 @@ def check_logits(logits: torch.Tensor) -> None:
 
 
 def apply_processors(processors: LogitsProcessorList, history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Return the constrained logits `[B, V]` after tokens `[B, T]`.
+    """Apply `processors` to logits `scores` `[B, V]`. `history` holds the earlier tokens `[B, T]`.
 
     Raises InputError if a user's processor returns anything but logits of this shape.
     """
@@ -139,7 +147,10 @@ def _bad_word_ids(params: SamplingParams, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def check_answerable(params: SamplingParams, model: LoadedModel) -> None:
-    """Raise InputError if token ids are not in the vocabulary, or a tokenizer is needed and missing."""
+    """Check a request's parameters against the model.
+
+    Raises InputError if a token id is not in the vocabulary, or if a parameter needs a tokenizer but there is none.
+    """
     vocab = model.adapter.geometry.vocab
     named = {
         "logit_bias": params.logit_bias or (),

@@ -1,8 +1,8 @@
-"""Coordinate engines that share a KV pool. An engine waits if it cannot free memory itself.
+"""Order the requests of engines that share a KV pool, so that engines never wait for each other in a cycle.
 
-All requests of a pool are ordered by the time they were added. An engine that runs out of memory preempts its requests
-and waits for engines with older requests. The engine with the oldest request keeps its memory, and no other engine
-admits requests while it waits. Therefore the oldest request always finishes.
+All requests of a pool are ordered by the time they were added. If an engine runs out of memory, it preempts its
+requests and waits until engines with older requests free some. The engine with the oldest request keeps its memory.
+While this engine waits, no other engine admits requests. Therefore the oldest request always finishes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from ..errors import EngineError, PoolFullError
 from .cache_manager import Reclaimable
 
 PATIENCE = 5.0
-"""Seconds after its last step until an engine counts as abandoned.
+"""Seconds without a step after which an engine counts as abandoned.
 
-The memory of an abandoned engine, such as a stream that is not read, will not be freed.
+An engine is abandoned, for example, if its caller does not read a stream to the end. Other engines do not wait for its
+memory.
 """
 
 RECHECK_SECONDS = 0.1
-"""An engine checks a full pool again after this time, because sessions free memory too and engines may be abandoned."""
+"""Seconds after which a waiting engine checks a full pool again.
+
+Sessions free memory without waking up the engine, and other engines may have been abandoned in the meantime.
+"""
 
 
 class PoolOrder:
-    """The engines of one KV pool and the order of their requests. All runners of the pool share it."""
+    """Order of the requests of all engines that use one KV pool. The runners of these engines share this object."""
 
     def __init__(self) -> None:
         self._members: WeakSet[PoolMember] = WeakSet()
@@ -40,7 +44,7 @@ class PoolOrder:
         self.broken: EngineError | None = None
         """Reason why no engine of the pool can continue, or None."""
         self.reclaimables: list[Reclaimable] = []
-        """Holders of memory between requests: the session stores of all engines."""
+        """Session stores of all engines. They keep KV in memory between requests and can free it."""
 
     def join(self, member: PoolMember) -> None:
         with self._mutex:
@@ -51,12 +55,12 @@ class PoolOrder:
         return next(self._arrivals)
 
     def members(self) -> list[PoolMember]:
-        """Return all engines of the pool."""
+        """Return all engines that use the pool."""
         with self._mutex:
             return list(self._members)
 
     def freed(self, *, ended: bool) -> None:
-        """Wake up engines that wait for memory, after a request was preempted or has `ended`."""
+        """Wake up engines that wait for memory. `ended`: the request has ended; otherwise it was preempted."""
         with self.changed:
             self.frees += 1
             self.ends += ended
@@ -64,9 +68,9 @@ class PoolOrder:
 
 
 class PoolMember(ABC):
-    """One engine of a pool: the base class of its scheduler.
+    """One engine of a shared pool. `Scheduler` is the subclass.
 
-    All methods except `stepping` and `wait` need the pool's lock.
+    Callers must hold the pool's lock for all methods except `stepping` and `wait`.
     """
 
     def __init__(self, order: PoolOrder) -> None:
@@ -78,7 +82,10 @@ class PoolMember(ABC):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Mark the engine as driven by this thread, until `PATIENCE` seconds after the block."""
+        """Mark this engine as in use by the current thread while the body of the `with` statement runs.
+
+        The engine then counts as in use for another `PATIENCE` seconds.
+        """
         self._thread, self._in_step, self._seen = threading.get_ident(), True, None
         try:
             yield
@@ -88,7 +95,7 @@ class PoolMember(ABC):
     @property
     @abstractmethod
     def holds(self) -> bool:
-        """Whether a request of this engine has started, so that it holds memory."""
+        """Whether a request of this engine has started and therefore uses memory of the pool."""
 
     @property
     @abstractmethod
@@ -97,11 +104,14 @@ class PoolMember(ABC):
 
     @property
     def claims(self) -> bool:
-        """Whether this engine's oldest request claims the pool. Until it ends, no other engine admits requests."""
+        """Whether this engine's oldest request has reserved the pool: no other engine admits requests until it ends."""
         return self._claim is not None and self.oldest is not None and self.oldest <= self._claim
 
     def wait_for_others(self) -> bool:
-        """Return whether another engine may free memory. If this engine has the oldest request, claim the pool."""
+        """Return whether another engine may free memory, and prepare to wait for it.
+
+        If this engine has the oldest request of the pool, reserve the pool for this request (see `claims`).
+        """
         others = self._driven_others()
         older = self._older(others)
         if not older and not any(other.holds for other in others):
@@ -112,11 +122,17 @@ class PoolMember(ABC):
         return True
 
     def give_way(self) -> None:
-        """Admit no requests until a request of the pool has ended. Earlier, they would only be preempted again."""
+        """Admit no requests until a request of the pool has ended.
+
+        A request that is admitted earlier would only be preempted again.
+        """
         self._gave_way_at, self._seen = self.order.ends, self.order.frees
 
     def may_admit(self) -> bool:
-        """Return whether to admit requests. False after `give_way`, and while an older request claims the pool."""
+        """Return whether this engine may admit requests.
+
+        The result is False after `give_way`, and while an older request of another engine has reserved the pool.
+        """
         older = self._older(self._driven_others())
         waits = older and self._gave_way_at == self.order.ends
         if waits or any(other.claims for other in older):
@@ -136,13 +152,16 @@ class PoolMember(ABC):
         )
 
     def wait(self) -> None:
-        """Wait until another engine frees memory, if the last step found none. Called without the pool's lock."""
+        """Wait until another engine frees memory. Return immediately if the last step did not run out of memory.
+
+        Call this without the pool's lock.
+        """
         if (seen := self._seen) is not None:
             with self.order.changed:
                 self.order.changed.wait_for(lambda: self.order.frees != seen, RECHECK_SECONDS)
 
     def _driven_others(self) -> list[PoolMember]:
-        """Return the engines that other threads drive."""
+        """Return the engines that run on other threads and are not abandoned."""
         now, thread = time.monotonic(), threading.get_ident()
         return [
             one

@@ -1,4 +1,4 @@
-"""Convert prompts in all accepted forms to texts or token ids."""
+"""Convert prompts (texts, lists, tensors, arrays or tokenizer outputs) to texts or lists of token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..utils.config_fields import check_choice
 
 
 class Listed(Protocol):
-    """A tensor or an array."""
+    """An object with `tolist`, such as a tensor or an array."""
 
     def tolist(self) -> Any:
         """Return nested lists of numbers."""
@@ -20,7 +20,7 @@ class Listed(Protocol):
 
 
 PromptLike = str | Sequence[int] | Listed | Mapping[str, Any]
-"""A text, or token ids `[T]` as a list, tensor, array or tokenizer output."""
+"""One prompt: a text, or token ids `[T]` as a list, tensor, array or tokenizer output."""
 
 TRUNCATE = ("head", "tail", "middle")
 """Parts of a text that can be removed if it is too long."""
@@ -29,7 +29,7 @@ WANTED = "pass a text, or token ids (a list, tensor or array of integers, or a t
 
 
 def one_prompt(prompt: object) -> str | list[int]:
-    """Return the text or the token ids of one prompt. Raise InputError for other types and several prompts."""
+    """Return the text or the token ids of one prompt. Raise InputError for other types and for several prompts."""
     found = each_prompt(prompt)
     if len(found) != 1:
         raise InputError(f"{len(found)} prompts instead of one: {WANTED}")
@@ -39,8 +39,9 @@ def one_prompt(prompt: object) -> str | list[int]:
 def each_prompt(prompts: object) -> list[str | list[int]]:
     """Return the texts or token ids of one prompt or several.
 
-    A text, ids `[T]` and a tokenizer's output of one text are one prompt. A list of these, ids `[B, T]` and a
-    tokenizer's output of several texts are several. Padding in a tokenizer's output is removed by its attention mask.
+    One prompt is a text, token ids `[T]`, or a tokenizer's output for one text. Several prompts are a list of these,
+    token ids `[B, T]`, or a tokenizer's output for several texts. The attention mask of a tokenizer's output tells
+    which tokens are padding; they are removed.
 
     Raises:
         InputError: `prompts` has another type.
@@ -63,7 +64,7 @@ def each_prompt(prompts: object) -> list[str | list[int]]:
 
 
 def token_ids(ids: object) -> list[int]:
-    """Like `one_prompt`, but raise InputError for a text."""
+    """Return the token ids of one prompt. Raise InputError for a text, other types and several prompts."""
     found = one_prompt(ids)
     if isinstance(found, str):
         raise InputError(f"a text instead of token ids: {found!r:.80}")
@@ -71,10 +72,15 @@ def token_ids(ids: object) -> list[int]:
 
 
 def shortened(ids: Sequence[int], room: int, truncate: str | None, what: str) -> list[int]:
-    """Return at most `room` token ids of a text, with its "head", "tail" or "middle" removed if it is longer.
+    """Return token ids, shortened to `room` tokens if there are more.
 
-    "middle" keeps equal parts of beginning and end. `what` names the text in messages. Raises InputError if the text is
-    too long and `truncate` is None, or if nothing would remain.
+    Args:
+        truncate: Part to remove: "head", "tail" or "middle" ("middle" keeps equal parts of beginning and end). None
+            removes nothing.
+        what: Name of the text in error messages.
+
+    Raises:
+        InputError: The text is too long and `truncate` is None, or nothing would remain.
     """
     if len(ids) <= room:
         return list(ids)
@@ -89,7 +95,7 @@ def shortened(ids: Sequence[int], room: int, truncate: str | None, what: str) ->
 
 
 def _encoding(prompts: Any) -> bool:
-    """Return whether `prompts` is a tokenizer's output. Raise InputError for chat messages."""
+    """Return whether `prompts` is a tokenizer's output. Raise InputError if it is a chat message."""
     if not isinstance(prompts, Mapping) and not hasattr(prompts, "input_ids"):
         return False
     if "input_ids" not in prompts:
@@ -113,7 +119,7 @@ def _unpadded(encoding: Any) -> list[list[int]]:
 
 
 def _rows(values: Any) -> list[list[int]]:
-    """Return integers `[T]` or `[B][T]` as `[B][T]`."""
+    """Return integers `[T]` as `[1][T]`, and integers `[B][T]` unchanged."""
     plain = _plain(values)
     if not isinstance(plain, list):
         raise InputError(f"input_ids are {values!r:.80}, of type {type(values).__name__}: {WANTED}")
@@ -122,7 +128,7 @@ def _rows(values: Any) -> list[list[int]]:
 
 
 def _plain(values: Any) -> Any:
-    """Convert sequences, tensors and arrays to (nested) lists."""
+    """Convert a tensor or an array to nested lists, and another sequence to a list. Return other values unchanged."""
     if hasattr(values, "tolist"):
         try:
             return values.tolist()

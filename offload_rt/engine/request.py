@@ -35,19 +35,19 @@ from .stats import sequence_stats
 class StartAgainError(Exception):
     """A prefill cannot continue, but its request can start again immediately.
 
-    The engine drops the request and puts it first in the queue.
+    The engine frees the request's sequences and puts the request at the head of the queue.
     """
 
 
 class Request(ABC):
-    """A request of the engine. It waits, prefills, decodes with one or several sequences, or is done.
+    """A prompt, its sampling parameters and its progress: it waits, is prefilled, is decoded, or has ended.
 
-    A request owns its sequences from `start` to `drop` or `finish`. A dropped request can start again without losing
-    tokens.
+    A request owns its sequences from the call of `start` to the call of `drop` or `finish`. After `drop`, it can start
+    again without losing generated tokens.
 
     Attributes:
-        sequences: Sequences of the next decode step, after the prefill.
-        cached_tokens: Prompt tokens whose KV was cached when the request first started.
+        sequences: Sequences of the request. Decode steps advance each of them by one token.
+        cached_tokens: Number of prompt tokens whose KV was cached when the request first started.
         prompt_logprobs: Log-probabilities of the prompt's tokens, or None if not requested.
     """
 
@@ -71,37 +71,40 @@ class Request(ABC):
 
     @property
     def samples(self) -> list[Request]:
-        """All requests of the same prompt, this one first."""
+        """All completions of the prompt as requests, this one first."""
         return [self]
 
     @property
     @abstractmethod
     def width(self) -> int:
-        """Maximum number of sequences at a time."""
+        """Maximum number of sequences that the request has at a time."""
 
     @property
     def expected_tokens(self) -> int:
-        """Maximum length of each sequence, including the prompt."""
+        """Maximum length of each sequence in tokens, including the prompt."""
         return len(self.prompt.token_ids) + self.params.max_tokens
 
     @property
     def tokens(self) -> list[int] | None:
-        """Prompt and new tokens if one sequence holds the whole state of the request, else None."""
+        """Prompt and generated tokens, or None if they are not the whole state of the request.
+
+        Beam search, for example, has several sequences.
+        """
         return None
 
     @abstractmethod
     def start(self, runner: Runner) -> Prefill:
-        """Allocate the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError."""
+        """Create the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError."""
 
     def next_prefill(self, runner: Runner) -> Prefill | None:
-        """Begin the next part of the prefill. Return None after the last part.
+        """Begin the next part of the prefill, or return None if the last part is complete.
 
         Raises PoolFullError.
         """
         return None
 
     def layers_prefilled(self, prefill: Prefill) -> int:
-        """Return the progress of the whole prefill in layers, given its current part."""
+        """Return how many layers of the whole prefill are done. `prefill` is the part that runs now."""
         return prefill.layer
 
     def _new_sequence(self, runner: Runner, tokens: Seq[int], reuse: int) -> Sequence:
@@ -112,39 +115,48 @@ class Request(ABC):
         )
 
     def resume(self, sequence: Sequence) -> None:
-        """Continue with `sequence`, which was restored from swap. Called only if `tokens` is not None."""
+        """Continue with `sequence`, whose KV was restored from disk. Called only if `tokens` is not None."""
         raise NotImplementedError
 
     def take_pending(self) -> list[SampledRequest]:
-        """Return the completions that fork from this one after its prefill. Each is returned once."""
+        """Return the completions that must be forked from this one after its prefill.
+
+        A second call returns an empty list.
+        """
         return []
 
     def reserve(self, runner: Runner) -> None:
-        """Allocate the slots of the next step. Raise PoolFullError."""
+        """Reserve the slots that the next decode step needs. Raise PoolFullError."""
         for sequence in self.sequences:
             runner.retry_after_reclaim(partial(runner.reserve, sequence))
 
     @property
     def draft_room(self) -> int:
-        """Maximum number of draft tokens after the next token."""
+        """Maximum number of draft tokens that speculative decoding may propose in the next step."""
         return 0
 
     def draft_sampler(self) -> Sampler:
-        """Return a copy of the request's sampler for draft tokens. Called only if `draft_room` is positive."""
+        """Return a copy of the request's sampler to choose draft tokens with.
+
+        Called only if `draft_room` is positive.
+        """
         raise NotImplementedError
 
     @abstractmethod
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """Choose tokens from float32 logits `[S, V]` of `sequences`. Set `finish_reason` if the request is complete."""
+        """Choose the next token of each sequence from float32 logits `[S, V]`, and return the outputs.
+
+        Set `finish_reason` if the request is complete.
+        """
 
     def drop(self, runner: Runner) -> None:
-        """Free the sequences, so that the request can start again later (preemption)."""
+        """Free the sequences of a preempted request, which can start again later."""
         while self.sequences:
             runner.free(self.sequences[-1])
             self.sequences.pop()
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """Free the sequences. `reason` is the finish reason if the request has not finished by itself."""
+        """Free the sequences of a request that ends. `reason` is used as finish reason if none is set yet."""
         self.finish_reason = self.finish_reason or reason
         self._final = self.stats(runner)
         self.drop(runner)
@@ -156,21 +168,21 @@ class Request(ABC):
         """
 
     def stats(self, runner: Runner) -> Stats | None:
-        """Return the statistics of the first sequence so far, or None before the start."""
+        """Return the statistics of the first sequence up to now, or None before the start."""
         return sequence_stats(runner, self.sequences[0]) if self.sequences else self._final
 
     @abstractmethod
     def completions(self) -> list[CompletionOutput]:
-        """Return the results so far, in order."""
+        """Return the results up to now, one per completion, in order."""
 
 
 def request_output(request: Request, ids: list[int], text: str | None = None, name: str | None = None) -> RequestOutput:
-    """Return the output of a request so far.
+    """Return the output of a request up to now.
 
     Args:
         ids: Token ids of the prompt. The outputs of all steps share this list.
-        text: Text of the prompt, if it was given as text.
-        name: Request id; by default the request's number.
+        text: Text of the prompt, or None if the prompt was given as token ids.
+        name: Request id in the output. None uses the request's number.
     """
     finished = all(sample.finish_reason is not None for sample in request.samples)
     return RequestOutput(
@@ -188,8 +200,8 @@ def request_output(request: Request, ids: list[int], text: str | None = None, na
 class SampledRequest(Request):
     """One of the `params.n` sampled completions of a prompt.
 
-    The first one prefills the prompt, and the others (`pending`) fork from it. Each has its own random numbers and can
-    be dropped and started again by itself.
+    The first completion prefills the prompt. The other completions (`pending`) fork its sequence. Each completion has
+    its own random numbers, and can be preempted and started again independently.
     """
 
     def __init__(
@@ -225,7 +237,7 @@ class SampledRequest(Request):
 
     @property
     def sequence(self) -> Sequence | None:
-        """The sequence, or None if the request holds none."""
+        """The sequence of the request, or None before the start and after the end."""
         return self.sequences[0] if self.sequences else None
 
     @sequence.setter
@@ -234,24 +246,24 @@ class SampledRequest(Request):
 
     @property
     def samples(self) -> list[Request]:
-        """This completion; for the first one, followed by all others."""
+        """This completion. For the first completion of a prompt, all other completions follow."""
         return [self, *self._others]
 
     @property
     def width(self) -> int:
-        """One for this sequence, plus the number of forks that are still to be created."""
+        """Number of sequences: one, plus the number of completions that will still fork from this one."""
         return 1 + len(self._pending)
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and new tokens."""
+        """Tokens of the prompt and all generated tokens."""
         return [*self.prompt.token_ids, *self.new_tokens]
 
     def start(self, runner: Runner) -> Prefill:
-        """Allocate the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError.
+        """Create the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError.
 
-        After a drop, earlier new tokens are prefilled if that gives the same KV as decoding. Otherwise they are decoded
-        again.
+        After a preemption, the generated tokens are prefilled together with the prompt if this gives the same KV as
+        decoding. Otherwise they are decoded again.
         """
         assert self.sequence is None
         prompt = len(self.prompt.token_ids)
@@ -275,13 +287,13 @@ class SampledRequest(Request):
             sequence.trace.recorder = self._recorder
             self.cached_tokens = sequence.trace.reused_tokens
             return
-        # KV that this request computed before is not counted as reused.
+        # Cached KV that this request itself computed before a preemption is not counted as reused.
         missing = max(0, self.cached_tokens - self._trace.reused_tokens)
         self._trace.reused_tokens += min(missing, sequence.trace.reused_tokens)
         sequence.trace = self._trace
 
     def resume(self, sequence: Sequence) -> None:
-        """Continue with a restored sequence and the statistics so far."""
+        """Continue with `sequence`, whose KV was restored from disk, and keep the statistics collected so far."""
         assert self.sequence is None and self._trace is not None
         self.sequence = sequence
         sequence.trace = self._trace
@@ -291,14 +303,15 @@ class SampledRequest(Request):
         return pending
 
     def fork_from(self, runner: Runner, first: Sequence) -> None:
-        """Start as a fork of `first`. Raise PoolFullError."""
+        """Start with a fork of the sequence `first`. Raise PoolFullError."""
         self.sequence = runner.retry_after_reclaim(lambda: runner.fork(first, len(first.tokens) + 1))
 
     @property
     def draft_room(self) -> int:
-        """Maximum number of draft tokens. 0 while known tokens are decoded again, and with logits processors.
+        """Maximum number of draft tokens in the next step.
 
-        A user's logits processors may keep state, so they must not see draft tokens that may be rejected.
+        It is 0 while generated tokens are decoded again after a preemption. It is also 0 with the user's own logits
+        processors: they may keep state, so they must not see draft tokens that may be rejected.
         """
         assert self.sequence is not None
         known = self.sequence.position + 1 < len(self.sequence.tokens)
@@ -308,7 +321,10 @@ class SampledRequest(Request):
         return self._sampler.copy()
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """Sample the next token from logits `[1, V]`, unless it is known already."""
+        """Sample the next token from logits `[1, V]`.
+
+        While tokens are decoded again after a preemption, the next token is known and nothing is sampled.
+        """
         assert self.sequence is not None and self.finish_reason is None
         if self.sequence.position < len(self.sequence.tokens):
             return []

@@ -1,4 +1,7 @@
-"""Run sequences of one model with one policy: prefill, decode, fork, free. The engine does queueing and sampling."""
+"""Run sequences of one model with one policy: prefill, decode, fork, free.
+
+The engine (`engine.py`) queues requests and samples tokens; the runner only computes logits.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +45,14 @@ from .thread_choice import ThreadChoice
 
 T = TypeVar("T")
 
-MISSED_MASS_EVERY = 16  # steps; default on a CPU if all keys are in host memory
+MISSED_MASS_EVERY = 16  # decode steps between measurements; default on a CPU if all keys are in host memory
 
 
 class Runner:
     """Own the KV cache and the transfers of one model, and run sequences on them.
 
-    The caller must `free` every sequence. Between calls, the block table, the resident KV and the policy state of a
-    sequence are consistent.
+    The caller must call `free` for every sequence. Between calls, the block table, the resident KV and the policy state
+    of a sequence describe the same tokens.
     """
 
     def __init__(
@@ -67,10 +70,10 @@ class Runner:
         """Create a runner.
 
         Args:
-            plan: Limits on device memory.
-            weights: Streams weights that are not on the device.
-            draft: Runner of the draft model.
-            order: Coordination of engines, shared with other runners of the pool.
+            plan: Limits on device memory, or None for no limits.
+            weights: Weights in host memory that are streamed to the device, or None if all weights are on the device.
+            draft: Runner of the draft model, or None without speculative decoding by a draft model.
+            order: Order of requests, shared by all runners that use `pool`. None creates a new one.
         """
         self.model, self.policy, self.pool, self.transfer, self.config = model, policy, pool, transfer, config
         self.plan, self.weights, self.draft = plan, weights, draft
@@ -100,19 +103,19 @@ class Runner:
 
     @property
     def approximates(self) -> bool:
-        """Whether the KV of decoded tokens differs from prefill, because of the policy or the KV cache format."""
+        """Whether decoding a token gives other KV than its prefill, because of the policy or the KV cache format."""
         return self.provenance_key != EXACT or not self.pool.format.exact
 
     @property
     def provenance_key(self) -> str:
-        """KV provenance key of decoded tokens: the policy's key, or `EXACT` if full attention verifies them."""
+        """KV provenance key of decoded tokens: `EXACT` if full attention verifies them, else the policy's key."""
         return self.policy.provenance_key if self.config.exact is None else EXACT
 
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
-        """Return a sequence with room for `capacity` tokens.
+        """Return a sequence of `tokens` with room for `capacity` tokens.
 
-        Cached blocks of its first `reuse` tokens are reused if an exact prefill with the same `provenance` computed
-        them. The last of these tokens is always computed.
+        The first `reuse` tokens use cached blocks if an exact prefill with the same `provenance` computed these blocks.
+        The last of the `reuse` tokens is always computed again.
 
         Raises:
             InputError: A token id is not in the vocabulary.
@@ -136,14 +139,17 @@ class Runner:
             self.pool.check_fits(tokens)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """Call `action`. While it raises PoolFullError, reclaim memory (of idle sessions, for example) and retry."""
+        """Call `action`.
+
+        While the call raises PoolFullError, reclaim memory (for example of idle sessions) and retry.
+        """
         return retry_after_reclaim(action, self.reclaimables)
 
     def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
         """Reserve slots for the next `tokens` tokens. Raise PoolFullError.
 
-        With eviction, a sequence overwrites its own tokens if the pool is full. PoolFullError then means that the
-        device is full, or that a fork still holds blocks that have left a sliding window.
+        With eviction, a sequence overwrites KV of its own tokens if the pool is full. PoolFullError then means that the
+        device is full, or that a fork still uses blocks that have left a sliding window.
         """
         if not self.cache_manager.evicts:
             self.pool.reserve(sequence.blocks, sequence.position + tokens)
@@ -157,9 +163,10 @@ class Runner:
 
     @device_guard
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
-        """Announce that a sequence, and `forks` others that will fork from it, may grow to `tokens` tokens.
+        """Announce that `sequence`, and `forks` future forks of it, may grow to `tokens` tokens.
 
-        The pool prepares (pins) memory for them now, so that no decode step waits for it. No blocks are reserved.
+        The pool allocates and pins host memory for these tokens now, so that no decode step waits for it. No blocks are
+        reserved.
         """
         sequence.expected, sequence.forks = tokens, forks
         self._prepare()
@@ -172,8 +179,11 @@ class Runner:
     def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
         """Return a sequence that shares the computed tokens of `sequence`, with room for `capacity` tokens.
 
-        Full blocks are shared. A partly filled last block is copied. With `same_trace`, the fork continues the
-        statistics of `sequence`; otherwise it counts the shared tokens as reused. Raises PoolFullError.
+        Full blocks are shared. A partly filled last block is copied. With `same_trace`, the statistics of the fork
+        continue those of `sequence`. Otherwise the fork's statistics start at zero and count the shared tokens as
+        reused.
+
+        Raises PoolFullError.
         """
         self.transfer.storage.settle(sequence.blocks)
         shared, position = self.pool.fork(sequence.blocks), sequence.position
@@ -193,12 +203,12 @@ class Runner:
     def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0, *, exact_only: bool = False) -> BlockTable:
         """Return cached blocks of a session's tokens that were computed exactly or with this policy.
 
-        At least one token is left to compute.
+        The blocks never cover all of `tokens`: at least one token is left to compute.
 
         Args:
             tokens: Tokens of the session.
-            provenance: Part of the KV provenance key from the cache salt and truncations.
-            floor: First token that sliding layers can see.
+            provenance: Part of the KV provenance key that describes the cache salt and truncations.
+            floor: Index of the first token that sliding layers can see.
             exact_only: Return only blocks that were computed exactly.
         """
         if not self.cache_manager.shares:
@@ -217,10 +227,18 @@ class Runner:
         shift: int = 0,
         provenance: str = "",
     ) -> Sequence:
-        """Return a sequence that owns `blocks`. Its first `known` tokens were computed before.
+        """Return a sequence that owns `blocks`, for example blocks of a stored session.
 
-        `blocks` holds the KV of the first `blocks.length` tokens. The caller loads all other KV before the next prefill
-        reaches its layer. `blocks` is released if PoolFullError is raised.
+        `blocks` contains the KV of the first `blocks.length` tokens. The KV of all tokens up to `known` was computed
+        before; the caller loads the missing part before the next prefill reaches the layer it belongs to. If
+        PoolFullError is raised, `blocks` is released.
+
+        Args:
+            capacity: Number of tokens to reserve slots for.
+            known: Number of tokens whose KV was computed before.
+            exact: Number of tokens at the start whose KV an exact prefill computed.
+            shift: Number of earlier tokens that were truncated from the start of the text.
+            provenance: Part of the KV provenance key that describes the cache salt and truncations.
         """
         assert self.states is None, "recurrent state of earlier tokens is not kept (check_keeps_no_state)"
         self.cache_manager.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
@@ -230,12 +248,15 @@ class Runner:
 
     @device_guard
     def reload(self, sequence: Sequence) -> None:
-        """Copy resident KV to the device again, after other code has written KV to the pool."""
+        """Copy resident KV from the pool to the device again, after other code has overwritten KV in the pool."""
         self.transfer.storage.close(sequence.blocks)
         self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
 
     def relearn(self, sequence: Sequence) -> None:
-        """Rebuild resident KV from the pool. The next prefill rebuilds the policy state."""
+        """Copy resident KV to the device again and reset the policy state.
+
+        The next prefill rebuilds the policy state.
+        """
         self.reload(sequence)
         sequence.state, sequence.learned = self.policy.new_state(sequence.keys), 0
         sequence.unlearned = sequence.position
@@ -260,7 +281,10 @@ class Runner:
         return sequence
 
     def _register(self, sequence: Sequence, origin: Sequence | None) -> None:
-        """Open the storage of a sequence. If `origin` is given, copy its storage. Undo this on an error."""
+        """Open the device storage of a sequence. If `origin` is given, copy its storage.
+
+        On an error, the storage is closed again.
+        """
         self._open[sequence.id] = sequence
         try:
             self._check_device()
@@ -277,7 +301,10 @@ class Runner:
 
     @device_guard
     def free(self, sequence: Sequence) -> None:
-        """Free a sequence. Its full blocks stay in the prefix tree. If this raises, a second call frees the rest."""
+        """Free a sequence. Its full blocks stay in the prefix tree.
+
+        If this raises an error, call it again to free the remaining memory.
+        """
         if sequence.drafter is not None:
             assert self.draft is not None
             self.draft.free(sequence.drafter)
@@ -293,9 +320,10 @@ class Runner:
         del self._open[sequence.id]
 
     def _publish(self, sequence: Sequence) -> None:
-        """Add full blocks to the prefix tree: exact if the whole sequence is, else with the policy's provenance.
+        """Add full blocks of a sequence to the prefix tree.
 
-        All appended KV must already be in the pool.
+        If the KV of the whole sequence is exact, the blocks get the exact provenance key, else the policy's key. All KV
+        of the sequence must already be in the pool.
         """
         if self.cache_manager.shares:
             provenance_key = EXACT if sequence.position == sequence.exact else self.provenance_key
@@ -313,13 +341,15 @@ class Runner:
         after_layer: Callable[[int], None] = lambda layer: None,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
     ) -> Prefill:
-        """Return the prefill of tokens [position, stop), which `advance_prefill` runs layer by layer.
+        """Begin a prefill of tokens [position, stop). `advance_prefill` runs it layer by layer.
 
         Args:
             want_logits: Compute the logits of the last token.
-            before_layer: Called with a layer before it runs. It returns when the KV of earlier tokens is in the pool.
-            after_layer: Called with a layer after it has run.
-            every_logits: Called with the logits of all tokens, segment by segment (see `Prefill`).
+            before_layer: Called with the index of a layer before the layer runs. Returns when the layer's KV of earlier
+                tokens is in the pool.
+            after_layer: Called with the index of a layer after the layer has run.
+            every_logits: Called with the position of the first token and the logits of consecutive tokens, part by
+                part, until all tokens of the prefill are covered.
         """
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         if sequence.unlearned and self.cache_manager.shares and not self.cache_manager.evicts:
@@ -342,7 +372,7 @@ class Runner:
     @device_guard
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:
-        """Run one layer. Commit the tokens after the last layer."""
+        """Run the next layer of a prefill. After the last layer, commit the tokens."""
         began, used = time.perf_counter(), self.weight_use
         with engine_threads(self.adapter.device):
             prefill.run_layer()
@@ -356,14 +386,17 @@ class Runner:
             self.transfer.storage.settle(sequence.blocks)
             self._publish(sequence)
             self.cache_manager.slide(sequence, self.transfer.storage, prefill.stop)
-            if self.pool.file is not None:  # host memory is scarce with `disk`
+            if self.pool.file is not None:  # with `disk`, host memory is scarce
                 give_back()
         sequence.trace.prefill_seconds += time.perf_counter() - began
         if prefill.layer:
             prefill.after_layer(prefill.layer - 1)
 
     def prefill(self, sequence: Sequence, stop: int, *, want_logits: bool = False) -> torch.Tensor | None:
-        """Prefill tokens [position, stop) in one call. With `want_logits`, return the logits `[V]` of the last one."""
+        """Prefill tokens [position, stop) in one call.
+
+        With `want_logits`, return the logits `[V]` of the last token.
+        """
         prefill = self.begin_prefill(sequence, stop, want_logits=want_logits)
         while not prefill.done:
             self.advance_prefill(prefill)
@@ -372,7 +405,10 @@ class Runner:
     @device_guard
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
-        """Decode one step: compute and commit `tokens[position]` of each sequence. Return float32 logits `[B, V]`."""
+        """Run one decode step for `batch`: compute and commit `tokens[position]` of each sequence.
+
+        Returns float32 logits `[B, V]`.
+        """
         began, used = time.perf_counter(), self.weight_use
         rebalance(batch, self.pool, self.transfer.storage, self.policy)
         for sequence in batch:
@@ -398,16 +434,16 @@ class Runner:
 
     @property
     def weight_use(self) -> WeightUse:
-        """Weights copied to the device so far."""
+        """Totals of weights copied to the device so far."""
         return NOTHING_USED if self.weights is None else self.weights.use
 
     @property
     def scoring_bytes(self) -> int:
-        """Size in bytes of scoring keys and approximate KV on the device, over all open sequences."""
+        """Size in bytes of the scoring keys and approximate KV of all sequences on the device."""
         return sum(one.state.device_bytes for one in self._open.values())
 
     def check_integrity(self) -> None:
-        """Assert that pool, sequences and policy states agree."""
+        """Assert that the pool, the sequences and the policy states are consistent."""
         self.pool.check_integrity()
         self.transfer.check_integrity()
         if self.weights is not None:

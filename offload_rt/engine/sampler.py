@@ -23,20 +23,21 @@ from .detokenizer import token_text
 from .guided_decoding import GuidedDecoder
 from .logits_processors import apply_processors, check_any_allowed, check_logits, logits_processors
 
-_SEED_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: keeps seeds of completions apart from neighbouring seeds
+_SEED_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: seeds of completions must not equal neighbouring seeds
 _MASK = (1 << 64) - 1
 
 
 class Sampler:
-    """Sampler of one sequence.
+    """Choose the next tokens of one sequence.
 
-    The random numbers of a token depend only on the seed and on the absolute position of the token. A seed therefore
-    gives the same text on every device, in every batch, after a preemption, and if another request continues the
-    text. `seed=None` uses a random seed. Completion 0 uses `seed`, and other completions use seeds derived from it.
+    The random numbers for a token depend only on the seed and on the absolute position of the token. A seed therefore
+    gives the same text on every device and in every batch. The text is also the same after a preemption, or if another
+    request continues it. `seed=None` uses a random seed. Completion 0 uses `seed`; further completions use seeds that
+    are derived from it.
 
     Args:
         ends: Tokens that end the output.
-        tokenizer: Needed for parameters given as text.
+        tokenizer: Tokenizer of the model. Only needed for parameters given as text, such as `bad_words`.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Sampler:
         self._warpers = LogitsProcessorList() if self._greedy else _warpers(params)
 
     def copy(self) -> Sampler:
-        """Return a copy that will choose the same tokens, with the same random numbers."""
+        """Return a copy with the same state, which will choose the same tokens with the same random numbers."""
         twin = copy.copy(self)
         twin._guided = None if self._guided is None else self._guided.copy()
         return twin
@@ -65,15 +66,15 @@ class Sampler:
         """Return the next token id.
 
         Args:
-            logits: float32 logits `[V]` after `tokens`.
-            tokens: Prompt and new tokens.
-            prompt: Number of prompt tokens; None for all `tokens`.
-            shift: Number of earlier tokens of the text that were truncated. The position of the next token is
+            logits: Logits `[V]` of the next token, float32.
+            tokens: Tokens of the prompt and all generated tokens.
+            prompt: Number of prompt tokens. None means that all `tokens` are the prompt.
+            shift: Number of tokens that were truncated from the start of the text. The position of the next token is
                 `shift + len(tokens)`.
 
         Raises:
             InputError: The constraints allow no token.
-            LogitsError: Logits are NaN.
+            LogitsError: The logits contain NaN.
         """
         check_logits(logits)
         scores = self._constrained(logits.unsqueeze(0), tokens, len(tokens) if prompt is None else prompt)
@@ -84,7 +85,7 @@ class Sampler:
 
     @property
     def complete(self) -> bool:
-        """Whether the structured output is complete."""
+        """Whether the structured output is complete. False if the request has no structured output."""
         return self._guided is not None and self._guided.complete
 
     def _draw(self, scores: torch.Tensor, position: int) -> int:
@@ -100,7 +101,7 @@ class Sampler:
             ) from error
 
     def _constrained(self, scores: torch.Tensor, tokens: list[int], prompt: int) -> torch.Tensor:
-        """Return constrained logits `[1, V]`."""
+        """Apply the request's logits processors to `scores`. Return logits `[1, V]`."""
         if self._processors is None:
             self._begin(scores, prompt)
         assert self._processors is not None
@@ -123,24 +124,25 @@ class Sampler:
 def _seed_at(seed: int, position: int) -> int:
     """Return the seed of the token at `position`.
 
-    torch's CPU generator uses only the lower 32 bits, so these must differ for neighbouring seeds and positions.
+    torch's CPU generator uses only the lower 32 bits of a seed. Mixing makes these bits differ for neighbouring seeds
+    and positions.
     """
     return _mixed(_mixed(seed) + position)
 
 
 def _mixed(value: int) -> int:
-    """Mix 64 bits (SplitMix64)."""
+    """Mix the 64 bits of `value` with one step of the SplitMix64 generator."""
     value = (value + _SEED_STEP) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
 
 
-_NO_HISTORY = cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.long))  # temperature and filters ignore it
+_NO_HISTORY = cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.long))  # warpers ignore earlier tokens
 
 
 def _warpers(params: SamplingParams) -> LogitsProcessorList:
-    """Return temperature and filters in transformers' order."""
+    """Return the processors for temperature and sampling filters, in transformers' order."""
     found = LogitsProcessorList()
     if params.temperature != 1.0:
         found.append(TemperatureLogitsWarper(params.temperature))
@@ -156,7 +158,10 @@ def _warpers(params: SamplingParams) -> LogitsProcessorList:
 def logprobs_of(
     logits: torch.Tensor, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Logprobs]:
-    """For each of `tokens` with logits `[n, V]`, return its log-probability and the `count` largest (-1: all)."""
+    """Return the log-probabilities at each position of `tokens`, given logits `[n, V]`.
+
+    Each result contains the token's own log-probability and the `count` largest ones (-1: of the whole vocabulary).
+    """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     there = torch.tensor(tokens, device=logprobs.device)[:, None]
     mine = logprobs.gather(1, there)
@@ -182,14 +187,14 @@ def _place(
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens, collected during prefill. The first token has none."""
+    """Log-probabilities of a prompt's tokens, collected during prefill. The first token has no log-probability."""
 
     def __init__(self, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokens, self._count, self._tokenizer = tokens, count, tokenizer
         self.found: list[Logprobs | None] = [None]
 
     def see(self, first: int, logits: torch.Tensor) -> None:
-        """Add logits `[n, V]` of positions [first, first + n). Positions must be added in order."""
+        """Add the logits `[n, V]` of positions [first, first + n). The caller must add positions in order."""
         assert first == len(self.found) - 1
         check_logits(logits)
         behind = self._tokens[first + 1 : first + 1 + len(logits)]

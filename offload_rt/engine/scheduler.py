@@ -18,19 +18,20 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler(PoolMember):
-    """Serves requests first come, first served.
+    """Decide which requests prefill, decode, wait or are preempted. Requests are served first come, first served.
 
-    A request is admitted if the pool has room for its prompt and one more block for each running sequence. It then
-    grows block by block. If the pool runs out of memory, the youngest request is preempted: it keeps its tokens and
-    goes back to the head of the queue. When there is room again, its KV cache is read from disk if it was swapped out
-    (`swap`), and computed again otherwise. The oldest request is never preempted for a younger one, so every request
-    ends. A request that does not fit an empty pool fails immediately. `PoolOrder` coordinates engines of other threads
-    that use the same pool.
+    A request is admitted if the pool has room for its prompt and for one more block per running sequence. After that,
+    its KV grows block by block. If the pool runs out of memory, the youngest request is preempted: it keeps its tokens,
+    loses its KV and goes back to the head of the queue. When there is room again, its KV cache is read from disk if it
+    was swapped out (`swap`), and is computed again otherwise. The oldest request is never preempted for a younger one,
+    so every request ends. A request that does not fit an empty pool fails immediately. `PoolOrder` orders the requests
+    of engines on other threads that use the same pool.
 
-    An exception in one request fails only this request. Failed requests are in `failed`, with their error, until the
-    engine reports them. If memory of a failed request cannot be freed, all engines of the pool stop.
+    An exception in one request fails only this request. A failed request and its error are in `failed` until the engine
+    reports them. If the memory of a failed request cannot be freed, all engines of the pool stop.
 
-    A request is in at most one of `waiting`, `prefilling` and `running` (in order of admission).
+    A request is in at most one of the queues `waiting`, `prefilling` and `running`. `running` is in the order of
+    admission.
     """
 
     def __init__(self, runner: Runner, max_num_seqs: int, swap: Swap | None = None) -> None:
@@ -46,13 +47,13 @@ class Scheduler(PoolMember):
         self.ended: deque[Request] = deque()
         self.preemptions = self.restored = 0
         self.stalled = False
-        """Whether the only running request keeps its memory and waits for another engine to free some."""
+        """Whether the only running request keeps its memory while it waits for another engine to free some."""
         self._full = False
-        self.order.join(self)  # last, because other threads may read this scheduler from now on
+        self.order.join(self)  # last: other threads may read this scheduler as soon as it has joined
 
     @property
     def requests(self) -> list[Request]:
-        """All requests that have not ended."""
+        """All requests that have not ended, in all queues."""
         return [*self.running, *(self.prefilling or ())[:1], *self.waiting]
 
     @property
@@ -72,7 +73,8 @@ class Scheduler(PoolMember):
         """Queue a request. Raises EngineError if the pool is broken.
 
         Args:
-            swaps: Whether its KV cache may be swapped to disk. False if a session owns it.
+            swaps: Whether the request's KV cache may be swapped to disk if it is preempted. Pass False if a session
+                owns the KV cache.
         """
         if (broken := self.order.broken) is not None:
             raise broken
@@ -84,7 +86,7 @@ class Scheduler(PoolMember):
     def admit(self) -> None:
         """Start the prefill of the next waiting request if there is room and no other prefill is running.
 
-        A request that is restored from disk runs immediately.
+        A request whose KV cache is restored from disk needs no prefill and runs immediately.
         """
         if self.prefilling is not None or not self.waiting or self._full or not self.may_admit():
             return
@@ -112,7 +114,10 @@ class Scheduler(PoolMember):
             self.prefilling = request, prefill
 
     def _not_started(self, request: Request, error: Exception) -> None:
-        """Handle an error of `start`. If the pool is full, the request waits if other requests will free memory."""
+        """Handle an error of `Request.start`.
+
+        If the pool is full and other requests will free memory, the request waits. Otherwise it fails.
+        """
         try:
             request.drop(self._runner)
         except Exception as other:
@@ -120,14 +125,15 @@ class Scheduler(PoolMember):
         if not isinstance(error, PoolFullError):
             self.fail(request, error)
         elif self.running:
-            self._full = True  # until a request leaves; trying again in every step would be slow
+            self._full = True  # until a request leaves the pool; trying again in every step would be slow
         elif not self.wait_for_others():
             self.fail(request, self.describe(error))
 
     def _swap_in(self, request: Request, width: int) -> bool:
-        """Restore the KV cache of a preempted request from disk, if possible. Return whether it was restored.
+        """Restore the KV cache of a preempted request from disk. Return whether it was restored.
 
-        Raises PoolFullError.
+        Return False if the KV cache was not swapped out, or if the file is damaged. Raise PoolFullError if there is no
+        room.
         """
         tokens = request.tokens
         if self._swap is None or tokens is None or request not in self._swapped_out:
@@ -146,9 +152,9 @@ class Scheduler(PoolMember):
             self._swap.discard(swapped)
 
     def prefilled(self) -> list[Request]:
-        """Move the prefilled request to `running`, with the completions that fork from it.
+        """Move the request whose prefill is complete to `running`, together with the completions that fork from it.
 
-        Forks without room wait. Return all requests that begin to run.
+        Completions whose fork finds no room go to `waiting`. Return all requests that begin to run.
         """
         assert self.prefilling is not None and self.prefilling[1].done
         request, prefill = self.prefilling
@@ -167,7 +173,10 @@ class Scheduler(PoolMember):
         return started
 
     def allocate(self) -> None:
-        """Allocate slots for the next step, oldest request first. If the pool is full, preempt the youngest request."""
+        """Reserve slots for the next step of each running request, oldest request first.
+
+        If the pool is full, preempt the youngest request.
+        """
         self.stalled = False
         for request in list(self.running):
             while request in self.running and not self.stalled:
@@ -183,11 +192,13 @@ class Scheduler(PoolMember):
                     self.fail(request, error)
 
     def stall(self, request: Request, error: PoolFullError, *, keep: bool = True) -> None:
-        """Let the only started request wait until other engines free memory. Fail it if they hold none.
+        """Let the only request that has started wait until other engines free memory.
+
+        If no other engine has memory to free, the request fails with `error`.
 
         Args:
-            keep: Let the request keep its memory while it waits, if it is the oldest of the pool. Otherwise it is
-                preempted.
+            keep: If True and the request is the oldest of the pool, it keeps its memory while it waits. Otherwise the
+                request is preempted.
         """
         if not self.wait_for_others():
             self.fail(request, self.describe(error))
@@ -199,7 +210,7 @@ class Scheduler(PoolMember):
                 self.give_way()
 
     def retry_later(self, request: Request, error: PoolFullError) -> None:
-        """Send a request back to the queue after it ran out of memory in the middle of a step."""
+        """Preempt a request that ran out of memory in the middle of a step. It starts again later."""
         if self.running in ([], [request]):
             self.stall(request, error, keep=False)
         else:
@@ -215,9 +226,10 @@ class Scheduler(PoolMember):
             self.fail(request, error)
 
     def finish(self, request: Request) -> Exception | None:
-        """End a request: remove it from the queues and free its memory. It stays in `ended` until it is persisted.
+        """End a request: remove it from its queue and free its memory.
 
-        Return the error raised while its memory was freed, or None.
+        The request stays in `ended` until its results are on disk. Return the error if freeing its memory fails, else
+        None.
         """
         failed = None
         try:
@@ -231,9 +243,9 @@ class Scheduler(PoolMember):
         return failed
 
     def _free(self, request: Request) -> None:
-        """Free the memory of a request after a first attempt failed.
+        """Free the memory of a request after a first attempt has failed.
 
-        If this fails too, memory is lost and counts may be wrong, so no engine may use the pool any more.
+        If this fails too, the block counts of the pool may be wrong, so all engines of the pool stop.
         """
         request.finish_reason = request.finish_reason or "abort"
         try:
@@ -247,9 +259,9 @@ class Scheduler(PoolMember):
             broken.__cause__ = error
 
     def preempt(self, request: Request, *, swap: bool = True) -> None:
-        """Send a request back to the head of the queue and free its memory.
+        """Free the memory of a request and put it at the head of the queue.
 
-        `swap`: whether its KV cache may be swapped to disk.
+        `swap` tells whether the KV cache of the request may be swapped to disk.
         """
         swapped = self._swap_out(request) if swap else None
         if not self.restart(request):
@@ -257,11 +269,14 @@ class Scheduler(PoolMember):
         if swapped is not None:
             self._swapped_out[request] = swapped
         self.preemptions += 1
-        self._full = bool(self.running)  # freed memory is for running requests; this one waits until one of them leaves
+        self._full = bool(self.running)  # freed memory is for running requests; this request waits
         self.order.freed(ended=False)
 
     def _swap_out(self, request: Request) -> SwappedSequence | None:
-        """Write the KV cache of a running request to disk if that is cheaper than computing it again."""
+        """Write the KV cache of a running request to disk if this is cheaper than computing it again.
+
+        Return None if it was not written.
+        """
         if self._swap is None or request in self._stay or request not in self.running or request.tokens is None:
             return None
         [sequence] = request.sequences
@@ -272,7 +287,10 @@ class Scheduler(PoolMember):
             return None
 
     def restart(self, request: Request) -> bool:
-        """Send a request back to the head of the queue to start again. Return False if an error ended it instead."""
+        """Put a request at the head of the queue to start again.
+
+        Return False if the request failed instead, because its memory could not be freed.
+        """
         try:
             self.remove(request)
             request.drop(self._runner)
@@ -296,7 +314,7 @@ class Scheduler(PoolMember):
         self._discard_swapped(request)
 
     def check_integrity(self) -> None:
-        """Assert that no request is in two queues and that only started requests hold sequences."""
+        """Assert that no request is in two queues and that only started requests have sequences."""
         started = [*self.running, *(self.prefilling or ())[:1]]
         assert len({id(request) for request in self.requests}) == len(self.requests)
         assert all(request.sequences for request in started)

@@ -1,4 +1,7 @@
-"""Teacher-forced log-probabilities. Scored tokens are predicted by decode steps, so the policy affects the scores."""
+"""Compute teacher-forced log-probabilities of given continuations.
+
+The scored tokens are predicted by decode steps, not by a prefill, so that the policy affects the scores.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from .runner import Runner
 from .speculative.verification import accept, verify
 from .stats import sequence_stats
 
-VERIFIED_AT_ONCE = 64  # tokens per pass with `exact`; their logits are in memory together
+VERIFIED_AT_ONCE = 64  # tokens per verification pass with `exact`; the logits of all of them are in memory at once
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Score:
     Attributes:
         logprobs: Natural log-probability of each token, `[n]`.
         is_greedy: Whether each token was the most probable one, `[n]`.
-        stats: Cost of the computation.
+        stats: Statistics of the sequence, such as times and transferred bytes.
     """
 
     logprobs: list[float]
@@ -40,7 +43,8 @@ class Score:
 
 @dataclass(eq=False)
 class _Task:
-    # `tokens`: prompt and continuation. Tokens from `scored_from` on are scored. The last token is only predicted.
+    # `tokens` holds prompt and continuation. Tokens from index `scored_from` on are scored. The last token is scored
+    # from the logits of the token before it, so its own KV is never computed.
 
     tokens: list[int]
     scored_from: int
@@ -74,13 +78,13 @@ def score(
         runner: Runner of the model and the policy.
         prompts: Token ids of the prompts.
         continuations: Token ids to score.
-        decode_from: Maximum number of prompt tokens to prefill with exact attention. The rest is decoded. None
-            prefills all but the last token of each prompt.
-        batch: Maximum number of sequences decoded together; fewer if the pool is full.
-        on_done: Called after each continuation.
+        decode_from: Maximum number of prompt tokens to prefill with exact attention; later prompt tokens are decoded.
+            None prefills all prompt tokens except the last one.
+        batch: Maximum number of sequences that are decoded together. If the pool is full, fewer are.
+        on_done: Called after each continuation has been scored.
         on_logprobs: Called for each scored token, in order, with the index of the continuation and the
             log-probabilities `[V]` of the whole vocabulary on the model's device.
-        recorder: Receives the selections of the decode steps. Needs a single continuation.
+        recorder: Receives the tokens that each layer selects in decode steps. Allowed only for a single continuation.
 
     Raises:
         PoolFullError: A single sequence does not fit the pool.
@@ -103,7 +107,10 @@ def score(
 
 
 class _Batches:
-    """Sequences that wait to be decoded together."""
+    """Group prefilled sequences and decode each group together.
+
+    A group is decoded when it is full or memory runs out.
+    """
 
     def __init__(
         self, runner: Runner, size: int, on_done: Callable[[], None], recorder: Recorder | None = None
@@ -114,7 +121,10 @@ class _Batches:
         self._origin: tuple[Sequence, _Task] | None = None
 
     def start(self, prefix: tuple[int, ...], members: Seq[_Task]) -> None:
-        """Prefill `prefix` for the last of `members`, and fork it for the others."""
+        """Prefill `prefix` once, and create a sequence for each of `members`.
+
+        The last member uses the prefilled sequence itself, the others use forks.
+        """
         groups, last = self._groups, members[-1]
         origin = self._retry_after_decoding(partial(self._prefilled, prefix, last), groups.blocks(last.computed))
         self._origin = origin, last
@@ -128,7 +138,10 @@ class _Batches:
         self._origin = None
 
     def _retry_after_decoding(self, make: Callable[[], Sequence], blocks: int) -> Sequence:
-        """Call `make`, which needs up to `blocks` blocks. If the pool is full, decode and free pending sequences."""
+        """Call `make`, which needs up to `blocks` blocks, and return its result.
+
+        If the pool is full, decode and free the pending sequences first.
+        """
         pool = self._runner.pool
         crowded = self._sliding + blocks > pool.free_blocks + pool.idle_blocks if self._groups.sliding else False
         if self._pending and (crowded or len(self._pending) >= self._size):
@@ -143,7 +156,7 @@ class _Batches:
 
     @property
     def _sliding(self) -> int:
-        """Blocks that sliding windows of waiting sequences may still need. They are not reserved."""
+        """Number of blocks that sliding windows of pending sequences may still need. These blocks are not reserved."""
         waiting = self._pending if self._origin is None else [*self._pending, self._origin]
         held = {window for sequence, _ in waiting for window in sequence.blocks.windows.values()}
         most = sum(
@@ -153,7 +166,7 @@ class _Batches:
 
     def _prefilled(self, prefix: tuple[int, ...], task: _Task) -> Sequence:
         self._runner.check_fits(task.computed)
-        sequence = self._runner.new_sequence(task.tokens, max(1, len(prefix)))
+        sequence = self._runner.new_sequence(task.tokens, max(1, len(prefix)), reuse=len(prefix))
         sequence.trace.prompt_tokens, sequence.trace.recorder = len(prefix), self._recorder
         self._runner.expect(sequence, task.computed)
         if prefix:
@@ -170,7 +183,7 @@ class _Batches:
         return fork
 
     def decode(self) -> None:
-        """Decode all pending sequences to their ends, and free them."""
+        """Decode all pending sequences to the end of their tokens, and free them."""
         if self._runner.config.exact is not None:
             for sequence, task in self._pending:
                 self._verify(sequence, task)
@@ -194,7 +207,7 @@ class _Batches:
                 self._advance(sequence, task, row)
 
     def _advance(self, sequence: Sequence, task: _Task, logprobs: torch.Tensor) -> None:
-        """Score the next token with logprobs `[V]`. Free the sequence after the last token."""
+        """Score the next token with log-probabilities `[V]`. Free the sequence after its last token."""
         target = sequence.position
         if target >= task.scored_from:
             value = logprobs[task.tokens[target]]
@@ -207,7 +220,7 @@ class _Batches:
             self._on_done()
 
     def close(self) -> None:
-        """Free sequences that remain after an error."""
+        """Free all sequences that are still pending because of an error."""
         waiting = self._pending if self._origin is None else [*self._pending, self._origin]
         for sequence, task in waiting:
             if task.score is None:

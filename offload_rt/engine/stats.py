@@ -1,4 +1,4 @@
-"""Collect the statistics of a sequence from its trace, the model, the KV cache and the transfers."""
+"""Compute the statistics (`Stats`) of a sequence from its trace, its model, the KV cache and the transfers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from .runner import Runner
 
 
 def _mean(rows: list[list[float]], tokens: int) -> float:
-    """Return the sum of `rows` `[steps][layers]`, divided by the number of layers and by `tokens`."""
+    """Return the sum of `rows` `[steps][layers]`, which hold sums over tokens, per layer and token."""
     layers = len(rows[0]) if rows else 0
     return sum(map(sum, rows)) / (layers * tokens) if layers and tokens else 0.0
 
 
 def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:
-    """Return the missed attention mass as (mean, mean of the worst layer); None if it was not measured."""
+    """Return the missed attention mass: the mean over all sparse layers, and the value of the worst of them.
+
+    Both values are None if the missed attention mass was not measured.
+    """
     selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
     if not trace.missed or not selecting:
         return None, None
@@ -31,9 +34,13 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 
 @dataclass(frozen=True)
 class Fractions:
-    """Fractions of visible tokens that are `fetched` and `attended` exactly: means over layers and tokens.
+    """Fractions of the context that were copied to the device or attended exactly, as means over layers and tokens.
 
-    `sparse_*` are means over the sparse layers.
+    Attributes:
+        fetched: Fraction of the context whose KV was copied to the device.
+        attended: Fraction of the context that was attended with full-precision KV.
+        sparse_fetched: `fetched` as a mean over the sparse layers only.
+        sparse_attended: `attended` as a mean over the sparse layers only.
     """
 
     fetched: float

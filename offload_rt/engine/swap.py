@@ -1,6 +1,7 @@
 """Swap preempted sequences to disk if that is estimated to be faster than recomputation (PagedAttention §4.5).
 
-A preempted sequence is stored like a session, with the same names, saver and loader, but in an unnamed file.
+A preempted sequence is stored like a session, with the same block names, saver and loader. Its file has no name in the
+file system, so the operating system deletes it when the process ends.
 """
 
 from __future__ import annotations
@@ -28,13 +29,22 @@ from ..storage.naming import SessionProvenance, name_blocks, window_blocks
 from ..storage.saver import Saver, layer_bytes
 from .runner import Runner
 
-BYTES_PER_SECOND = 500e6  # assumed speed of a disk until it has been measured
-FOLDER = "preempted"  # subfolder of the user's folder, so that other files there are not changed
+BYTES_PER_SECOND = 500e6  # assumed read speed of the disk until it has been measured
+FOLDER = "preempted"  # subfolder of the user's folder, so that no other files of the user are touched
 
 
 @dataclass(frozen=True)
 class SwappedSequence:
-    """A sequence on disk: names of its blocks (including sliding layers), and arguments of `Runner.adopt`."""
+    """A sequence whose KV is on disk. All fields except `names` are arguments of `Runner.adopt`.
+
+    Attributes:
+        names: Names of the sequence's blocks, including blocks of sliding layers.
+        position: Number of computed tokens.
+        exact: Number of tokens at the start whose KV an exact prefill computed.
+        shift: Number of tokens that were truncated from the start of the text.
+        provenance: Part of the KV provenance key that describes the cache salt and truncations.
+        floor: Index of the first token that sliding layers can see.
+    """
 
     names: Seq[NamedBlock]
     position: int
@@ -49,12 +59,12 @@ class SwappedSequence:
 
 
 class Swap:
-    """Write KV of preempted sequences to an unnamed file and restore it bit for bit.
+    """Write the KV of preempted sequences to an unnamed file, and restore it bit for bit.
 
-    If anything fails (no space, a damaged file), the sequence is computed again. Swap is used only if KV and policy
-    state can be restored exactly: KV is not quantised, and the policy learns from keys alone. Blocks of an exact
-    prefill are named by their tokens, so that sequences with a common prompt store it once. The file contains users'
-    text, so it is deleted when the process ends.
+    If writing or reading fails (no space, a damaged file), the sequence is computed again. A sequence is swapped only
+    if its KV and policy state can be restored exactly: the KV is not quantised, and the policy state depends on the
+    keys alone. Blocks of an exact prefill are named by their tokens, so the KV of a common prompt is stored once. The
+    file has no name and is deleted when the process ends, because KV reveals users' text.
 
     Raises:
         StoreError: The folder cannot be used.
@@ -78,13 +88,14 @@ class Swap:
 
     @property
     def bytes_used(self) -> int:
-        """Size in bytes of all blocks on disk."""
+        """Size in bytes of all swapped blocks on disk."""
         return self._disk.bytes_used
 
     def swap_out(self, sequence: Sequence, batch: int) -> SwappedSequence | None:
-        """Write the KV of a sequence if restoring it is estimated to be faster than computing it again.
+        """Write the KV of a sequence to disk if restoring it is estimated to be faster than computing it again.
 
-        Return None if it must be computed again. `batch`: number of sequences that decode together.
+        Return None if the KV was not written, so that the sequence must be computed again. `batch` is the number of
+        sequences that decode together, including this one.
         """
         if not self._restorable(sequence):
             return None
@@ -110,10 +121,10 @@ class Swap:
         return swapped
 
     def swap_in(self, swapped: SwappedSequence, tokens: Seq[int], spare: int = 0) -> Sequence | None:
-        """Restore a sequence with room for one more token. Blocks that are still cached are not read.
+        """Read a sequence's KV from disk. Return the sequence, with room for one more token.
 
-        Return None if the file is damaged. Raise PoolFullError, before reading, if fewer than `spare` other blocks are
-        free.
+        Blocks that are still in the prefix cache are not read. Return None if the file is damaged. Raise PoolFullError
+        before reading if, after the blocks of this sequence, fewer than `spare` blocks are free.
         """
         runner, pool = self._runner, self._runner.pool
         blocks = self._known(swapped, tokens)
@@ -141,14 +152,14 @@ class Swap:
         return sequence if restored else None
 
     def discard(self, swapped: SwappedSequence) -> None:
-        """Remove the blocks that no other sequence needs."""
+        """Remove a sequence's blocks from disk, except blocks that other swapped sequences use."""
         keys = swapped.keys
         self._users.subtract(keys)
         self._users += Counter()
         self._disk.remove(key for key in keys if key not in self._users)
 
     def _restorable(self, sequence: Sequence) -> bool:
-        """Return whether KV and policy state can be restored exactly."""
+        """Return whether the KV and the policy state of a sequence can be restored exactly."""
         runner = self._runner
         learns_keys_alone = not (runner.policy.wants_queries or runner.policy.wants_weights)
         complete = sequence.position and not sequence.unlearned and sequence.blocks.length == sequence.position
@@ -156,7 +167,7 @@ class Swap:
         return bool(complete) and learns_keys_alone and runner.pool.format.exact and runner.config.eviction is None
 
     def _recompute_seconds(self, sequence: Sequence, batch: int) -> float:
-        """Estimate the seconds for computing a sequence again, without cached blocks."""
+        """Return the estimated seconds for computing a sequence again without cached blocks."""
         trace, decoded = sequence.trace, sequence.position - sequence.exact
         computed = trace.prompt_tokens - trace.reused_tokens
         if computed > 0:
@@ -167,15 +178,16 @@ class Swap:
         return sequence.exact * (self._prefill_seconds_per_token or step) + decoded * step / batch
 
     def _swapped(self, sequence: Sequence) -> SwappedSequence:
-        """Return the names of the blocks to write: blocks of full-attention layers, and blocks of sliding layers that
-        the next token attends to.
+        """Return the description of a sequence to write to disk.
 
+        It names all blocks of full-attention layers, and the blocks of sliding layers that the next token attends to.
         Blocks with exact KV are named by their tokens. The names of other blocks are unique to this sequence.
         """
         groups, position = self._runner.pool.groups, sequence.position
         provenance_key = SessionProvenance(self._disk.root, f"{FOLDER}-{next(self._ids)}", sequence.provenance)
         names = name_blocks(provenance_key, sequence.tokens, position, [(sequence.exact, position)])
-        # The block table may still hold a block that has just left the window. A restored table has no slots for it.
+        # The block table may still contain a block that has just left the window. A restored table has no slots for
+        # this block.
         windows = window_blocks(groups, names, position, sequence.blocks.floor)
         return SwappedSequence(
             [*names, *windows] if groups.full else windows, position, sequence.exact, sequence.shift,
@@ -183,7 +195,7 @@ class Swap:
         )  # fmt: skip
 
     def _known(self, swapped: SwappedSequence, tokens: Seq[int]) -> BlockTable:
-        """Return cached blocks of the tokens that an exact prefill computed."""
+        """Return the cached blocks of those tokens whose KV an exact prefill computed."""
         if not self._runner.config.enable_prefix_caching:
             return BlockTable(floor=swapped.floor)
         provenance_key = EXACT + swapped.provenance

@@ -1,4 +1,4 @@
-"""Choose from measured times whether decode steps on a CPU use several threads."""
+"""Measure whether decode steps on a CPU are faster with several threads or with one, and use the faster mode."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import torch
 
 from ..kernels import team
 
-KEPT = 5  # step times per mode
-SHORTEST_INTERVAL, LONGEST_INTERVAL = 16, 256  # steps between two tries of the slower mode
-TRIED = 2  # steps of a try
-CHANGED = 1.3  # minimum ratio of step times that counts as a changed load of the machine
+KEPT = 5  # number of step times kept per mode
+SHORTEST_INTERVAL, LONGEST_INTERVAL = 16, 256  # steps between two trials of the slower mode
+TRIED = 2  # steps per trial
+CHANGED = 1.3  # ratio of step times from which the machine's load counts as changed
 
 
 class ThreadChoice:
     """Run decode steps with all threads or with one, depending on which has been faster recently.
 
     If another process is busy, several threads can make a step slower: with more threads than processors, the main
-    thread loses its processor at times. Only the time of a whole step shows this, so no kernel can decide it. The
-    slower mode is tried again from time to time, less often the longer it stays slower.
+    thread loses its processor at times. Only the time of a whole step shows this, so the choice is made per step and
+    not per kernel. The slower mode is tried again from time to time. The longer it stays slower, the less often it is
+    tried.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class ThreadChoice:
 
     @contextmanager
     def step(self, device: torch.device, batch: int) -> Iterator[None]:
-        """Run one decode step of `batch` sequences."""
+        """Run one decode step of `batch` sequences, the body of the `with` statement, in the chosen mode."""
         if device.type != "cpu":
             yield
             return
@@ -51,7 +52,10 @@ class ThreadChoice:
             self.took(several, time.perf_counter() - began)
 
     def took(self, several: bool, seconds: float) -> None:
-        """Record the time of a step with several threads or one, and choose the mode of the next step."""
+        """Record the time of a step, and choose the mode of the next step.
+
+        `several` tells whether the step used several threads.
+        """
         times = self._times[several]
         if several == self._several and len(times) == KEPT and seconds > CHANGED * median(times):
             self._interval = SHORTEST_INTERVAL

@@ -1,8 +1,9 @@
-"""Policy "auto": "infinigen" that selects only if that is cheaper than attending to all tokens.
+"""Policy "auto": "infinigen" with full attention for contexts in which token selection would be slower.
 
-On a CPU, exact attention reads KV at the speed of memory. Selection reads a quarter of the bytes, but computes scores
-and approximate attention for every token. A layer with at most `WORTH_SELECTING` bytes of KV attends to all of it. The
-decision depends on shapes and dtype alone, so that a model gives the same text on every CPU under any load.
+On a CPU, the speed of exact attention is limited by the memory bandwidth for reading KV. Selection reads a quarter of
+the bytes, but computes scores and approximate attention for every token. A layer with at most `WORTH_SELECTING` bytes
+of KV therefore attends to all tokens. The decision depends only on shapes and dtype, so the generated text does not
+depend on the CPU or its load.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from .options import AutoOptions
 WORTH_SELECTING = 64 << 20
 """On a CPU, a layer with at most this many bytes of KV per sequence attends to all tokens.
 
-Selection was slower at every measured length, up to 24 MiB per layer (`eval/results/cpu/threads`). For Qwen2.5-0.5B the
-two times would meet near 25 MiB. For SmolLM2 the gap does not shrink. A limit is still needed for a KV cache on disk,
-which is read far more slowly.
+With KV in host memory, selection was slower than full attention at every measured length, up to 24 MiB of KV per layer
+(`eval/results/cpu/threads`). For Qwen2.5-0.5B, extrapolation gives equal times near 25 MiB. For SmolLM2, the time
+difference does not shrink with length. The value is finite because a KV cache on disk is read far more slowly.
 """
 
 
 def dense_until(options: AutoOptions, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the longest context, in tokens, up to which every layer is dense."""
+    """Return the longest context, in tokens, for which every layer attends to all tokens."""
     if options.dense_until is not None:
         return options.dense_until
     return WORTH_SELECTING * geometry.layers // geometry.kv_bytes(1, dtype) if device.type == "cpu" else 0
 
 
 class Auto(InfiniGen):
-    """InfiniGen that attends to all tokens of contexts up to `dense_until`.
+    """InfiniGen with full attention for contexts of up to `dense_until` tokens.
 
-    Scoring keys and approximate KV are kept from the first token on, so that they are complete when selection starts.
+    Scoring keys and approximate KV are stored from the first token on, so that they are complete when selection starts.
     """
 
     name = "auto"

@@ -1,17 +1,18 @@
 """The contract between the decode loop and a policy.
 
-A `Policy` is immutable and shared by all sequences. A `PolicyState` belongs to one sequence, holds the selection data
-of its tokens (scoring keys, accumulated attention, page bounds), and is forked with it. For each sequence, the loop
-calls:
+A `Policy` is immutable and shared by all sequences. A `PolicyState` contains the selection data of one sequence:
+scoring keys, accumulated attention or page bounds of its tokens. Forking the sequence forks its state. For each
+sequence, the decode loop calls:
 
-    prefill, layer l      state.on_queries(l, q, k, start) for each slice of queries, then state.on_keys(l, k, 0) and
-                          state.on_values(l, v, 0)
-    decode, layer l       state.on_keys(l, k, N - 1)            one key, before layer l attends
-                          state.on_values(l, v, N - 1)          its value
-                          state.select(l, q, visible)           once, when the query of `Policy.query_source` is known
+    prefill, layer l      state.on_queries(l, q, k, start)      for each prefill chunk
+                          state.on_keys(l, k, 0)                the keys of the prompt
+                          state.on_values(l, v, 0)              the values of the prompt
+    decode, layer l       state.on_keys(l, k, N - 1)            the newest key, before layer l attends
+                          state.on_values(l, v, N - 1)          the newest value
+                          state.select(l, q, visible)           as soon as the query from `Policy.query_source` exists
                           state.repair(l, q, visible, sel)      with the layer's true query, before it attends
                           state.merge_approximate(l, q, visible, sel, out, lse)
-                                                                merges an estimate of the attention to other tokens
+                                                                adds an estimate for tokens that were not selected
                           state.on_attended(l, ...)             only if `wants_weights`
 
 `select`, `repair`, `merge_approximate` and `on_attended` are never called for a layer in `dense_layers`.
@@ -29,13 +30,18 @@ from .infinigen.scoring_keys import ListedKeys
 from .rule import Rule
 
 QuerySource = Literal["attention_input", "normed_input", "residual", "query"]
-"""The source of the query that `select` gets for layer l. The first three are available one layer ahead and give a
-speculated query. "query" is the true query of layer l, which leaves no time to prefetch. Layer 0 always gets its true
-query, because it depends on the embedding alone."""
+"""The input from which the query of layer l is computed for `select`.
+
+"attention_input", "normed_input" and "residual" are available while layer l - 1 runs and give a predicted query.
+"query" is the true query of layer l, which leaves no time to prefetch. Layer 0 always gets its true query, because it
+depends only on the embedding.
+"""
 
 KeyReader = Callable[[int, range], torch.Tensor]
-"""(layer, token range) -> keys `[Hkv, n, d]` of the sequence, read from the host pool. For policies that need the full
-keys (oracle) and for measurements. These reads are not counted as transfers."""
+"""Function (layer, token range) -> keys `[Hkv, n, d]` of the sequence, read from the host pool.
+
+Used by policies that need the full keys (oracle) and by measurements. These reads are not counted as transfers.
+"""
 
 
 class PolicyState:
@@ -46,61 +52,61 @@ class PolicyState:
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of scoring keys and other selection data held on the compute device."""
+        """Size in bytes of the scoring keys and other selection data on the compute device."""
         return 0
 
     @property
     def approximate_bytes(self) -> int:
-        """The part of `device_bytes` that is approximate KV, which `merge_approximate` reads."""
+        """Size in bytes of the approximate KV that `merge_approximate` reads, included in `device_bytes`."""
         return 0
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of scoring keys held in host memory instead of on the device."""
+        """Size in bytes of the scoring keys in host memory; 0 if they are on the device."""
         return 0
 
     @property
     def scoring_keys(self) -> ListedKeys | None:
-        """The scoring keys from which `KeyLists` of a batch are built, if the policy has a `rule`."""
+        """The scoring keys that `KeyLists` read in batched selection; None if the policy has no `rule`."""
         return None
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
-        """Observe the queries of a slice of the prompt.
+        """Observe the queries of one prefill chunk.
 
         Args:
             layer: The layer index.
             q: True queries `[H, m, d]` of the tokens [start, start + m).
-            k: All keys `[Hkv, n, d]` of the layer so far, n >= start + m. The policy applies the causal mask: query i
-                may see keys up to start + i.
-            start: The first token of `q`.
+            k: Keys `[Hkv, n, d]` of the first n tokens of the sequence, n >= start + m. The policy applies the causal
+                mask: query i may see keys up to start + i.
+            start: Token index of the first query in `q`.
         """
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Observe keys `[Hkv, m, d]` (after RoPE) written to the slots [start, start + m) of the layer's KV cache.
 
-        `start` is the end of the last call for this layer, or a slot whose token has been moved or evicted.
+        `start` is the end of the previous call for this layer, or the slot of a token that has been moved or evicted.
         """
 
     def on_values(self, layer: int, v: torch.Tensor, start: int) -> None:
-        """Observe the values `[Hkv, m, d]` that belong to the keys of the last `on_keys` of the layer."""
+        """Observe the values `[Hkv, m, d]` of the tokens that were passed to the preceding `on_keys` of this layer."""
 
     def on_moved(self, layer: int, source: int, target: int) -> None:
-        """Move the data of the token in slot `source` to slot `target`, whose token has been evicted.
+        """Move the selection data of slot `source` to slot `target`. The token in `target` has been evicted.
 
-        `on_keys` for `source` follows. Only called if the policy is `evictable`.
+        The caller then calls `on_keys` with a new token for `source`. Only called if the policy is `evictable`.
         """
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select the tokens of `visible.candidates` that the layer fetches, with the (speculated) query q `[H, d]`.
+        """Select the tokens of `visible.candidates` to fetch for this layer, with the (predicted) query q `[H, d]`.
 
         All candidates must have been passed to `on_keys`.
         """
         raise NotImplementedError
 
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
-        """Return more candidates to fetch, chosen with the true query q `[H, d]` and disjoint from `selection`.
+        """Return additional candidates to fetch, chosen with the true query q `[H, d]` and not in `selection`.
 
-        None if there are none.
+        Return None if no additional candidates are needed.
         """
         return None
 
@@ -118,13 +124,13 @@ class PolicyState:
         Args:
             layer: The layer index.
             q: The true query `[H, d]`.
-            visible: The tokens that the layer sees.
-            selection: All selected tokens, repairs included.
-            out: Exact attention `[H, d]`. It may be overwritten, as may `lse`.
-            lse: Its log-sum-exp `[H]` (natural log).
+            visible: The tokens that the layer can attend to.
+            selection: All selected tokens, including the result of `repair`.
+            out: Exact attention output `[H, d]`. This method may overwrite it.
+            lse: Log-sum-exp of the exact attention scores `[H]` (natural log). This method may overwrite it.
 
         Returns:
-            Merged out and lse. They are unchanged if the policy ignores tokens that are not selected.
+            Merged `out` and `lse`. They are unchanged if the policy ignores tokens that are not selected.
         """
         return out, lse
 
@@ -139,13 +145,13 @@ class PolicyState:
         """
 
     def fork(self, keys: KeyReader) -> PolicyState:
-        """Return an independent copy for a forked sequence. `keys` reads the keys of the fork."""
+        """Return an independent copy for a forked sequence. `keys` reads the keys of the forked sequence."""
         raise NotImplementedError
 
     def fork_prefix(self, tokens: int) -> PolicyState | None:
-        """Return a state of the first `tokens` tokens alone, for a sequence that shares their KV blocks.
+        """Return a state of only the first `tokens` tokens, for a sequence that shares their KV blocks.
 
-        None if computing the state again is as cheap, or if the state depends on more than the KV of these tokens.
+        Return None if recomputing the state is as cheap, or if the state depends on more than the KV of these tokens.
         """
         return None
 
@@ -154,26 +160,26 @@ class PolicyState:
 
 
 class Policy(Protocol):
-    """A method of selecting tokens, with fixed options."""
+    """A token selection method with fixed options."""
 
     @property
     def name(self) -> str:
-        """Name for `LLM(policy=...)`."""
+        """Name that selects the policy in `LLM(policy=...)`."""
         ...
 
     @property
     def query_source(self) -> QuerySource:
-        """The source of the query that `select` gets."""
+        """Input tensor that is projected to the query for `select`."""
         ...
 
     @property
     def sinks(self) -> int:
-        """Number of first tokens of the sequence that are always resident."""
+        """Number of tokens at the start of the sequence (attention sinks) that always stay on the device."""
         ...
 
     @property
     def recent(self) -> int:
-        """Number of last tokens of the sequence that are always resident, the newest included; at least 1."""
+        """Number of most recent tokens that always stay on the device, including the newest; at least 1."""
         ...
 
     @property
@@ -188,19 +194,20 @@ class Policy(Protocol):
 
     @property
     def wants_weights(self) -> bool:
-        """Whether `on_attended` is called."""
+        """Whether the policy observes attention weights (`on_attended`)."""
         ...
 
     @property
     def wants_queries(self) -> bool:
-        """Whether the state needs every query of the prompt (`on_queries`), so that no cached prefix can be used."""
+        """Whether the state observes every query of the prompt (`on_queries`). If so, no cached prefix can be used."""
         ...
 
     @property
     def rule(self) -> Rule | None:
-        """Rule for selecting for a whole batch with `KeyLists`, or None if each sequence selects separately.
+        """Rule that selects tokens for a whole batch with `KeyLists`. If None, each sequence selects separately.
 
-        With a rule, `KeyLists` replace `on_keys` and `select` during decoding, and counts stay on the device.
+        With a rule, `KeyLists` replace `on_keys` and `select` during decoding, and the numbers of selected tokens stay
+        on the device.
         """
         ...
 
@@ -211,16 +218,19 @@ class Policy(Protocol):
 
     @property
     def provenance_key(self) -> str:
-        """KV provenance key: a digest of name and options.
+        """KV provenance key: a digest of the policy's name and options, or "exact" for full attention.
 
-        KV is reused only with the same key. "exact" for full attention.
+        Cached KV is reused only by requests with the same key, because the policy affects the KV of deeper layers.
         """
         ...
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Correct the predicted attention input `[T, D]` of the layer, from which its query is projected."""
+        """Correct the predicted attention input `[T, D]` of the layer and return it.
+
+        The layer's query is computed from it.
+        """
         ...
 
     def new_state(self, keys: KeyReader) -> PolicyState:
-        """Return the state of a new, empty sequence. `keys` reads its keys from the pool."""
+        """Return the state of a new, empty sequence. `keys` reads its keys from the host pool."""
         ...

@@ -1,4 +1,4 @@
-"""Upper bounds of a policy's memory and transfers, known before a model is loaded."""
+"""Upper bounds of a policy's memory and transfers, computed before a model is loaded."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class MemoryDemand:
     Attributes:
         dense: Layers that attend to all tokens, in ascending order.
         resident: Number of tokens (sinks and recent window) whose KV stays on the device.
-        share: Largest fraction of the context that a sparse layer fetches, in [0, 1].
+        share: Largest fraction of the context, in [0, 1], that a sparse layer (one that selects tokens) fetches.
         key_bytes: Size in bytes of selection data per token and sparse layer.
-        key_page: Tokens per page if selection data is allocated in pages. 0 if it is a `GrowingTensor`, whose capacity
-            grows by a sixteenth.
-        copied_bytes: Bytes per token of the copies of selection data that a layer makes to score tokens.
-        basis_bytes: Bytes shared by all sequences, in the same memory as the scoring keys.
-        guess_bytes: Size in bytes of the corrections for predicted queries, always on the device.
-        weights_at_once: Largest number of attention weights of a prompt computed at a time; 0 if none are computed.
-        whole: Longest context, in tokens, that is fetched entirely regardless of `share`.
+        key_page: Tokens per page if selection data is allocated in pages; 0 if it is stored in a `GrowingTensor`.
+        copied_bytes: Size in bytes per token of temporary copies of selection data while a layer scores tokens.
+        basis_bytes: Size in bytes of matrices shared by all sequences. They are in the same memory as the scoring keys.
+        guess_bytes: Size in bytes of the tensors that correct predicted queries. They are always on the device.
+        weights_at_once: Largest number of attention weights that the policy computes at a time in prefill; 0 if it
+            computes none.
+        whole: Longest context, in tokens, for which every layer fetches all KV regardless of `share`.
     """
 
     dense: tuple[int, ...]
@@ -35,5 +35,5 @@ class MemoryDemand:
     whole: int = 0
 
     def scoring_bytes(self, layers: int, context: int) -> int:
-        """Return the size in bytes of selection data of `context` tokens in `layers` layers, without spare room."""
+        """Return the bytes of selection data for `context` tokens in `layers` layers, without spare capacity."""
         return int((layers - len(self.dense)) * self.key_bytes * context)

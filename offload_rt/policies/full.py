@@ -15,7 +15,7 @@ from .registry import PolicyContext
 
 
 class FullState(PolicyState):
-    """State of policy "full": empty, because no layer selects."""
+    """State of policy "full". It is empty because no layer selects tokens."""
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Never called, because every layer is dense."""
@@ -28,9 +28,9 @@ class FullState(PolicyState):
 
 @dataclass(frozen=True)
 class Full:
-    """Policy in which all `layers` layers are dense.
+    """Policy "full": all layers of the model attend to all tokens.
 
-    No recent window is kept on the device, because every step fetches all KV anyway.
+    No recent window stays on the device, because every step fetches all KV anyway.
     """
 
     layers: int

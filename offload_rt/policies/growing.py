@@ -14,18 +14,18 @@ def _capacity(slots: int, multiple: int) -> int:
 
 
 def max_slots(tokens: int, per_slot: int = 1) -> int:
-    """Return an upper bound of the capacity, in tokens, of a `GrowingTensor` that holds `tokens` tokens.
+    """Return an upper bound of the capacity, in tokens, of a `GrowingTensor` with data of `tokens` tokens.
 
-    At most `per_slot` tokens share a slot.
+    A slot contains the data of up to `per_slot` tokens.
     """
     return tokens + tokens // 16 + _ROUND * per_slot
 
 
 class GrowingTensor:
-    """A tensor `data` with spare capacity. Call `reserve` before every write.
+    """A tensor `data` that grows along one dimension. Call `reserve` before every write.
 
-    Capacity grows by a sixteenth instead of doubling, to save device memory. Growing therefore copies 16 slots per new
-    slot on average. A fork shares the storage until either side writes.
+    Capacity grows by a sixteenth instead of doubling, to save device memory. The cost is that each slot is copied about
+    16 times on average. A fork shares the storage until either copy is written.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class GrowingTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated. Storage shared by forks is counted for each fork."""
+        """Allocated bytes. Storage that forks share is counted once for each of them."""
         return self.data.nbytes
 
     def reserve(self, slots: int) -> torch.Tensor:
-        """Return `data`, not shared and with at least `slots` slots. New slots are uninitialised."""
+        """Return `data` with at least `slots` slots, copied first if a fork shares it. New slots are uninitialised."""
         capacity = self.data.shape[self.dim]
         if slots > capacity:
             shape = list(self.data.shape)
@@ -63,15 +63,15 @@ class GrowingTensor:
 
 
 class LayerTensors:
-    """Per-layer token data of a sequence: a `GrowingTensor` along `dim` for each open layer, and its token count.
+    """Token data of one sequence, layer by layer: a `GrowingTensor` and a token count for each opened layer.
 
-    A slot holds `per_slot` tokens.
+    Each slot of a tensor contains data of `per_slot` tokens.
     """
 
     def __init__(
         self, dim: int, dtype: torch.dtype, device: torch.device, per_slot: int = 1, multiple: int = _ROUND
     ) -> None:
-        """Create without open layers. `dim` and `multiple` are passed to `GrowingTensor`."""
+        """Create the object without layers. `dim` and `multiple` are passed to each `GrowingTensor`."""
         self._dim, self._dtype, self._device = dim, dtype, device
         self._per_slot, self._multiple = per_slot, multiple
         self._tensors: dict[int, GrowingTensor] = {}
@@ -79,12 +79,12 @@ class LayerTensors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated. Storage shared by forks is counted for each fork."""
+        """Allocated bytes. Storage that forks share is counted once for each of them."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     @property
     def layers(self) -> Set[int]:
-        """The open layers."""
+        """The opened layers."""
         return self._tensors.keys()
 
     def length(self, layer: int) -> int:
@@ -92,17 +92,17 @@ class LayerTensors:
         return self._lengths.get(layer, 0)
 
     def data(self, layer: int) -> torch.Tensor:
-        """Return the tensor of the layer with its spare capacity, for reading only."""
+        """Return the tensor of the layer for reading, including unused slots at its end."""
         return self._tensors[layer].data
 
     def open(self, layer: int, *shape: int) -> None:
-        """Open the layer with a tensor of `shape`, 0 in dimension `dim`. A second call has no effect."""
+        """Create the layer's tensor with `shape`, which is 0 in the growing dimension. A second call has no effect."""
         if layer not in self._tensors:
             self._tensors[layer] = GrowingTensor(shape, self._dim, self._dtype, self._device, self._multiple)
             self._lengths[layer] = 0
 
     def reserve(self, layer: int, tokens: int) -> torch.Tensor:
-        """Return the tensor for writing, not shared, and raise the length of the layer to at least `tokens`."""
+        """Return the layer's tensor for writing, not shared with a fork. Its token count becomes at least `tokens`."""
         self._lengths[layer] = max(self._lengths[layer], tokens)
         return self._tensors[layer].reserve(-(-self._lengths[layer] // self._per_slot))
 
@@ -114,7 +114,7 @@ class LayerTensors:
         return twin
 
     def check_integrity(self) -> None:
-        """Assert that every open layer has capacity for its tokens."""
+        """Assert that every opened layer has capacity for its tokens."""
         assert self._tensors.keys() == self._lengths.keys()
         for layer, tensor in self._tensors.items():
             assert self._lengths[layer] <= tensor.data.shape[self._dim] * self._per_slot

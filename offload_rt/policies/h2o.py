@@ -1,7 +1,7 @@
-"""Policy "h2o": recent tokens and heavy hitters, the tokens with the most accumulated attention (H2O).
+"""Policy "h2o": keep recent tokens and heavy hitters, the tokens with the most accumulated attention (H2O).
 
-A dropped token is never selected again. Unlike in the publication, dropping is causal: only queries up to the current
-step count.
+A token that was dropped once is never selected again. Unlike in the paper, dropping is causal: only queries up to the
+current step contribute to a token's accumulated attention.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from .options import BudgetOptions
 from .scorer import EntryShape, ScorerPolicy, TokenLists
 
 WEIGHED_AT_ONCE = 1 << 22
-"""Number of attention weights of a prompt computed at a time."""
+"""Largest number of attention weights of a prompt that are computed at a time, to limit temporary memory."""
 
 NEWEST = 1e30
-"""Score of the newest candidates, above every accumulated attention."""
+"""Score of the most recent candidates. It is larger than any accumulated attention."""
 
 
 class H2O(ScorerPolicy[BudgetOptions]):
-    """Policy "h2o". It needs no query, so it selects as early as possible.
+    """Policy "h2o". Scores do not depend on the query, so tokens are selected as early as possible.
 
-    An entry is the accumulated attention of a token, summed over queries and over the query heads of a KV head. Dropped
-    tokens have -inf.
+    The stored entry of a token is its accumulated attention, summed over queries and over the query heads of a KV head.
+    The entry of a dropped token is -inf.
     """
 
     name = "h2o"
@@ -40,26 +40,32 @@ class H2O(ScorerPolicy[BudgetOptions]):
 
     @classmethod
     def entry_shape(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of an entry: one float32, the accumulated attention."""
+        """Return the shape of an entry: one float32 number, the accumulated attention."""
         return EntryShape(1, torch.float32)
 
     @classmethod
     def memory_demand(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Return the demand, including the attention weights of a prompt."""
+        """Return the demand, including memory for the attention weights of a prompt."""
         return replace(super().memory_demand(options, geometry, dtype), weights_at_once=WEIGHED_AT_ONCE)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return 0 for new tokens."""
+        """Return entries of 0 for new tokens, which have received no attention."""
         return k.new_zeros(*k.shape[:2], 1)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Score tokens by accumulated attention. The newest tokens, up to half of the budget, get a higher score."""
+        """Score tokens by accumulated attention.
+
+        The most recent tokens, up to half of the budget, get score `NEWEST`.
+        """
         half = (keys.contexts.double() * (self.budget / 2) + 1e-9).floor()
         local = (half - (keys.contexts - keys.stops)).clamp(min=0).minimum(keys.limits.double())
         return keys.entries.squeeze(2).masked_fill(keys.tokens >= keys.stops - local, NEWEST)
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
-        """Add the causal attention of queries q `[H, m, d]` of tokens [start, start + m) to keys k `[Hkv, n, d]`."""
+        """Add the attention weights of queries q `[H, m, d]` to the entries of keys k `[Hkv, n, d]`.
+
+        The queries belong to the tokens [start, start + m).
+        """
         stop = start + q.shape[1]
         for head, row in enumerate(entries[:, :, 0]):
             queries = q.view(len(entries), -1, *q.shape[1:])[head]
@@ -70,7 +76,10 @@ class H2O(ScorerPolicy[BudgetOptions]):
                 row[:end] += self._causal_weights(layer, part, k[head, :end], begin)
 
     def _causal_weights(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> torch.Tensor:
-        """Return attention weights `[n]` of keys k `[n, d]`, summed over queries q `[G, m, d]` of tokens >= `start`."""
+        """Return attention weights `[n]` of keys k `[n, d]`, summed over the queries q `[G, m, d]`.
+
+        The first query belongs to token `start`. Each query attends to the tokens before it and to itself.
+        """
         geometry = self.geometry
         compute = torch.promote_types(q.dtype, torch.float32)
         scores = capped((q.to(compute) * geometry.scales[layer]) @ k.to(compute).T, geometry.softcap)
@@ -79,6 +88,6 @@ class H2O(ScorerPolicy[BudgetOptions]):
         return scores.masked_fill_(ago < 0, -math.inf).softmax(-1).sum((0, 1))
 
     def on_attended(self, layer: int, keys: TokenLists, weights: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Add the weights, and drop the candidates that were not attended."""
+        """Add the attention weights to the entries. Drop all candidates that were not attended."""
         drawn = keys.entries.squeeze(2) + weights
         return drawn.masked_fill(keys.inside & ~attended, -math.inf).unsqueeze(2)

@@ -22,7 +22,7 @@ SourceOption = Literal["auto", Source, "query"]
 
 
 def _layers(named: Iterable[int]) -> tuple[int, ...]:
-    """Convert a list of layer indices to Python integers. Raises ConfigError if it is not one."""
+    """Convert layer indices to a tuple of integers. Raise ConfigError if `named` is not a list of integers."""
     try:
         if not isinstance(named, (str, bytes)):
             return tuple(index(layer) for layer in named)
@@ -49,7 +49,7 @@ def _check_selects(budget: float, sinks: int, recent: int, context: int) -> None
 @register_policy("full", "offload_rt.policies.full:Full")
 @dataclass(frozen=True)
 class FullOptions(PolicyOptions):
-    """Options of policy "full", which attends to all tokens: none."""
+    """Options of policy "full". It has none."""
 
 
 @register_policy("infinigen", "offload_rt.policies.infinigen.policy:InfiniGen")
@@ -58,39 +58,40 @@ class InfiniGenOptions(PolicyOptions):
     """Options of InfiniGen's token selection (paper §4.3) and its extensions.
 
     Preset "default" has the values below, the best measured on real models: exact attention to 2 % of the tokens,
-    approximate KV on the device for the others (26 % of the size of the 16-bit KV cache), and no dense layer. Preset
-    "rows" has no approximate KV: it attends to the selected tokens alone, 10 % at most, and layer 0 is dense. Preset
-    "paper" is InfiniGen as published: no approximate KV, no window, scorer "partial", source "attention_input", columns
-    by prompt, layer 0 dense.
+    approximate KV on the device for all other tokens (26 % of the size of the 16-bit KV cache), and no dense layer.
+    Preset "rows" has no approximate KV: it attends only to the selected tokens, 10 % at most, and layer 0 is dense.
+    Preset "paper" is InfiniGen as published: no approximate KV, no recent window, scorer "partial", source
+    "attention_input", columns chosen from the prompt, layer 0 dense. A dense layer attends to all tokens.
 
     Attributes:
-        alpha: Select a token if its score is within `alpha` of the largest score of its head. None is the default of
-            the model family (4 for OPT and GPT-2, 5 for Llama). `inf` selects by `max_fraction` alone.
+        alpha: Select a token if its score is within `alpha` of the largest score of its head. None uses the default of
+            the model family (4 for OPT and GPT-2, 5 for Llama). With `inf`, only `max_fraction` limits the selection.
         partial_ratio: Fraction of the head dimension that scoring keys keep (scorers "partial" and "int8").
         max_fraction: Maximum fraction of the candidates that a layer selects.
-        source: Source of the predicted query of layer i: the attention input of layer i-1 ("attention_input",
-            paper), the input of layer i-1 under the norm of layer i ("normed_input"), or the residual of layer i-1
-            after its attention ("residual"). "query" selects by the true query of layer i, too late to prefetch.
-            "auto" is "attention_input" on a device and "query" on a CPU.
-        corrected: Whether the prediction is corrected by the slope and offset of each channel that calibration
-            measured (not in the paper).
-        scorer: Storage of the scoring keys: some columns in the model's dtype ("partial") or as int8 ("int8"), or all
-            columns as "int4" or "int2". "auto" uses the 4-bit keys of the approximate KV if it is enabled, else "int8".
-            The other values need `approximate_kv="off"`.
-        approximate_kv: "int4" or "int2" keeps approximate KV of all tokens on the device, with 4-bit keys and values of
-            this width. Attention to tokens that are not selected is estimated from it, in one softmax with the exact
-            tokens. "off" ignores these tokens.
+        source: Source of the predicted query of layer i: the attention input of layer i-1 ("attention_input", paper),
+            the input of layer i-1 under the norm of layer i ("normed_input"), or the residual of layer i-1 after its
+            attention ("residual"). "query" uses the true query of layer i, which is too late to prefetch. "auto" is
+            "attention_input" on a device and "query" on a CPU.
+        corrected: Whether a slope and an offset per channel, measured in calibration, correct the predicted attention
+            input (not in the paper).
+        scorer: Format of the scoring keys: some columns in the model's dtype ("partial") or as int8 ("int8"), or all
+            columns as int4 or int2 ("int4", "int2"). "auto" uses the 4-bit keys of the approximate KV if it is enabled,
+            else "int8". All values but "auto" need `approximate_kv="off"`.
+        approximate_kv: "int4" or "int2" keeps approximate KV of all tokens on the device. Its keys have 4 bits, and its
+            values have 4 or 2 bits. Attention to tokens that are not selected is estimated from approximate KV, in one
+            softmax with the selected tokens. "off" ignores tokens that are not selected.
         columns: Whether the columns of scoring keys are fixed at calibration or chosen from each prompt (paper).
-        skew: Whether the rotation is fitted to queries alone (paper) or to queries and keys.
+        skew: Whether the rotation is fitted to queries only (paper) or to queries and keys.
         max_missed_mass: Fetch more tokens, scored by the true query, until the estimated attention mass outside the
-            attended tokens is at most this (mean over query heads). None disables repairs.
+            attended tokens is at most this value (mean over query heads). None disables this repair.
         budget: Attend to this fraction of the visible context, resident tokens included, instead of the tokens above
-            the threshold (to compare policies). `alpha` and `max_fraction` then only limit a repair.
+            the threshold. Used to compare policies at equal cost. `alpha` and `max_fraction` then only limit a repair.
     """
 
-    # Why source="auto" differs by device. On a GPU, "attention_input" lets the transfers of layer i start right
-    # after the transfers of layer i-1; "residual" is as accurate, but available only after the attention. On a CPU,
-    # KV is not prefetched: "query" saves one product, and its scores also weigh the approximate KV.
+    # Why source="auto" depends on the device: On a GPU, "attention_input" lets the transfers of layer i start right
+    # after the transfers of layer i-1. "residual" is as accurate, but is available only after the attention of layer
+    # i-1. On a CPU, KV is not prefetched. There, "query" saves one matrix product, and its scores also serve as weights
+    # for approximate KV.
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
@@ -168,16 +169,16 @@ class InfiniGenOptions(PolicyOptions):
 
     @property
     def keys(self) -> Scorer:
-        """Storage of the scoring keys without approximate KV."""
+        """Format of the scoring keys if there is no approximate KV."""
         return "int8" if self.scorer == "auto" else self.scorer
 
     @property
     def whole(self) -> int:
-        """Longest context, in tokens, up to which every layer is dense on any device."""
+        """Longest context, in tokens, for which every layer attends to all tokens on any device."""
         return 0
 
     def provenance_value(self, name: str) -> Any:
-        # "auto" has the text of the earlier defaults, so that existing KV provenance keys stay valid.
+        # The value "auto" gives the same text as the earlier defaults, so that existing KV provenance keys stay valid.
         if name == "source" and self.source == "auto":
             return "residual"
         return self.keys if name == "scorer" else super().provenance_value(name)
@@ -186,11 +187,11 @@ class InfiniGenOptions(PolicyOptions):
 @register_policy("auto", "offload_rt.policies.auto:Auto")
 @dataclass(frozen=True)
 class AutoOptions(InfiniGenOptions):
-    """Options of policy "auto": "infinigen" that attends to all tokens while that is cheaper.
+    """Options of policy "auto": "infinigen" that attends to all tokens as long as this is cheaper.
 
     Attributes:
-        dense_until: Longest context, in tokens, up to which every layer is dense. None computes it from the model's
-            shapes (`policies.auto`) on a CPU and is 0 on a device, where every KV entry has to be transferred.
+        dense_until: Longest context, in tokens, for which every layer attends to all tokens. None computes it from the
+            model's shapes on a CPU (`policies.auto`) and means 0 on a GPU, where all KV would have to be transferred.
     """
 
     dense_until: int | None = option(
@@ -235,7 +236,7 @@ class BudgetOptions(PolicyOptions):
 @register_policy("quest", "offload_rt.policies.quest:Quest")
 @dataclass(frozen=True)
 class QuestOptions(BudgetOptions):
-    """Options of policy "quest". Pages have 16 tokens in the publication."""
+    """Options of policy "quest". The paper uses pages of 16 tokens."""
 
     page: int = option(16, help="tokens of a page, which share one pair of bounds", metavar="N")
 

@@ -1,7 +1,7 @@
-"""Policy "oracle": the tokens with the largest weights of the true query (the paper's "Optimal").
+"""Policy "oracle": select the tokens with the largest attention weights of the true query (the paper's "Optimal").
 
-It reads every key from the host pool, which is not counted as a transfer. It is an upper bound for other policies and
-not meant for production.
+It reads every key from the host pool without counting the transfer. It is an upper bound for the quality of other
+policies and not meant for production.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class OracleState(ScorerState):
     """State of policy "oracle", which reads keys from the pool instead of storing entries."""
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """No-op, because keys are read from the pool."""
+        """No-op, because keys are read from the host pool."""
 
     def _stored(self, layer: int, pages: range) -> torch.Tensor:
         return self._keys(layer, pages).to(self._policy.device)
 
 
 class Oracle(ScorerPolicy[BudgetOptions]):
-    """Policy "oracle". It selects with the true query, sequence by sequence."""
+    """Policy "oracle". It selects with the true query, separately for each sequence."""
 
     name = "oracle"
     evictable = True
@@ -40,13 +40,13 @@ class Oracle(ScorerPolicy[BudgetOptions]):
 
     @classmethod
     def entry_shape(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of empty entries."""
+        """Return the shape of an empty entry: no data is stored per token."""
         return EntryShape(0, dtype)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Score tokens by their largest softmax weight in any query head of the group."""
+        """Score tokens by their largest softmax weight over the query heads that share the KV head."""
         return keys.group_ranks(capped(dot_scores(queries, keys.entries.transpose(1, 2)), self.geometry.softcap))
 
     def new_state(self, keys: KeyReader) -> OracleState:
-        """Return a state that reads `keys`."""
+        """Return a state that reads keys from the host pool with `keys`."""
         return OracleState(self, keys)

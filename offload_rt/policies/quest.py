@@ -1,6 +1,6 @@
-"""Policy "quest": pages of adjacent tokens, ranked by an upper bound of their scores.
+"""Policy "quest": rank pages of adjacent tokens by an upper bound of their scores.
 
-From "Quest: Query-Aware Sparsity", adapted to a token budget and to grouped queries.
+Based on "Quest: Query-Aware Sparsity" (ICML 2024), adapted to a token budget and to grouped-query attention.
 """
 
 from __future__ import annotations
@@ -13,27 +13,30 @@ from .scorer import EntryShape, ScorerPolicy, TokenLists
 
 
 class Quest(ScorerPolicy[QuestOptions]):
-    """Policy "quest". It selects with the true query, as published."""
+    """Policy "quest". It selects with the true query, as in the paper."""
 
     name = "quest"
 
     @classmethod
     def entry_shape(cls, options: QuestOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of two bounds in the model's dtype for each key channel of a page."""
+        """Return the shape of an entry: a lower and an upper bound, in the model's dtype, for each key channel."""
         return EntryShape(2 * geometry.head_dim, dtype, options.page)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return k and -k `[P, m, 2 * d]`, whose minima over a page are the lower and the negated upper bounds."""
+        """Return k and -k, concatenated to `[P, m, 2 * d]`.
+
+        The minimum over the tokens of a page gives the lower bounds and the negated upper bounds of its keys.
+        """
         return torch.cat((k, -k), -1)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Score tokens by the rank of their page, so that the first tokens of the last selected page are selected.
+        """Score each token by the rank of its page. Within the last selected page, the first tokens are selected.
 
         The bound of a page for a query head is the sum over channels of max(q * low, q * high). The rank of a page is
-        its largest softmax weight (over the pages of the candidates) in the query group. A page with tokens that are
-        not candidates is ranked by all its keys.
+        its largest softmax weight over the query heads of the group. The softmax is over all pages with candidates. The
+        bounds of a page include its keys that are not candidates.
         """
-        # q * low for q < 0, and (-q) * (-high) for q > 0.
+        # max(q * low, q * high) is q * low for q < 0 and (-q) * (-high) for q > 0.
         least = self.entry(layer, queries).clamp(max=0)
         bounds = torch.bmm(least, keys.entries.to(queries.dtype).transpose(1, 2))
         return keys.group_ranks(bounds).repeat_interleave(keys.page, 1)

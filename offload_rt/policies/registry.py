@@ -1,7 +1,7 @@
 """Registry of selection policies by name.
 
-A policy registers its options and the import path of its class. The options are needed early (flags, `--help`, checks),
-while the module of the class imports torch. The module is therefore imported on first use.
+A policy registers its options class and the import path of its policy class. The command line needs the options early,
+for flags and checks. The policy class needs torch, whose import is slow, so it is imported on first use. Example:
 
     @register_policy("every-other", f"{__name__}:EveryOther")
     @dataclass(frozen=True)
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from .demand import MemoryDemand
 
 SHIPPED = "offload_rt.policies.options"
-"""The module that registers the policies of this package."""
+"""The module that registers the built-in policies."""
 
 ArtifactLoader = Callable[[SkewMethod], "SkewArtifact"]
-"""Loads the skew artifact of a method. Called only by policies that need one."""
+"""Function that loads the skew artifact of a method. Only policies that need an artifact call it."""
 
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """Base of policy options: frozen dataclasses whose fields are created by `config_fields.option`."""
+    """Base class of policy options: frozen dataclasses whose fields are created by `config_fields.option`."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named sets of option values. If no preset is given, "default" is used."""
 
     def __post_init__(self) -> None:
-        """Check the types of plain fields. Subclasses with further checks call it first."""
+        """Check the types of plain fields. A subclass with additional checks calls this method first."""
         check_types(self)
 
     @classmethod
@@ -73,13 +73,13 @@ class PolicyOptions:
         return {**cls.presets.get(str(options.get("preset")), {}), **options}
 
     def check_context(self, context: int) -> None:
-        """Raise ConfigError if these options select no tokens in contexts up to `context` tokens."""
+        """Raise ConfigError if these options select no tokens in contexts of up to `context` tokens."""
 
     def provenance_text(self) -> str:
         """Return the text whose digest is the KV provenance key of these options.
 
-        Session files contain the digest, so the text of existing options must never change. Options that are added
-        later have a `neutral` value. With this value, they are omitted.
+        Session files contain the digest, so the text of existing options must never change. An option that was added
+        later has a `neutral` value in its field definition. It is left out of the text if it has this value.
         """
         named = [(option_of(each), each.name, self.provenance_value(each.name)) for each in fields(self)]
         shown = [f"{own.stored_name or name}={value!r}" for own, name, value in named if value != own.neutral]
@@ -98,7 +98,7 @@ class PolicyContext:
         geometry: Shapes of the model.
         device: The compute device of the model.
         dtype: The dtype of the model.
-        artifact: Loads skew artifacts of the model.
+        artifact: Function that loads a skew artifact of the model.
         keys_on_host: Whether scoring keys are kept in host memory and scored there.
     """
 
@@ -110,26 +110,26 @@ class PolicyContext:
 
 
 class PolicyClass(Protocol):
-    """Class methods of a registered policy class."""
+    """Class methods that a registered policy class must have."""
 
     def build(self, options: Any, context: PolicyContext) -> Policy:
         """Build the policy for a model. Raises ConfigError if an option does not fit the model."""
         ...
 
     def memory_demand(self, options: Any, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Return upper bounds of memory and transfers for a model of `geometry` and `dtype`."""
+        """Return upper bounds of the policy's memory and transfers for a model of `geometry` and `dtype`."""
         ...
 
 
 @dataclass(frozen=True)
 class _Registered:
-    """The options class of a policy and the import path "module:name" of its class."""
+    """A registered policy: its options class and the import path "module:name" of its policy class."""
 
     options: type[PolicyOptions]
     policy: str
 
     def load(self) -> PolicyClass:
-        """Import the class."""
+        """Import and return the policy class."""
         module, _, name = self.policy.partition(":")
         return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
@@ -166,12 +166,16 @@ def _known() -> Mapping[str, _Registered]:
 
 
 def policy_names() -> tuple[str, ...]:
-    """Return the names that `LLM(policy=...)` takes, in order of registration."""
+    """Return the names that `LLM(policy=...)` accepts, in order of registration."""
     return tuple(_known())
 
 
 def options_class(name: str) -> type[PolicyOptions]:
-    """Return the options class of policy `name`. Raises ConfigError, with the nearest name, if it does not exist."""
+    """Return the options class of policy `name`.
+
+    Raises:
+        ConfigError: If the policy does not exist. The message suggests the most similar name.
+    """
     check_choice("policy", name, _known())
     return _registered[name].options
 
@@ -180,8 +184,8 @@ def parse_options(name: str, options: Mapping[str, Any]) -> PolicyOptions:
     """Parse and check the options of policy `name` without a model.
 
     Raises:
-        ConfigError: See `make_policy`. Errors that depend on the model, such as layers that do not exist, are not
-            raised.
+        ConfigError: See `make_policy`. Options that only fail for a certain model, such as a layer index that is too
+            large, are not detected here.
     """
     chosen = options_class(name)
     if options and not fields(chosen):
@@ -197,7 +201,7 @@ def parse_options(name: str, options: Mapping[str, Any]) -> PolicyOptions:
 def memory_demand(
     name: str, options: Mapping[str, Any] | PolicyOptions, geometry: ModelGeometry, dtype: torch.dtype
 ) -> MemoryDemand:
-    """Return the memory demand of policy `name` from shapes alone. Raises ConfigError like `parse_options`."""
+    """Return the memory demand of policy `name`, computed from shapes only. Raise ConfigError like `parse_options`."""
     chosen = options if isinstance(options, PolicyOptions) else parse_options(name, options)
     return _registered[name].load().memory_demand(chosen, geometry, dtype)
 
@@ -221,11 +225,12 @@ def make_policy(
         geometry: Shapes of the model.
         device: The compute device of the model.
         dtype: The dtype of the model.
-        artifact: Loads skew artifacts of the model.
+        artifact: Function that loads a skew artifact of the model.
         keys_on_host: Whether "infinigen" keeps and scores its scoring keys in host memory (paper §6.2).
 
     Raises:
-        ConfigError: If a name or an option does not exist (the message has the nearest one) or does not fit the model.
+        ConfigError: If `name` or an option does not exist (the message suggests the most similar name), or if an option
+            does not fit the model.
     """
     chosen = parse_options(name, options)
     chosen.check_context(geometry.max_positions)

@@ -1,4 +1,4 @@
-"""Limits of a selection: how many tokens a layer selects, and from which candidates."""
+"""Limits of token selection: how many tokens a layer selects, and from which candidates."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ANY_SCORE = torch.finfo(torch.float32).max / 2
 
 
 def dense_layers(named: Iterable[int], geometry: ModelGeometry) -> frozenset[int]:
-    """Return the layers that attend to all visible tokens: those `named` and all sliding-window layers.
+    """Return the layers that attend to all visible tokens: the layers `named` and all sliding-window layers.
 
     Raises:
-        ConfigError: If the model does not have one of the layers.
+        ConfigError: If the model has no layer with one of the indices `named`.
     """
     for layer in named:
         if layer >= geometry.layers:
@@ -28,23 +28,25 @@ def dense_layers(named: Iterable[int], geometry: ModelGeometry) -> frozenset[int
 
 
 def budget_tokens(budget: float, visible: VisibleTokens) -> int:
-    """Return the number of candidates to select.
+    """Return how many candidates a layer may select so that it attends to at most the fraction `budget` of its tokens.
 
-    Resident and selected tokens together are at most `budget` of the visible tokens, rounded down. Resident tokens are
-    always attended; if they use up the budget, the number is 0.
+    Resident tokens are always attended and count towards the budget. The number is rounded down; it is 0 if the
+    resident tokens use up the budget.
     """
     return max(0, min(len(visible.candidates), floor_share(budget, len(visible.all)) - visible.resident))
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule of selection: the best tokens within `alpha` of the maximum of a head, up to a limit for each sequence.
+    """Selection rule: select the best tokens within `alpha` of the largest score of a head, up to a limit per sequence.
 
     Attributes:
-        alpha: Largest distance of a selected score from the maximum of its head.
+        alpha: Largest distance of a selected token's score from the largest score of its head.
         max_fraction: Largest fraction of the candidates to select.
-        budget: Fraction of the context to attend to, resident tokens included. If given, it replaces `max_fraction`.
-        own_bases: Whether each sequence has its own matrices. If so, no CUDA graph can be captured.
+        budget: Fraction of the visible context to attend to, resident tokens included. If set, it replaces
+            `max_fraction`.
+        own_bases: Whether each sequence has its own skewing matrices. If True, decode steps cannot be captured as CUDA
+            graphs.
     """
 
     alpha: float
@@ -53,27 +55,29 @@ class Rule:
     own_bases: bool = False
 
     def limit(self, visible: VisibleTokens) -> int:
-        """Return the largest number of tokens selected from these candidates."""
+        """Return the largest number of tokens to select from the candidates of `visible`."""
         if self.budget is not None:
             return budget_tokens(self.budget, visible)
         return selection_limit(len(visible.candidates), self.max_fraction)
 
     def most(self, tokens: int) -> int:
-        """Return an upper bound of `limit` for contexts with at most this number of tokens."""
+        """Return an upper bound of `limit` for contexts of up to `tokens` tokens."""
         return selection_limit(tokens, self.max_fraction if self.budget is None else self.budget)
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Candidates of each sequence.
+    """Candidates of each sequence in a batch.
+
+    A list belongs to one KV head of one sequence; P = B * Hkv.
 
     Attributes:
         starts: First candidate of each list, int32 `[P]` on the device.
-        stops: End of the candidates of each list, int32 `[P]` on the device.
-        limits: Largest number of selected tokens of each sequence, int32 `[B]` on the device.
+        stops: End (exclusive) of the candidates of each list, int32 `[P]` on the device.
+        limits: Largest number of tokens to select for each sequence, int32 `[B]` on the device.
         contexts: Number of tokens of each sequence, int32 `[B]` on the device.
-        tokens: Upper bound of the slots of a sequence, known to the host.
-        cap: Upper bound of the selected tokens of a list, known to the host.
+        tokens: Upper bound of the number of slots of a sequence, as a number on the host.
+        cap: Upper bound of the number of selected tokens of a list, as a number on the host.
     """
 
     starts: torch.Tensor
@@ -85,7 +89,7 @@ class Spans:
 
     @staticmethod
     def numbers(visible: Sequence[VisibleTokens], kv_heads: int, rule: Rule) -> list[list[int]]:
-        """Return starts and stops `[P]`, limits and contexts `[B]` of sequences that see `visible`."""
+        """Return `starts` and `stops` `[P]`, `limits` and `contexts` `[B]` for sequences that see `visible`."""
         candidates = [seen.candidates for seen in visible for _ in range(kv_heads)]
         limits, contexts = [rule.limit(seen) for seen in visible], [seen.all.stop for seen in visible]
         return [[c.start for c in candidates], [c.stop for c in candidates], limits, contexts]

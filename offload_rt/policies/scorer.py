@@ -1,9 +1,9 @@
-"""Base of policies that rank tokens by a score. The engine selects the best ones within the budget.
+"""Base class of policies that rank tokens by a score. The engine selects the best tokens within the budget.
 
-A policy defines `score`. If needed, it also defines `entry`, which compresses a new key for storage, and `on_queries`
-and `on_attended`, which update stored entries. These methods work on lists, one for each KV head of each sequence. One
-definition therefore serves a single sequence and a batch, and can be captured in a CUDA graph. Apart from `on_queries`,
-they must not read values of tensors on the host.
+A policy defines `score`. It may also define `entry`, which compresses a new key for storage, and `on_queries` and
+`on_attended`, which update stored entries. These methods work on P lists, one per sequence and KV head. The same
+definition therefore serves a single sequence and a batch. It can also be captured in a CUDA graph, so all methods
+except `on_queries` must not copy tensor values to the host.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .rule import ANY_SCORE, Rule, Spans, budget_tokens, dense_layers
 
 @dataclass(frozen=True)
 class EntryShape:
-    """Shape of stored entries: `width` elements of `dtype` for each KV head and `page` adjacent tokens.
+    """Shape of stored entries: `width` elements of `dtype` per KV head for each page of `page` adjacent tokens.
 
-    The entry of a page is the minimum over its tokens' entries.
+    The entry of a page is the element-wise minimum over the entries of its tokens.
     """
 
     width: int
@@ -42,13 +42,13 @@ class EntryShape:
 
 @dataclass(frozen=True)
 class TokenLists:
-    """Stored entries and candidates of P lists.
+    """Stored entries and candidates of P lists, one per sequence and KV head.
 
     Attributes:
-        entries: Stored entries `[P, m, w]`. Entry j belongs to the `page` tokens from `first + j * page` on.
-        first: First token of the first entry.
+        entries: Stored entries `[P, m, w]`. Entry j covers the `page` tokens from token `first + j * page` on.
+        first: First token of entry 0.
         page: Number of tokens per entry.
-        spans: The candidates, as slots counted from token 0.
+        spans: The candidates, as slots counted from the start of the sequence.
     """
 
     entries: torch.Tensor
@@ -63,17 +63,17 @@ class TokenLists:
 
     @property
     def stops(self) -> torch.Tensor:
-        """End of the candidates of each list, `[P, 1]`."""
+        """End (exclusive) of the candidates of each list, `[P, 1]`."""
         return self.spans.stops.unsqueeze(1)
 
     @property
     def limits(self) -> torch.Tensor:
-        """Number of tokens that the engine selects from each list, `[P, 1]`."""
+        """Number of tokens to select from each list, `[P, 1]`."""
         return self._each(self.spans.limits)
 
     @property
     def contexts(self) -> torch.Tensor:
-        """Number of tokens in each list's sequence, `[P, 1]`."""
+        """Number of tokens in the sequence of each list, `[P, 1]`."""
         return self._each(self.spans.contexts)
 
     def _each(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ class TokenLists:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Token indices of the scores, int64 `[n]` with n = m * page."""
+        """Indices of the tokens that the entries cover, int64 `[n]` with n = m * page."""
         stop = self.first + self.entries.shape[1] * self.page
         return torch.arange(self.first, stop, device=self.entries.device)
 
@@ -92,10 +92,10 @@ class TokenLists:
         return (self.tokens >= self.starts) & (self.tokens < self.stops)
 
     def group_ranks(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the largest log-softmax over the query heads, `[P, m]`, for scores `[P, G, m]` of the entries.
+        """Reduce scores `[P, G, m]` of the entries to one rank per entry, `[P, m]`.
 
-        The softmax is over the entries with candidates. With one query head, the scores are returned: the order is the
-        same.
+        The rank is the largest log-softmax over the G query heads. The softmax is over all entries with candidates.
+        With one query head, the scores are returned unchanged, because the softmax would not change their order.
         """
         if scores.shape[1] == 1:
             return scores[:, 0]
@@ -110,10 +110,10 @@ Chosen = TypeVar("Chosen", bound=BudgetOptions)
 
 
 class ScorerPolicy(Generic[Chosen]):
-    """Base of policies that define `score`. Subclasses define `name`, and `query_source` unless it is "query".
+    """Base class of policies that define `score`. Subclasses define `name`, and `query_source` unless it is "query".
 
-    The budget is the fraction of the visible context that a sparse layer attends to, resident tokens included. At equal
-    budgets, all policies attend to the same number of bytes.
+    `budget` is the fraction of the visible context that a sparse layer attends to, resident tokens included. With equal
+    budgets, all policies read the same number of bytes of KV.
     """
 
     name: str
@@ -125,11 +125,11 @@ class ScorerPolicy(Generic[Chosen]):
     drops = False
     """Whether `score` returns -inf for candidates that must not be selected.
 
-    All lists of a sequence need equal numbers.
+    The number of such candidates must be equal in all KV heads of a sequence.
     """
 
     def __init__(self, options: Chosen, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> None:
-        """Raises ConfigError if an option does not fit the model."""
+        """Raise ConfigError if an option does not fit the model."""
         self.geometry, self.budget = geometry, options.budget
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)
@@ -145,12 +145,12 @@ class ScorerPolicy(Generic[Chosen]):
 
     @classmethod
     def entry_shape(cls, options: Chosen, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of entries, by default the shape of keys."""
+        """Return the shape of stored entries. The default is the shape of a key."""
         return EntryShape(geometry.head_dim, dtype)
 
     @classmethod
     def memory_demand(cls, options: Chosen, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Return the demand: sinks, window, the budget of every sparse layer, and the stored entries."""
+        """Return the demand of sinks, recent window, stored entries, and the budget of every sparse layer."""
         shape = cls.entry_shape(options, geometry, dtype)
         keys = float(shape.width * shape.dtype.itemsize * geometry.kv_heads) / shape.page
         # A batch copies the entries into one tensor, and `score` may convert them to a wider dtype.
@@ -164,34 +164,36 @@ class ScorerPolicy(Generic[Chosen]):
         return attention_input
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return the entries `[P, m, w]` to store for new keys k `[P, m, d]`, by default the keys."""
+        """Return the entries `[P, m, w]` to store for new keys k `[P, m, d]`. The default stores the keys."""
         return k
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Return scores `[P, n]` of the tokens `keys.tokens`.
+        """Return a score `[P, n]` for each token in `keys.tokens`.
 
         Args:
             layer: The layer index.
-            queries: Queries `[P, G, d]`, multiplied by the model's scale, in float32 (float64 for a float64 model).
-            keys: The entries of the tokens, 0 if a token does not exist. Scores of tokens that are not candidates are
-                ignored.
+            queries: Queries `[P, G, d]`, multiplied by the model's attention scale, in float32 (float64 for a float64
+                model).
+            keys: The stored entries; 0 for tokens that do not exist. The engine ignores scores of tokens that are not
+                candidates.
         """
         raise NotImplementedError
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
-        """Update entries `[Hkv, m, w]` of a prompt by queries q `[H, m, d]`. Called if `wants_queries`.
+        """Update the stored `entries` `[Hkv, m, w]` with prompt queries q `[H, m, d]`. Called if `wants_queries`.
 
-        For the arguments, see `PolicyState.on_queries`.
+        For the other arguments, see `PolicyState.on_queries`.
         """
 
     def on_attended(self, layer: int, keys: TokenLists, weights: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return new entries `[P, m, w]` after a step. Called if `wants_weights`.
+        """Return the updated entries `[P, m, w]` after a decode step. Called if `wants_weights`.
 
         Args:
             layer: The layer index.
             keys: The entries of all tokens.
-            weights: Softmax weights `[P, n]`, summed over the query heads of a KV head; 0 if not attended.
-            attended: bool `[P, n]`, whether a token was attended.
+            weights: Softmax weights `[P, n]`, summed over the query heads of a KV head; 0 for tokens that were not
+                attended.
+            attended: Whether each token was attended, bool `[P, n]`.
         """
         return keys.entries
 
@@ -200,13 +202,16 @@ class ScorerPolicy(Generic[Chosen]):
         return ScorerState(self, keys)
 
     def scaled(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Return queries q `[H, B, d]` as `[P, G, d]`, multiplied by the model's scale, in float32 or wider."""
+        """Multiply queries q `[H, B, d]` by the model's attention scale.
+
+        Return them as `[P, G, d]` in float32 or wider.
+        """
         wide = q.to(torch.promote_types(q.dtype, torch.float32)) * self.geometry.scales[layer]
         _, batch, d = wide.shape
         return wide.view(self.geometry.kv_heads, -1, batch, d).permute(2, 0, 1, 3).flatten(0, 1)
 
     def lists(self, storages: PointerTable, spans: Spans) -> TokenLists:
-        """Return the stored entries of a batch, for all slots up to `spans.tokens`."""
+        """Return the stored entries of a batch for the slots [0, `spans.tokens`)."""
         page = self.entries.page
         entries = dispatch.read_lists(storages, -(-spans.tokens // page), spans.contexts, page)
         return TokenLists(entries, 0, page, spans)
@@ -226,18 +231,18 @@ class ScorerState(PolicyState):
 
     @property
     def scoring_keys(self) -> ScorerState:
-        """This state, from which `KeyLists` of a batch are built."""
+        """This object. `KeyLists` read its entries in batched selection."""
         return self
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
-        """Pass queries q `[H, m, d]` of a prompt to the policy, if it wants them."""
+        """Pass the queries q `[H, m, d]` of a prefill chunk to the policy if it sets `wants_queries`."""
         if self._policy.wants_queries and layer not in self._policy.dense_layers:
             known, stop = self._entries.length(layer), start + q.shape[1]
             self.on_keys(layer, k[:, known:stop], known)
             self._policy.on_queries(layer, q, k, start, self._entries.reserve(layer, stop)[:, :stop])
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Store entries of keys k `[Hkv, m, d]`, unless `on_queries` has done so."""
+        """Store entries of keys k `[Hkv, m, d]`, unless `on_queries` has already stored them."""
         if layer in self._policy.dense_layers:
             return
         page, stop = self._policy.entries.page, start + k.shape[1]
@@ -254,7 +259,7 @@ class ScorerState(PolicyState):
         data.scatter_reduce_(1, pages.view(1, -1, 1).expand_as(entering), entering.to(data.dtype), "amin")
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select the candidates with the highest scores for q `[H, d]`, within the budget."""
+        """Select the candidates with the highest scores for query q `[H, d]`, within the budget."""
         policy, candidates = self._policy, visible.candidates
         n = budget_tokens(policy.budget, visible)
         if n == 0:
@@ -268,7 +273,7 @@ class ScorerState(PolicyState):
         return Selection(top_tokens(scores, n) + candidates.start)
 
     def on_attended(self, layer: int, visible: VisibleTokens, tokens: torch.Tensor, weights: torch.Tensor) -> None:
-        """Update the entries by the weights `[Hkv, n]` of `tokens` `[Hkv, n]`."""
+        """Update the stored entries with the attention weights `[Hkv, n]` of `tokens` `[Hkv, n]`."""
         keys = self._lists(layer, visible, range(self._entries.length(layer)))
         shape = len(tokens), len(keys.tokens)
         dense = weights.new_zeros(shape).scatter_(1, tokens, weights)
@@ -277,7 +282,7 @@ class ScorerState(PolicyState):
         data[:, : keys.entries.shape[1]] = self._policy.on_attended(layer, keys, dense, attended)
 
     def _lists(self, layer: int, visible: VisibleTokens, tokens: range) -> TokenLists:
-        """Return the entries of `tokens`, rounded to whole pages."""
+        """Return the entries of all pages that contain `tokens`, with the candidates of `visible`."""
         page = self._policy.entries.page
         pages = range(tokens.start // page, -(-tokens.stop // page))
         policy, heads = self._policy, self._policy.geometry.kv_heads
@@ -288,25 +293,25 @@ class ScorerState(PolicyState):
         return TokenLists(self._stored(layer, pages), pages.start * page, page, spans)
 
     def _stored(self, layer: int, pages: range) -> torch.Tensor:
-        """Return the entries `[Hkv, m, w]` of `pages`."""
+        """Return the entries `[Hkv, m, w]` of the m pages in `pages`."""
         return self._entries.data(layer)[:, pages.start : pages.stop]
 
     def basis(self, layer: int) -> None:
-        """Return None: no matrices are applied."""
+        """Return None, because queries and keys are not transformed."""
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """Return the entries `[Hkv, capacity, w]` for writing `slots`. Extends the layer to include them."""
+        """Return the entries `[Hkv, capacity, w]` for writing to `slots`. Extend the layer to include the slots."""
         return self._entries.reserve(layer, slots.stop)
 
     def enter(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, basis: None, storages: PointerTable, slots: torch.Tensor
     ) -> None:
-        """Store entries of the newest keys k `[P, d]` of a batch in their slots."""
+        """Store entries of the newest keys k `[P, d]` of a batch in `slots`, int64 `[P]`."""
         entering = self._policy.entry(layer, k.unsqueeze(1)).squeeze(1).to(storages.dtype)
         dispatch.append_entries(entering, storages, slots, self._policy.entries.page)
 
     def found(self, layer: int, q: torch.Tensor, basis: None, storages: PointerTable, spans: Spans) -> Scores:
-        """Return the scores of queries q `[H, B, d]` of a batch."""
+        """Return the scores of the batch's candidates for queries q `[H, B, d]`."""
         policy = self._policy
         scores = policy.score(layer, policy.scaled(layer, q), policy.lists(storages, spans))
         wide = scores[:, : spans.tokens].to(torch.promote_types(scores.dtype, torch.float32))
@@ -315,13 +320,13 @@ class ScorerState(PolicyState):
     def attended(
         self, layer: int, storages: PointerTable, spans: Spans, weights: torch.Tensor, attended: torch.Tensor
     ) -> None:
-        """Update the entries of a batch by the weights `[P, tokens]` of a step."""
+        """Update the entries of a batch with the attention weights `[P, tokens]` of a decode step."""
         keys = self._policy.lists(storages, spans)
         entries = self._policy.on_attended(layer, keys, weights, attended)
         dispatch.write_lists(entries.contiguous(), storages, spans.contexts, keys.page)
 
     def fork(self, keys: KeyReader) -> Self:
-        """Return a copy that shares the entries until either side writes."""
+        """Return a copy that shares the entries until either copy writes."""
         twin = type(self)(self._policy, keys)
         twin._entries = self._entries.fork()
         return twin

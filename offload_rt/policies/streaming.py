@@ -1,4 +1,7 @@
-"""Policy "streaming": sinks and a window, independent of the query (StreamingLLM's pattern, original positions)."""
+"""Policy "streaming": attend to sinks and recent tokens, whatever the query.
+
+The pattern is StreamingLLM's. Unlike StreamingLLM, tokens keep their original positions.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from .scorer import EntryShape, ScorerPolicy, TokenLists
 
 
 class Streaming(ScorerPolicy[BudgetOptions]):
-    """Policy "streaming". It needs no query, so it selects as early as possible."""
+    """Policy "streaming". Scores do not depend on the query, so tokens are selected as early as possible."""
 
     name = "streaming"
     query_source: QuerySource = "attention_input"
 
     @classmethod
     def entry_shape(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of empty entries."""
+        """Return the shape of an empty entry: no data is stored per token."""
         return EntryShape(0, dtype)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return empty entries."""
+        """Return empty entries `[P, m, 0]`."""
         return k[:, :, :0]
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Score tokens by position, so that the newest candidates extend the recent window."""
+        """Use the token index as the score, so that the most recent candidates are selected."""
         return keys.tokens.float().expand(len(queries), -1)

@@ -121,6 +121,15 @@ class History:
     def block_keys(self) -> list[bytes]:
         return [bytes.fromhex(key) for key in self.keys]
 
+    def add_turn(self, start: int, user: str, response: str, *, rewritten: bool) -> None:
+        """Record a turn whose tokens begin at `start`.
+
+        If the turn has rewritten earlier tokens, neither it nor an earlier turn can be undone any more, because the
+        tokens of the earlier turns are lost.
+        """
+        self.turns += [("user", user), ("assistant", response)]
+        self.starts = [] if rewritten else [*self.starts, start]
+
     def undo(self) -> str:
         """Remove the last turn and return its user message. `starts` must not be empty."""
         self.tokens = self.tokens[: self.starts.pop()]

@@ -372,7 +372,8 @@ class Session:
     def undo(self) -> str:
         """Remove the last turn: the user's message and its answer. Return the message.
 
-        KV of earlier turns is kept. Tokens that the turn truncated do not come back.
+        KV of earlier turns is kept. Tokens that the turn truncated do not come back. A turn that rewrote earlier tokens
+        cannot be removed, nor can the turns before it.
 
         Raises:
             InputError: The session is answering, or there is no turn that can be removed.

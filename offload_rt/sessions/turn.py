@@ -224,8 +224,8 @@ class Turn(StoredRequest):
         kv.last_stats = self._final
         try:
             if taken_in or self.new_tokens:
-                history.turns += [("user", self._text), ("assistant", self.text)]
-                history.starts.append(len(self._kept))
+                # A turn drops at most the token that ended the response before, unless it rewrites the conversation.
+                history.add_turn(len(self._kept), self._text, self.text, rewritten=self._tokens.dropped > 1)
                 kv.hand_over()
         finally:
             self._host.park(kv)

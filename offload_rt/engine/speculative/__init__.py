@@ -1,1 +1,1 @@
-"""Speculative decoding: drafts, and the pass that verifies them."""
+"""Speculative decoding: draft tokens, and the pass of full attention that verifies them."""

@@ -29,7 +29,15 @@ from .verification import accept, rewind, verify
 
 @dataclass(eq=False)
 class _Known:
-    """State of a request between rounds. `alone`: its share of the shortest pass without drafts, in seconds."""
+    """State of a request between rounds.
+
+    Attributes:
+        lookup: Prompt lookup over the tokens of the request.
+        found: Acceptance rate of draft tokens from prompt lookup.
+        decoded: Acceptance rate of draft tokens that the policy or the draft model decoded.
+        alone: Seconds of the fastest pass without draft tokens, divided by the number of sequences in this pass.
+            Infinite if there was none.
+    """
 
     lookup: Lookup
     found: Acceptance = field(default_factory=Acceptance)
@@ -45,9 +53,9 @@ class Draft:
         start: Position of the newest token of the sequence.
         tokens: Draft tokens after it.
         decoded: Number of tokens to decode with the policy or draft model; 0 if they were looked up.
-        logits: Verified logits after the newest token and each draft, `[n + 1, V]`. Without drafts `[S, V]`, one row
-            per sequence.
-        alone: Estimated seconds per token without drafts; infinite if unknown.
+        logits: Logits of the verification pass: `[n + 1, V]` after the newest token and after each of n draft tokens.
+            Without draft tokens `[S, V]`, one row per sequence of the request.
+        alone: Estimated seconds per token without draft tokens. Infinite if unknown.
     """
 
     request: Request
@@ -65,9 +73,10 @@ class Draft:
 
 
 class SpeculativeDecoder:
-    """Rounds of drafting and verification for the requests of an engine.
+    """Draft and verify tokens for the requests of an engine, in rounds. A round replaces a decode step.
 
-    Between rounds, a sequence holds verified tokens and the newest token, as without speculation.
+    Between rounds, a sequence is in the same state as without speculation: the KV of all tokens except the newest one
+    is computed and verified.
     """
 
     def __init__(self, runner: Runner, options: DraftOptions) -> None:
@@ -80,17 +89,20 @@ class SpeculativeDecoder:
         self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
 
     def round(self, running: Seq[Request]) -> list[Draft]:
-        """Draft tokens for all requests and verify them. Return the drafts with their logits; none is accepted yet."""
+        """Draft tokens for all requests and verify them in one pass.
+
+        Return the drafts with their logits. No draft token is accepted yet: call `accepted` for each draft.
+        """
         drafts = [self._begin(request) for request in running]
         self._decode([draft for draft in drafts if draft.decoded])
         self._verify(drafts)
         return drafts
 
     def accepted(self, draft: Draft) -> Iterator[torch.Tensor]:
-        """Commit tokens one by one and yield the logits after each, `[1, V]` (`[S, V]` for several sequences).
+        """Commit tokens one by one, and yield the logits `[1, V]` after each (`[S, V]` for several sequences).
 
-        The request must sample a token from each result before it takes the next one. Ends at the first token that
-        differs from its draft.
+        After each yield, the request must sample a token before it continues the iteration. The iteration ends at the
+        first sampled token that differs from its draft token.
         """
         request, runner, right = draft.request, self._runner, 0
         for row in range(len(draft.tokens) + 1):
@@ -102,13 +114,16 @@ class SpeculativeDecoder:
             if row == len(draft.tokens) or request.finish_reason is not None:
                 break
             if draft.sequence.tokens[-1] != draft.tokens[row]:
-                runner.reload(draft.sequence)  # the resident window still holds drafts
+                runner.reload(draft.sequence)  # the resident window still contains KV of draft tokens
                 break
             right += 1
         self._learn(draft, right)
 
     def _begin(self, request: Request) -> Draft:
-        """Choose the draft tokens or their number, and reserve slots. If there is no room, draft none."""
+        """Look up draft tokens of a request, or choose how many to decode, and reserve slots for them.
+
+        If there is no room, the round has no draft tokens for this request.
+        """
         start = request.sequences[0].position
         most = min(self._most, request.draft_room)
         if most <= 0:
@@ -122,9 +137,9 @@ class SpeculativeDecoder:
         return draft
 
     def _choose(self, draft: Draft, known: _Known, most: int) -> None:
-        """Look up draft tokens, or set the number to decode, at most `most`.
+        """Set the looked-up draft tokens, or the number of draft tokens to decode, to at most `most`.
 
-        With `adaptive`, choose the source and the number with the most expected tokens per second.
+        With the option `adaptive`, choose the source and the number that give the most expected tokens per second.
         """
         options = self._options
         tokens = known.lookup.propose(draft.sequence.tokens, most) if options.looks_up else []
@@ -146,7 +161,7 @@ class SpeculativeDecoder:
     def _decode(self, drafts: Seq[Draft]) -> None:
         """Decode draft tokens of all requests together, then discard their KV.
 
-        KV is also discarded on an interrupt, so that no draft is returned as output.
+        After an exception, tokens and KV are discarded too, so that no draft token can become output.
         """
         if not drafts:
             return
@@ -172,14 +187,14 @@ class SpeculativeDecoder:
                 try:
                     prompt = len(draft.request.prompt.token_ids)
                     token = samplers[draft].pick(row, sequence.tokens, prompt, shift=sequence.shift)
-                except (InputError, ModelError):  # no token is allowed after this draft, which may still be rejected
+                except (InputError, ModelError):  # no token may follow this draft, which may be rejected
                     draft.decoded = len(draft.tokens)
                     continue
                 sequence.tokens.append(token)
                 draft.tokens.append(token)
 
     def _step(self, sequences: Seq[Sequence]) -> Iterable[torch.Tensor]:
-        """Return float32 logits `[V]` after each sequence, from the draft model if there is one."""
+        """Run one draft step. Return float32 logits `[V]` of the next token of each sequence."""
         if self._model is not None:
             return self._model.step(sequences)
         logits = self._runner.decode(sequences)
@@ -188,7 +203,7 @@ class SpeculativeDecoder:
         return logits
 
     def _verify(self, drafts: Seq[Draft]) -> None:
-        """Verify the newest token and all drafts of all sequences in one pass."""
+        """Compute the logits after the newest token and after all draft tokens of all sequences in one pass."""
         batch = [(sequence, draft) for draft in drafts for sequence in draft.request.sequences]
         began = time.perf_counter()
         for sequence, draft in batch:
@@ -209,7 +224,10 @@ class SpeculativeDecoder:
             draft.logits = torch.cat([next(of_requests) for _ in draft.request.sequences])
 
     def _alone(self, draft: Draft, seconds: float) -> float:
-        """Return the shortest time share of the request in a pass without drafts. `seconds`: its share of this pass."""
+        """Return the seconds per sequence of the fastest pass without draft tokens, or infinity if there was none.
+
+        `seconds` is the time per sequence of the pass that has just run.
+        """
         if (known := self._known.get(draft.request)) is None:
             return math.inf
         if not draft.tokens:

@@ -13,13 +13,13 @@ from ...models.loading import LoadedModel
 from ..runner import Runner
 from .verification import accept, rewind, verify
 
-CATCH_UP = 64  # missing tokens that a draft step computes at most; more are prefilled first
+CATCH_UP = 64  # maximum number of missing tokens that one draft step computes; if more are missing, prefill first
 
 
 def check_same_tokens(model: LoadedModel, draft: LoadedModel) -> None:
-    """Raise ConfigError if the vocabularies differ. Added tokens are ignored.
+    """Raise ConfigError if the vocabularies of two models differ. Added tokens are ignored.
 
-    If one model has no tokenizer, only the sizes are compared.
+    If one model has no tokenizer, only the vocabulary sizes are compared.
     """
     mine, theirs = model.tokenizer, draft.tokenizer
     sizes = model.adapter.geometry.vocab, draft.adapter.geometry.vocab
@@ -34,20 +34,25 @@ def check_same_tokens(model: LoadedModel, draft: LoadedModel) -> None:
 
 
 class DraftModel:
-    """Draft tokens for the sequences of a runner.
+    """Propose draft tokens for the sequences of the verifying model's runner.
 
-    Each sequence has a draft sequence with the same tokens (`Sequence.drafter`), which is freed with it. Its KV is kept
-    between drafts, and KV of rejected tokens is discarded.
+    Each sequence has a draft sequence with the same tokens (`Sequence.drafter`), and both are freed together. The KV of
+    the draft sequence is kept between drafts, except the KV of rejected tokens.
     """
 
     def __init__(self, runner: Runner, vocab: int) -> None:
-        """`runner` runs the draft model with policy "full". `vocab` is the vocabulary size of the verifying model."""
+        """Create the drafter.
+
+        Args:
+            runner: Runner of the draft model, with policy "full".
+            vocab: Vocabulary size of the verifying model.
+        """
         self._runner, self._vocab = runner, vocab
 
     def prepare(self, sequence: Sequence, drafts: int) -> bool:
-        """Prefill missing tokens and reserve slots for `drafts` tokens.
+        """Prefill the tokens that the draft sequence lacks, and reserve slots for `drafts` tokens.
 
-        Return False if there is no room, or if the draft model lacks one of the tokens.
+        Return False if there is no room, or if a token is not in the draft model's vocabulary.
         """
         began = time.perf_counter()
         try:
@@ -62,7 +67,11 @@ class DraftModel:
         return True
 
     def step(self, sequences: Seq[Sequence]) -> list[torch.Tensor]:
-        """Return float32 logits `[V]` after each sequence, in the vocabulary of the verifying model."""
+        """Run one decode step of the draft model for `sequences`.
+
+        Return float32 logits `[V]` of the next token of each sequence, where V is the vocabulary size of the verifying
+        model.
+        """
         began, runner = time.perf_counter(), self._runner
         batch = [(drafter, len(drafter.tokens) - drafter.position) for drafter in map(self._followed, sequences)]
         logits = [self._fitted(rows[-1]) for rows in verify(runner, batch)]
@@ -76,7 +85,7 @@ class DraftModel:
         return logits
 
     def _caught_up(self, sequence: Sequence) -> Sequence:
-        """Return the draft sequence, at most `CATCH_UP` tokens behind the newest token of `sequence`."""
+        """Return the draft sequence after prefilling all but at most `CATCH_UP` of the tokens that it lacks."""
         if sequence.drafter is None:
             tokens, provenance = sequence.tokens, sequence.provenance
             sequence.drafter = self._runner.retry_after_reclaim(
@@ -91,9 +100,9 @@ class DraftModel:
         return drafter
 
     def _followed(self, sequence: Sequence) -> Sequence:
-        """Return the draft sequence with the tokens of `sequence`. KV after the first difference is discarded.
+        """Give the draft sequence of `sequence` the same tokens, and return the draft sequence.
 
-        The newest token is always computed again.
+        KV after the first token that differs is discarded. The KV of the newest token is always computed again.
         """
         drafter = sequence.drafter
         assert drafter is not None
@@ -108,7 +117,7 @@ class DraftModel:
         return drafter
 
     def _fitted(self, logits: torch.Tensor) -> torch.Tensor:
-        """Cut or pad logits `[V]` to the verifying model's vocabulary, which may be padded differently."""
+        """Cut or pad logits `[V]` of the draft model to the vocabulary size of the verifying model."""
         if len(logits) >= self._vocab:
             return logits[: self._vocab]
         return torch.nn.functional.pad(logits, (0, self._vocab - len(logits)), value=-torch.inf)

@@ -1,4 +1,4 @@
-"""Prompt lookup, and the choice of the number of draft tokens."""
+"""Propose draft tokens by prompt lookup, and choose the number of draft tokens that gives the highest speed."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 MIN_NGRAM = 2  # a single token predicts too little
-MEMORY = 0.9  # decay of observations
+MEMORY = 0.9  # weight of earlier observations decreases by this factor per observation
 HOPE = 0.6  # assumed acceptance rate before any observation
 
 
 class Lookup:
-    """Prompt lookup: find the continuation of the latest earlier occurrence of a text's last n-gram.
+    """Prompt lookup: propose the tokens that followed the last n-gram of a text at its latest earlier occurrence.
 
-    Memory grows by one entry per token and n-gram length.
+    The index grows by one entry per token and n-gram length.
     """
 
     def __init__(self, longest: int) -> None:
-        """`longest`: length of the longest n-gram."""
+        """Create an empty index. `longest` is the length of the longest n-gram in tokens."""
         self._lengths = range(longest, MIN_NGRAM - 1, -1)
         self._after: dict[tuple[int, ...], int] = {}
         self._known = 0
 
     def propose(self, tokens: Seq[int], most: int) -> list[int]:
-        """Return up to `most` tokens that followed the longest matching n-gram at the end of `tokens`.
+        """Find the longest n-gram at the end of `tokens` that occurred before.
 
-        `tokens` must continue the tokens of the last call.
+        Return up to `most` tokens that followed it.
+
+        Each call must pass the tokens of the last call with new tokens appended.
         """
         end = len(tokens)
         for stop in range(self._known, end):
@@ -42,7 +44,7 @@ class Lookup:
 
 @dataclass
 class _Cost:
-    """Seconds of a pass over m tokens, estimated as `a + b * m` by least squares with decaying weights."""
+    """Estimate of the seconds of a pass over m tokens: `a + b * m`, fitted by least squares with decaying weights."""
 
     weight: float = 0.0
     tokens: float = 0.0
@@ -58,7 +60,7 @@ class _Cost:
         )
 
     def of(self, tokens: int) -> float:
-        """Return the expected seconds; 0 without observations."""
+        """Return the expected seconds of a pass over `tokens` tokens, or 0 without observations."""
         if not self.weight:
             return 0.0
         mean_tokens, mean_seconds = self.tokens / self.weight, self.seconds / self.weight
@@ -68,58 +70,68 @@ class _Cost:
 
 
 class Costs:
-    """Measured seconds of verification passes and of decode steps that draft."""
+    """Measured times of verification passes and of decode steps that produce draft tokens, in seconds."""
 
     def __init__(self) -> None:
         self._verification = _Cost()
         self._step = _Cost()
 
     def saw_verification(self, tokens: int, sequences: int, seconds: float) -> None:
-        """Record a verification pass. Each sequence counts as an equal share of it."""
+        """Record a verification pass. Each of its sequences is counted with an equal share of tokens and seconds."""
         self._verification.saw(tokens / sequences, seconds / sequences)
 
     def saw_drafts(self, tokens: int, seconds: float) -> None:
-        """Record decode steps that drafted `tokens` tokens in total."""
+        """Record the time of decode steps that produced `tokens` draft tokens in total."""
         self._step.saw(1, seconds / tokens)
 
     def of(self, drafts: int, *, decoded: bool) -> float:
-        """Return the expected seconds of a round with `drafts` draft tokens, decoded or looked up."""
+        """Return the expected seconds of a round with `drafts` draft tokens.
+
+        `decoded` tells whether the draft tokens are decoded; otherwise they are looked up, which takes no time.
+        """
         return self._verification.of(drafts + 1) + (drafts * self._step.of(1) if decoded else 0.0)
 
 
 @dataclass(frozen=True)
 class Round:
-    """A number of draft tokens, and the expected tokens per second."""
+    """A possible number of draft tokens (`drafts`), and the expected tokens per second with it (`rate`)."""
 
     drafts: int
     rate: float
 
 
 class Acceptance:
-    """Acceptance rate of a request's drafts of one kind, as a decaying average."""
+    """Acceptance rate of a request's draft tokens from one source, as a decaying average."""
 
     def __init__(self) -> None:
         self._rate = HOPE
 
     def saw(self, drafted: int, accepted: int) -> None:
-        """Record that the first `accepted` of `drafted` tokens were accepted. Later ones are unknown."""
+        """Record that the first `accepted` of `drafted` tokens were accepted.
+
+        Draft tokens after the first rejected one do not count, because they were not compared.
+        """
         for right in [1.0] * accepted + [0.0] * (accepted < drafted):
             self._rate = MEMORY * self._rate + (1 - MEMORY) * right
 
     def rested(self) -> None:
-        """Record a round without drafts of this kind. The rate moves towards `HOPE`, so that it is tried again."""
+        """Record a round without draft tokens from this source.
+
+        The rate moves towards `HOPE`, so that it is tried again.
+        """
         self._rate += (1 - MEMORY) / 10 * (HOPE - self._rate)
 
     def best_round(self, most: int, costs: Costs, *, decoded: bool) -> Round:
-        """Return the number of drafts with the most tokens per second: n drafts give 1 + r + ... + r^n tokens.
+        """Return the number of draft tokens, at most `most`, with the most expected tokens per second.
 
-        r is the probability that a draft token is accepted if all before it were.
+        n draft tokens give 1 + r + ... + r^n tokens, where r is the probability that a draft token is accepted if all
+        before it were accepted.
         """
         best, tokens, chance = Round(0, 0.0), 0.0, 1.0
         for drafts in range(most + 1):
             tokens, chance = tokens + chance, chance * self._rate
             seconds = costs.of(drafts, decoded=decoded)
-            if not seconds:  # no observation yet: run a pass without drafts first
+            if not seconds:  # no pass measured yet: run one without draft tokens first
                 return best
             if tokens / seconds > best.rate:
                 best = Round(drafts, tokens / seconds)

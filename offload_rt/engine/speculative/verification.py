@@ -14,9 +14,12 @@ from ..runner import Runner
 
 
 def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tensor]:
-    """Compute the next `count` tokens of each sequence with full attention, reading the weights once.
+    """Compute the next tokens of each sequence with full attention in one pass.
 
-    The slots must be reserved; KV of draft tokens in them is overwritten. Commit the tokens one by one with `accept`.
+    `batch` contains each sequence with its number of tokens, `count`.
+
+    The caller must have reserved the slots of these tokens; KV of draft tokens in them is overwritten. Commit the
+    tokens one by one with `accept`.
 
     Returns:
         float32 logits `[count, V]` for each sequence.
@@ -39,14 +42,17 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
 
 
 def accept(runner: Runner, sequence: Sequence) -> None:
-    """Commit the next token that `verify` has computed."""
+    """Commit the next token of `sequence`, whose KV `verify` has computed."""
     sequence.position += 1
     sequence.exact = sequence.position if sequence.exact == sequence.position - 1 else sequence.exact
     runner.pool.commit(sequence.blocks, sequence.position)
 
 
 def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
-    """Discard decoded tokens from `position` on. Slots stay reserved, and their KV is invalid until written again."""
+    """Discard the decoded tokens of `sequence` from `position` on.
+
+    Their slots stay reserved, and the KV in them is invalid.
+    """
     runner.transfer.storage.settle(sequence.blocks)
     sequence.position = position
     runner.pool.rewind(sequence.blocks, position)

@@ -77,12 +77,25 @@ static int within(int64_t files, int64_t bits, int64_t n, int64_t rows, int64_t 
     return 1;
 }
 
+/* Take back `unsent` requests and wait for the others in flight. Completions may arrive although the call fails. */
+static void ring_settle(struct ring *r, unsigned flying, unsigned unsent) {
+    __atomic_store_n(r->sq_tail, *r->sq_tail - unsent, __ATOMIC_RELEASE);
+    flying -= unsent;
+    while (flying) {
+        long sent = syscall(__NR_io_uring_enter, r->fd, 0, 1, IORING_ENTER_GETEVENTS, NULL, 0);
+        unsigned tail = __atomic_load_n(r->cq_tail, __ATOMIC_ACQUIRE);
+        flying -= tail - *r->cq_head;
+        __atomic_store_n(r->cq_head, tail, __ATOMIC_RELEASE);
+        if (flying && sent < 0) usleep(1000);
+    }
+}
+
 /* Read size[i] bytes to buffer + at[i] for each request i. offset[i] contains the file number (from bit `bits` on) and
    the offset in the file (the bits below). A short read is continued. When a request is complete, its rows j with
    first[i] <= j < first[i + 1] are copied: `row` bytes at buffer + row_at[j] to row into[j] of `out`.
 
-   Returns 0, or the first error as -errno (-ENODATA if a file ends early). After a failed read, the function waits for
-   all requests in flight, so the buffer is not written after it returns. */
+   Returns 0, or the first error as -errno (-ENODATA if a file ends early). After a failed read or system call, the
+   function waits for all requests in flight, so the buffer is not written after it returns. */
 int64_t ring_read(struct ring *r, const int32_t *files, int64_t file_count, int64_t bits, int64_t n, int64_t rows,
                   int64_t bytes, char *buffer, const int64_t *offset, const int64_t *size, const int64_t *at,
                   const int64_t *first, const int64_t *row_at, const int64_t *into, int64_t row, char *out,
@@ -112,7 +125,13 @@ int64_t ring_read(struct ring *r, const int32_t *files, int64_t file_count, int6
         while (flying) {
             long sent = syscall(__NR_io_uring_enter, r->fd, unsent, (flying + 3) / 4, IORING_ENTER_GETEVENTS, NULL, 0);
             if (sent >= 0) { unsent -= (unsigned)sent; if (!unsent) break; continue; }
-            if (errno != EINTR && errno != EAGAIN && errno != EBUSY) { free(done); free(retry); return -errno; }
+            if (errno != EINTR && errno != EAGAIN && errno != EBUSY) {
+                failed = failed ? failed : -errno;
+                ring_settle(r, flying, unsent);
+                free(done);
+                free(retry);
+                return failed;
+            }
             if (errno != EINTR) break;
         }
         unsigned head = *r->cq_head;

@@ -1,1 +1,1 @@
-"""Policy "infinigen": predict the next query, score all tokens with compressed keys, fetch the best."""
+"""Policy "infinigen": predict the next layer's query, score all tokens with compressed keys, fetch the best tokens."""

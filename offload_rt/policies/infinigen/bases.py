@@ -1,4 +1,4 @@
-"""Bases of skewed queries and keys (InfiniGen eq. 2), and the choice of the columns that scoring keys keep."""
+"""Bases of skewed queries and keys (InfiniGen eq. 2), and the choice of columns that scoring keys store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from ...kernels.selection import floor_share, skew
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Matrices that skew the queries and keys of a layer, `[Hkv, d, r]` each, and the model's `scale` of q·k."""
+    """Matrices that skew the queries and keys of one layer, each `[Hkv, d, r]`, and the attention scale of the model.
+
+    The product of a skewed query and a skewed key approximates q·k; with r = d it is exact.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -25,19 +28,20 @@ class Basis:
         return self.query.nbytes + (0 if self.key is self.query else self.key.nbytes)
 
     def columns(self, kept: torch.Tensor) -> Basis:
-        """Return the basis of the columns `kept` (int64 `[Hkv, r]`) of each KV head."""
+        """Return the basis with only the columns `kept`, int64 `[Hkv, r]`, of each KV head."""
         index = kept.unsqueeze(1).expand(-1, self.query.shape[1], -1)
         return Basis(self.query.gather(2, index), self.key.gather(2, index), self.scale)
 
     def skew_query(self, q: torch.Tensor) -> torch.Tensor:
-        """Skew and scale q `[H, d]` to `[Hkv, G, r]`."""
+        """Skew a query q `[H, d]` and multiply it by the attention scale: `[Hkv, G, r]`."""
         return skew(q.view(self.query.shape[0], -1, self.query.shape[1]), self.query).mul_(self.scale)
 
     @classmethod
     def stacked(cls, bases: Sequence[Basis | None]) -> Basis | None:
-        """Return the common basis if all sequences share it.
+        """Combine the bases of the sequences in a batch. Return None if they have none.
 
-        Otherwise concatenate their bases to `[P, d, r]`, one matrix per list.
+        If all sequences share one basis, return it. Otherwise concatenate their matrices to `[P, d, r]`, one per
+        sequence and KV head.
         """
         each = [basis for basis in bases if basis is not None]
         if all(basis is bases[0] for basis in bases):
@@ -45,7 +49,10 @@ class Basis:
         return cls(torch.cat([b.query for b in each]), torch.cat([b.key for b in each]), each[0].scale)
 
     def skew_queries(self, q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """Skew and scale q `[H, B, d]` of a batch to contiguous `[P, G, r]`, by a shared or `stacked` basis."""
+        """Skew and scale queries q `[H, B, d]` of a batch: contiguous `[P, G, r]`, with P = B * Hkv.
+
+        This basis is shared by all sequences or was made by `stacked`.
+        """
         (bases, d, r), batch = self.query.shape, q.shape[1]
         grouped = q.reshape(kv_heads, -1, batch, d).permute(2, 0, 1, 3)
         if bases > kv_heads:
@@ -55,19 +62,19 @@ class Basis:
 
 
 class Columns(Protocol):
-    """Chooses the basis of the partial keys of a sequence in each layer."""
+    """Choice of the columns of a sequence's scoring keys in each layer."""
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the matrices of this sequence."""
+        """Size in bytes of the matrices that belong to this sequence only."""
         ...
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Observe queries `[H, m, d]` of the prompt."""
+        """Observe the queries `[H, m, d]` of a prefill chunk."""
         ...
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """Return the basis for new keys k `[Hkv, m, d]`. It is fixed by the first call for a layer."""
+        """Return the layer's basis for new keys k `[Hkv, m, d]`. The first call for a layer fixes the basis."""
         ...
 
     def fork(self) -> Columns:
@@ -76,13 +83,13 @@ class Columns(Protocol):
 
 
 class CalibratedColumns:
-    """Columns fixed at calibration. They are the same for every sequence, so prefixes can be shared."""
+    """Columns fixed at calibration. All sequences use the same columns, so prefixes can be shared."""
 
     nbytes = 0
-    """0, because the bases belong to the policy."""
+    """Always 0, because the matrices belong to the policy and not to the sequence."""
 
     def __init__(self, bases: dict[int, Basis]) -> None:
-        """Create the columns from the basis of each sparse layer, reduced to the stored columns."""
+        """Create the object from the basis of each sparse layer, already reduced to the stored columns."""
         self._bases = bases
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
@@ -97,14 +104,17 @@ class CalibratedColumns:
 
 
 class PromptColumns:
-    """The rule of the paper (§4.3): the columns with the largest sum of |Q~| + |K~| over the prompt.
+    """Columns chosen from the prompt (paper §4.3): those with the largest sum of |Q~| + |K~| over its tokens.
 
-    Columns are chosen per layer and KV head, with Q~ of all query heads of the group, when the layer gets its first
-    keys. They are then fixed for the sequence.
+    Q~ and K~ are the skewed queries and keys. Columns are chosen for each layer and KV head when the first keys of the
+    layer arrive, with Q~ of all query heads in the group. Afterwards they do not change for the sequence.
     """
 
     def __init__(self, bases: dict[int, Basis], kept: int) -> None:
-        """Create the columns from the full basis of each sparse layer. `kept` columns are chosen."""
+        """Create the object from the full basis of each sparse layer.
+
+        `kept` is the number of columns to choose per KV head.
+        """
         self._bases = bases
         self._kept = kept
         self._sums: dict[int, torch.Tensor] = {}
@@ -112,20 +122,20 @@ class PromptColumns:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the bases chosen for this sequence."""
+        """Size in bytes of the matrices chosen for this sequence."""
         return sum(basis.nbytes for basis in self._chosen.values())
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Add |Q~| per column. Later prompts of the sequence have no effect."""
+        """Add |Q~| of the queries to the sum of each column. Has no effect after the columns have been chosen."""
         if layer not in self._chosen:
             basis = self._bases[layer].query
             grouped = q.reshape(basis.shape[0], -1, q.shape[-1])
             self._sums[layer] = self._sums.get(layer, 0) + skew(grouped, basis).abs().sum(1)
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """Return the basis of the columns with the largest sums, in descending order.
+        """Return the layer's basis with the chosen columns, in descending order of their sums.
 
-        Ties go to the more important column in calibration.
+        If sums are equal, the column with the larger weight in calibration comes first.
         """
         if layer not in self._chosen:
             full = self._bases[layer]
@@ -135,12 +145,12 @@ class PromptColumns:
         return self._chosen[layer]
 
     def fork(self) -> PromptColumns:
-        """Return a copy that shares the chosen matrices, which never change."""
+        """Return an independent copy. It shares the chosen matrices, which never change."""
         twin = PromptColumns(self._bases, self._kept)
         twin._sums, twin._chosen = dict(self._sums), dict(self._chosen)
         return twin
 
 
 def kept_columns(partial_ratio: float, head_dim: int) -> int:
-    """Return r, the fraction `partial_ratio` of the head dimension, rounded down but at least 1."""
+    """Return r, the number of stored columns: `partial_ratio` times `head_dim`, rounded down, at least 1."""
     return max(1, floor_share(partial_ratio, head_dim))

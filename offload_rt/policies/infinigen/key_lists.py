@@ -1,7 +1,7 @@
-"""Batched selection and approximate attention for the decode step.
+"""Batched token selection and approximate attention for the decode step.
 
-The host does not synchronise with the device, and the number of kernel launches per layer does not depend on the batch,
-which may be one sequence. Each sequence gets the tokens of `kernels.selection.select_tokens`, in ascending order.
+The host does not synchronise with the device, and the number of kernel launches per layer does not depend on the batch
+size. The selected tokens of each sequence equal those of `kernels.selection.select_tokens`, in ascending order.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from .scoring_keys import ListedKeys
 
 
 class KeyLists:
-    """Scoring keys of `batch` sequences of up to `tokens` tokens each, in all sparse layers.
+    """Scoring keys of up to `batch` sequences with up to `tokens` tokens each, in all sparse layers.
 
-    `hold` binds the lists to sequences before each step. Kernels find the keys through pointer tables that never move:
-    one table per layer, or one table for all layers if the keys are in pages.
+    Before each step, `hold` sets the sequences of the batch. Kernels find the keys of each sequence through tables of
+    pointers: one table per layer, or one table for all layers if the keys are in pages. The tables keep their
+    addresses, so captured CUDA graphs stay valid.
     """
 
     def __init__(self, rule: Rule, layers: Iterable[int], batch: int, tokens: int, device: torch.device) -> None:
-        """Create lists for the sparse `layers`."""
+        """Create empty tables for the sparse `layers`."""
         self._rule, self._at = rule, {layer: i for i, layer in enumerate(layers)}
         self._pointers = torch.zeros(len(self._at), batch, FIELDS, dtype=torch.int64, device=device)
         self._pages = torch.zeros(1, batch, -(-tokens // PAGE_TOKENS), dtype=torch.int64, device=device)
@@ -39,11 +40,11 @@ class KeyLists:
         self._basis: list[Basis | None] = []
 
     def hold(self, keys: Sequence[ListedKeys], slots: Sequence[int]) -> torch.Tensor | None:
-        """Bind the lists to `keys` and reserve the slot of the newest key of each sequence.
+        """Set the sequences of the batch to `keys`, and reserve slot `slots[b]` for the newest key of sequence b.
 
         Returns:
-            If memory has moved, the new contents of `tables`, int64 `[layers, B, FIELDS]` or `[1, B, pages]`, which the
-            caller copies to the device. Otherwise None.
+            If the keys have moved in memory, the new contents of `tables`, int64 `[layers, B, FIELDS]` or `[1, B,
+            pages]`. The caller copies them to the device. Otherwise None.
         """
         self._keys = list(keys)
         bases = [[own.basis(layer) for own in keys] for layer in self._at]
@@ -63,25 +64,28 @@ class KeyLists:
         return torch.tensor([[entry(own) for own in each] for each in tensors])
 
     def release(self) -> None:
-        """Release the sequences until the next `hold`."""
+        """Drop all references to sequences. `hold` must be called before the next use."""
         self._keys, self._bases, self._held, self._storages, self._basis = [], [], [], [], []
 
     @property
     def tables(self) -> torch.Tensor:
-        """Tables of the bound sequences on the device, int64 `[layers, B, FIELDS]` or `[1, B, pages]`."""
+        """Pointer tables of the current sequences on the device, int64 `[layers, B, FIELDS]` or `[1, B, pages]`."""
         return self._pages if isinstance(self._storages[0], PageTable) else self._pointers
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write keys k `[P, d]`, and values v `[P, d]` of approximate KV, to the slots int64 `[P]`."""
+        """Write the newest key k `[P, d]` of each list to its slot, int64 `[P]`.
+
+        Approximate KV also stores the values v `[P, d]`. A list belongs to one KV head of one sequence; P = B * Hkv.
+        """
         at = self._at[layer]
         self._keys[0].enter(layer, k, v, self._basis[at], self._storages[at], slots)
 
     def select(self, layer: int, q: torch.Tensor, spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
-        """Select tokens by the (speculated) queries q `[H, B, d]`.
+        """Select tokens with the (predicted) queries q `[H, B, d]`.
 
         Returns:
-            Tokens int64 `[P, cap]` in ascending order, and counts int32 `[P]`. Entries after a count are arbitrary
-            indices within the context.
+            Token indices int64 `[P, cap]` in ascending order, and counts int32 `[P]`. Only the first `counts[p]`
+            indices of list p are selected. The others are arbitrary indices within the context.
         """
         at = self._at[layer]
         storage = self._storages[at]
@@ -104,11 +108,11 @@ class KeyLists:
             layer: The layer index.
             q: True queries `[H, B, d]`.
             spans: The candidates.
-            chosen: Selected tokens and counts, as returned by `select`.
+            chosen: Token indices and counts, as returned by `select`.
             exact: Exact attention: out `[P, G, d]` and lse `[P, G]`.
 
         Returns:
-            Merged out `[P, G, d]` and lse `[P, G]`; `exact` if there is no approximate KV.
+            Merged out `[P, G, d]` and lse `[P, G]`. Without approximate KV, `exact` is returned unchanged.
         """
         rows, at = self._keys[0], self._at[layer]
         if not isinstance(rows, LowBitRows):
@@ -118,14 +122,21 @@ class KeyLists:
         return rows.merge_approximate(layer, q, storage, spans, chosen, exact)
 
     def attended(self, layer: int, spans: Spans, weights: torch.Tensor, attended: torch.Tensor) -> None:
-        """Pass the attention weights `[P, tokens]` of a step, 0 for tokens that are not `attended`, to the policy."""
+        """Pass the attention weights `[P, tokens]` of a decode step to the policy.
+
+        Args:
+            layer: The layer index.
+            spans: The candidates.
+            weights: Softmax weights; 0 for tokens that were not attended.
+            attended: Whether each token was attended, bool `[P, tokens]`.
+        """
         keys, storage = self._keys[0], self._storages[self._at[layer]]
         assert isinstance(keys, ScorerState) and isinstance(storage, PointerTable)
         keys.attended(layer, storage, spans, weights, attended)
 
 
 def _differ(new: Sequence[Sequence[object]], old: Sequence[Sequence[object]]) -> bool:
-    """Return whether two nested lists differ, comparing elements by identity."""
+    """Return whether two nested lists differ. Elements are compared by identity."""
     if len(new) != len(old):
         return True
     pairs = zip(new, old, strict=True)

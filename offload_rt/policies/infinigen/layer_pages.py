@@ -1,4 +1,4 @@
-"""Approximate KV of a sequence in pages (`kernels.pages`), which forks share with copy-on-write."""
+"""Approximate KV of a sequence in pages (`kernels.pages`). Forks share the pages with copy-on-write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from ...kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages
 
 
 class Page:
-    """A page, uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, and the `LayerPages` that share it (weak references)."""
+    """A page `rows`, uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, and its `holders`.
+
+    `holders` are weak references to the `LayerPages` objects that use the page.
+    """
 
     def __init__(self, rows: torch.Tensor, holder: LayerPages) -> None:
         self.rows = rows
@@ -19,9 +22,9 @@ class Page:
 
 
 class LayerPages:
-    """Pages of a sequence, each with `PAGE_TOKENS` tokens in several layers, and the token count per layer.
+    """Pages of one sequence and the token count of each layer. A page stores `PAGE_TOKENS` tokens for several layers.
 
-    A shared page is read-only and copied before it is written.
+    A page that is shared with a fork is read-only. It is copied before a write.
     """
 
     def __init__(self, layers: Iterable[int], heads: int, block_bytes: int, device: torch.device) -> None:
@@ -33,11 +36,14 @@ class LayerPages:
 
     @property
     def nbytes(self) -> int:
-        """Size of the pages in bytes. The size of a shared page is divided equally among its holders."""
+        """Size of the pages in bytes.
+
+        The size of a shared page is divided equally among the sequences that share it.
+        """
         return round(sum(page.rows.nbytes / len(page.holders) for page in self._pages))
 
     def pages(self, layer: int) -> Pages:
-        """Return the pages of the layer for reading: the same object until a page is added or copied."""
+        """Return the pages of the layer for reading. The result is the same object until a page is added or copied."""
         if layer not in self._shown:
             tensors = tuple(page.rows for page in self._pages)
             first = next(iter(self._shown.values()), None)
@@ -47,9 +53,10 @@ class LayerPages:
         return self._shown[layer]
 
     def reserve(self, layer: int, tokens: range) -> Pages:
-        """Return the pages of the layer for writing `tokens`, and extend the length of the layer to include them.
+        """Return the pages of the layer for writing `tokens`. Extend the length of the layer to include `tokens`.
 
-        Their pages are not shared. `tokens` must not start after the end of the layer.
+        Pages that contain `tokens` are added, or copied if they are shared. `tokens` must not start after the end of
+        the layer.
         """
         assert tokens.start <= self.lengths[layer], "tokens must be contiguous"
         for at in range(tokens.start // PAGE_TOKENS, -(-tokens.stop // PAGE_TOKENS)):
@@ -62,7 +69,10 @@ class LayerPages:
         return self.pages(layer)
 
     def _copy(self, at: int) -> None:
-        """Replace the shared page `at` by a copy of the blocks that contain tokens of this sequence."""
+        """Replace the shared page with index `at` by a private copy.
+
+        Only blocks with tokens of this sequence are copied.
+        """
         shared = self._pages[at]
         blocks = min(PAGE_BLOCKS, -(-max(self.lengths.values()) // BLOCK) - at * PAGE_BLOCKS)
         own = Page(torch.empty_like(shared.rows), self)
@@ -71,7 +81,7 @@ class LayerPages:
         self._pages[at], self._shown = own, {}
 
     def fork(self, tokens: int | None = None) -> LayerPages:
-        """Return a copy of the first `tokens` tokens (None: all) that shares their pages."""
+        """Return a copy of the first `tokens` tokens that shares their pages. None means all tokens."""
         twin = object.__new__(LayerPages)
         twin._at, twin._shape, twin._device, twin._shown = self._at, self._shape, self._device, {}
         most = max(self.lengths.values(), default=0) if tokens is None else tokens
@@ -82,7 +92,7 @@ class LayerPages:
         return twin
 
     def check_integrity(self) -> None:
-        """Assert that capacity, holders of pages, and the page tables given to kernels are consistent."""
+        """Assert that capacity, page holders, and the page tables passed to kernels are consistent."""
         assert max(self.lengths.values(), default=0) <= len(self._pages) * PAGE_TOKENS
         for at, page in enumerate(self._pages):
             assert self in page.holders and page.rows.shape == self._shape

@@ -1,10 +1,11 @@
-"""Approximate KV of a sequence on the compute device.
+"""Approximate KV of a sequence on the compute device: quantised keys and values of all its tokens.
 
-4-bit keys score all tokens. With 4-bit or 2-bit values, attention to tokens that were not selected is estimated.
+The 4-bit keys score all tokens. Together with the 4-bit or 2-bit values, they estimate attention to tokens that were
+not selected.
 
-Keys are stored in the calibrated basis, after three steps: they are centred, each column is scaled by the square root
-of its standard deviation, and a rotation is applied. This minimises the effect of quantisation on the scores. Values
-are rotated too. The output is rotated back once.
+Keys are transformed to the calibrated basis and centred. Then each column is scaled by the square root of its standard
+deviation, and a rotation is applied. These steps minimise the effect of quantisation on the scores. Values are rotated
+before quantisation, and the attention output is rotated back once.
 """
 
 from __future__ import annotations
@@ -27,22 +28,27 @@ from .layer_pages import LayerPages
 from .scoring import LEARNED_AT_ONCE
 
 WAITING = 32
-"""On a CPU, new tokens are quantised in groups of this size, because a group takes about as long as a single token.
+"""Number of new tokens that wait until they are quantised together on a CPU.
 
-Waiting tokens are in the recent window, so they are not candidates. They are quantised before any read.
+Quantising a group takes about as long as quantising a single token. Waiting tokens are in the recent window, so they
+are not candidates. They are quantised before any read.
 """
 
 VALUE_BITS = {"int4": 4, "int2": 2}
-"""Bits per element of an approximate value vector, by the value of option `approximate_kv`."""
+"""Number of bits per element of approximate values, by the value of option `approximate_kv`."""
 
 
 def row_bytes(approximate_kv: str, geometry: ModelGeometry) -> float:
-    """Return the size in bytes of one token's approximate KV in one layer. Raises ConfigError like `row_layout`."""
+    """Return the size in bytes of one token's approximate KV in one layer. Raise ConfigError like `row_layout`."""
     return geometry.kv_heads * row_layout(approximate_kv, geometry).block_bytes / BLOCK
 
 
 def row_layout(approximate_kv: str, geometry: ModelGeometry) -> Layout:
-    """Return the block layout. Raises ConfigError if the packed elements of a token do not fill whole bytes."""
+    """Return the block layout of approximate KV.
+
+    Raises:
+        ConfigError: If the packed elements of a token do not fill whole bytes.
+    """
     if not packs(geometry.head_dim, VALUE_BITS[approximate_kv]):
         other = "" if approximate_kv == "int4" or not packs(geometry.head_dim, 4) else "approximate_kv='int4', "
         raise ConfigError(
@@ -60,10 +66,10 @@ def basis_bytes(geometry: ModelGeometry, compute: torch.dtype) -> int:
 
 @dataclass(frozen=True, eq=False)
 class RowBasis:
-    """Matrices applied to keys, queries and values of a layer before quantisation.
+    """Matrices of one layer that are applied to keys, queries and values before quantisation.
 
     Attributes:
-        basis: Basis of queries and keys, all columns.
+        basis: Basis of queries and keys, with all columns.
         mean: Mean of the keys in this basis, `[Hkv, d]`.
         mixing: Rotation of the values, `[d, d]`.
         unmixing: Inverse of `mixing`.
@@ -76,7 +82,10 @@ class RowBasis:
 
     @classmethod
     def of(cls, artifact: SkewArtifact, layer: int, scale: float, dtype: torch.dtype) -> RowBasis:
-        """Compute the basis of a layer whose q·k is multiplied by `scale`, on the device of the artifact."""
+        """Compute the matrices of a layer from its calibration, on the device of the artifact.
+
+        `scale` is the attention scale.
+        """
         mixed = mixing(artifact.query.shape[-1]).to(artifact.query.device)
         std = artifact.key_std[layer].double()
         stretch = std.clamp_min(1e-3 * std.amax().clamp_min(1e-30)).sqrt().unsqueeze(1)
@@ -92,15 +101,18 @@ class RowBasis:
         return self.basis.nbytes + self.mean.nbytes + self.mixing.nbytes + self.unmixing.nbytes
 
     def queries(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scaled query `[Hkv, G, d]` in the basis of the keys, from q `[H, d]`, and the mean of the keys."""
+        """Transform a query q `[H, d]` to the basis of the keys.
+
+        Return it, scaled, as `[Hkv, G, d]`, and the mean of the keys.
+        """
         return self.basis.skew_query(q), self.mean
 
 
 class LowBitRows:
-    """Approximate KV of one sequence, in pages that forks share with copy-on-write."""
+    """Approximate KV of one sequence in pages. Forks share the pages with copy-on-write."""
 
     def __init__(self, bases: dict[int, RowBasis], layout: Layout, device: torch.device) -> None:
-        """Create empty approximate KV from the basis of each sparse layer."""
+        """Create empty approximate KV. `bases` has the matrices of each sparse layer."""
         self._bases, self._layout = bases, layout
         heads = next((own.mean.shape[0] for own in bases.values()), 0)
         self._rows = LayerPages(bases, heads, layout.block_bytes, device)
@@ -110,11 +122,14 @@ class LowBitRows:
 
     @property
     def bytes(self) -> int:
-        """Size of the pages in bytes. The size of a shared page is divided equally among its holders."""
+        """Size of the pages in bytes.
+
+        The size of a shared page is divided equally among the sequences that share it.
+        """
         return self._rows.nbytes
 
     def length(self, layer: int) -> int:
-        """Return the number of keys of the layer."""
+        """Return the number of keys of the layer, including keys that wait to be quantised."""
         return self._rows.lengths.get(layer, 0) + len(self._keys.get(layer, ()))
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
@@ -126,7 +141,7 @@ class LowBitRows:
         self._write(layer, k, start)
 
     def write_values(self, layer: int, v: torch.Tensor, start: int) -> None:
-        """Write values v `[Hkv, m, d]` to the slots from `start` on, after their keys."""
+        """Write values v `[Hkv, m, d]` to the slots from `start` on. Their keys must be written first."""
         assert start + v.shape[1] <= self.length(layer), "keys come before values"
         if start < self._rows.lengths[layer]:
             self._write_values(layer, v, start)
@@ -138,7 +153,7 @@ class LowBitRows:
             self._round(layer)
 
     def _round(self, layer: int) -> None:
-        """Quantise the waiting tokens."""
+        """Quantise the tokens of the layer that wait."""
         if keys := self._keys.pop(layer, None):
             start, values = self._rows.lengths[layer], self._values.pop(layer, None)
             self._write(layer, torch.cat(keys, dim=1), start)
@@ -146,7 +161,7 @@ class LowBitRows:
                 self._write_values(layer, torch.cat(values, dim=1), start)
 
     def _rounded(self, layer: int, tokens: range) -> Pages:
-        """Return the pages of the layer for reading, after quantising any waiting token of `tokens`."""
+        """Quantise waiting tokens if `tokens` includes one. Return the pages of the layer for reading."""
         if tokens.stop > self._rows.lengths[layer]:
             self._round(layer)
         return self._rows.pages(layer)
@@ -165,7 +180,7 @@ class LowBitRows:
             dispatch.store_low_bit(pages, self._layout, rows.to(own.mixing.dtype) @ own.mixing, at, values=True)
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """No-op, because the basis is calibrated."""
+        """No-op, because the basis is calibrated and does not depend on the prompt."""
 
     def move(self, layer: int, source: int, target: int) -> None:
         """Copy the KV entry in slot `source` to slot `target`."""
@@ -179,7 +194,7 @@ class LowBitRows:
                 new[:, into, place] = old[:, block, row]
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery:
-        """Prepare q `[H, d]` for scoring `tokens`. The result is valid until the stored keys change."""
+        """Prepare a query q `[H, d]` for scoring `tokens`. The result is valid until the stored keys change."""
         queries, pages = self._bases[layer].queries(q), self._rounded(layer, tokens)
         return dispatch.ask_low_bit(*queries, pages, self._layout, tokens)
 
@@ -188,11 +203,11 @@ class LowBitRows:
         return self._bases[layer].basis
 
     def unmixing(self, layer: int) -> torch.Tensor:
-        """Return the matrix `[d, d]` that rotates stored values back to the values of the model."""
+        """Return the matrix `[d, d]` that rotates stored values back to the model's values."""
         return self._bases[layer].unmixing
 
     def storage(self, layer: int, slots: range) -> Pages:
-        """Return the pages of the layer for writing `slots`, and extend the length of the layer to include them."""
+        """Return the pages of the layer for writing to `slots`. Extend the length of the layer to include the slots."""
         self._round(layer)
         return self._rows.reserve(layer, slots)
 
@@ -205,12 +220,15 @@ class LowBitRows:
         table: PageTable,
         slots: torch.Tensor,
     ) -> None:
-        """Quantise the newest k, v `[P, d]` of a batch into slot `slots[p]` of their table."""
+        """Quantise the newest k and v `[P, d]` of a batch and store them in slot `slots[p]` of list p.
+
+        A list belongs to one KV head of one sequence; P = B * Hkv.
+        """
         own = self._bases[layer]
         dispatch.append_low_bit(k, v, basis.key, own.mean, own.mixing, self._layout, table, slots)
 
     def found(self, layer: int, q: torch.Tensor, basis: Basis, table: PageTable, spans: Spans) -> Scores:
-        """Return the scores of queries q `[H, B, d]` of a batch."""
+        """Return the scores of the batch's candidates for queries q `[H, B, d]`."""
         skewed, mean = basis.skew_queries(q, table.heads), self._bases[layer].mean
         return dispatch.score_low_bit(skewed, mean, self._layout, table, spans.starts, spans.stops, spans.tokens)
 
@@ -223,14 +241,14 @@ class LowBitRows:
         chosen: tuple[torch.Tensor, torch.Tensor],
         exact: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with approximate attention to the tokens that were not selected, for a batch.
+        """Merge exact attention of a batch with approximate attention to the candidates that were not selected.
 
         Args:
             layer: The layer index.
             q: True queries `[H, B, d]`.
-            table: The pages of the batch.
+            table: The pages of all sequences of the batch.
             spans: The candidates.
-            chosen: Selected tokens and counts, which are skipped.
+            chosen: Selected token indices and their counts. Approximate attention skips these tokens.
             exact: Exact attention: out `[P, G, d]` and lse `[P, G]`.
 
         Returns:
@@ -242,7 +260,7 @@ class LowBitRows:
         )
 
     def fork(self, tokens: int | None = None) -> LowBitRows:
-        """Return a copy-on-write copy of the first `tokens` tokens (None: all)."""
+        """Return a copy-on-write copy of the first `tokens` tokens. None means all tokens."""
         for layer in list(self._keys):
             self._round(layer)
         twin = object.__new__(LowBitRows)
@@ -251,13 +269,16 @@ class LowBitRows:
         return twin
 
     def check_integrity(self) -> None:
-        """Assert that pages hold the tokens of every layer and have consistent holders."""
+        """Assert that the pages cover all tokens of every layer and that page holders are consistent."""
         self._rows.check_integrity()
         for layer, keys in self._keys.items():
             assert len(self._values.get(layer, ())) in (len(keys), len(keys) - 1) and len(keys) <= WAITING
 
 
 def _pieces(rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:
-    """Split `rows` `[Hkv, m, d]` into pieces of at most `LEARNED_AT_ONCE` tokens, each with its first slot."""
+    """Split `rows` `[Hkv, m, d]` into pieces of up to `LEARNED_AT_ONCE` tokens.
+
+    Return each with the slot of its first token.
+    """
     firsts = range(0, rows.shape[1], LEARNED_AT_ONCE)
     return [(start + first, rows[:, first : first + LEARNED_AT_ONCE]) for first in firsts]

@@ -1,7 +1,7 @@
-"""Policy "infinigen" (InfiniGen §4.3).
+"""Policy "infinigen" (InfiniGen §4.3): fetch only the tokens that are important for the next layer's attention.
 
-It predicts the query of the next layer, scores every token with compressed skewed keys, and fetches the tokens whose
-scores are near the maximum.
+The policy predicts the query of the next layer and scores every token with compressed skewed keys. It fetches the
+tokens whose scores are near the maximum.
 """
 
 from __future__ import annotations
@@ -40,56 +40,57 @@ class InfiniGenState(PolicyState):
     def __init__(self, policy: InfiniGen, keys: ScoringKeys, approximate: LowBitRows | None = None) -> None:
         """Create a state with scoring keys `keys`.
 
-        With approximate KV, its 4-bit keys are the scoring keys, so `keys` and `approximate` are the same object.
+        If approximate KV is enabled, its 4-bit keys are the scoring keys. `keys` and `approximate` are then the same
+        object.
         """
         self._policy, self._keys, self._approximate = policy, keys, approximate
         self._prepared: LowBitQuery | None = None
-        """The true query as prepared by `select`, until `merge_approximate` uses it."""
+        """The prepared true query of the current layer, kept from `select` until `merge_approximate` uses it."""
 
     @property
     def scoring_keys(self) -> ScoringKeys:
-        """The scoring keys, from which `KeyLists` are built."""
+        """The scoring keys that `KeyLists` read in batched selection."""
         return self._keys
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device of scoring keys and of matrices chosen for this sequence."""
+        """Size in bytes of the data on the device: scoring keys, and matrices chosen for this sequence."""
         return 0 if self._policy.keys_on_host else self._keys.bytes
 
     @property
     def approximate_bytes(self) -> int:
-        """Size in bytes of approximate KV, which contains the scoring keys."""
+        """Size in bytes of the approximate KV, which contains the scoring keys; 0 without approximate KV."""
         return 0 if self._approximate is None else self.device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in host memory of scoring keys and of matrices chosen for this sequence."""
+        """Size in bytes of the data in host memory: scoring keys, and matrices chosen for this sequence."""
         return self._keys.bytes if self._policy.keys_on_host else 0
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
-        """Observe prompt queries q `[H, m, d]`, which are used to choose columns from the prompt."""
+        """Observe the queries q `[H, m, d]` of a prefill chunk. They are used if columns are chosen from the prompt."""
         if layer not in self._policy.dense_layers:
             self._keys.observe(layer, q.to(self._policy.keys_device))
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Skew keys k `[Hkv, m, d]` and add them to the scoring keys at slot `start`."""
+        """Skew keys k `[Hkv, m, d]` and write them to the scoring keys from slot `start` on."""
         if layer not in self._policy.dense_layers:
             assert start <= self._keys.length(layer), f"layer {layer} has {self._keys.length(layer)} keys, not {start}"
             self._keys.write(layer, k.to(self._policy.keys_device), start)
 
     def on_values(self, layer: int, v: torch.Tensor, start: int) -> None:
-        """Add values v `[Hkv, m, d]` to the approximate KV, if there is any."""
+        """Write values v `[Hkv, m, d]` to the approximate KV, if it is enabled."""
         if self._approximate is not None and layer not in self._policy.dense_layers:
             self._approximate.write_values(layer, v.to(self._policy.keys_device), start)
 
     def on_moved(self, layer: int, source: int, target: int) -> None:
-        """Move the scoring key of a token with its KV."""
+        """Copy the scoring key in slot `source` to slot `target`, like the KV of its token."""
         self._keys.move(layer, source, target)
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select the tokens whose score for q `[H, d]` is within alpha of the largest score of their head.
+        """Select the tokens whose score for query q `[H, d]` is within `alpha` of the largest score of their head.
 
-        With a `budget`, select the tokens with the largest scores instead, up to this fraction of the context.
+        With option `budget`, select the tokens with the largest scores instead, up to this fraction of the context.
         """
         candidates = visible.candidates
         if not candidates:
@@ -103,7 +104,7 @@ class InfiniGenState(PolicyState):
         return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
 
     def _counted(self, rule: Rule, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select with `KeyLists`, as for a batch of one sequence."""
+        """Select with `KeyLists`, as for a batch of one sequence. The number of selected tokens stays on the device."""
         kv_heads, slots = self._policy.geometry.kv_heads, self._keys.length(layer)
         lists = KeyLists(rule, [layer], 1, slots, q.device)
         moved = lists.hold([self._keys], [slots - 1])
@@ -117,7 +118,7 @@ class InfiniGenState(PolicyState):
         return Selection(*lists.select(layer, q.unsqueeze(1), spans))
 
     def _ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
-        """Prepare the query for scoring. If it is the true query, keep it for `merge_approximate`."""
+        """Prepare query q `[H, d]` for scoring `tokens`. If it is the true query, keep it for `merge_approximate`."""
         if self._approximate is None:
             return self._keys.ask(layer, q, tokens)
         prepared = self._approximate.ask(layer, q, tokens)
@@ -126,13 +127,13 @@ class InfiniGenState(PolicyState):
         return prepared
 
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
-        """Select further candidates until the missed attention mass is at most `max_missed_mass`.
+        """Select additional candidates until the missed attention mass is at most `max_missed_mass`.
 
         The missed attention mass (mean over query heads) is estimated from the true query q `[H, d]` and the scoring
         keys of all visible tokens. `max_fraction` limits the total number of selected tokens.
 
         Returns:
-            The further candidates, or None if there are none.
+            The additional candidates, or None if none are needed or allowed.
         """
         options, candidates = self._policy.options, visible.candidates
         if options.max_missed_mass is None:
@@ -175,7 +176,7 @@ class InfiniGenState(PolicyState):
         return merged.flatten(0, 1).to(q.device), total.flatten().to(q.device)
 
     def fork(self, keys: KeyReader) -> InfiniGenState:
-        """Return a copy that shares scoring keys and approximate KV until either side writes."""
+        """Return a copy that shares scoring keys and approximate KV until either copy writes."""
         if self._approximate is None:
             return InfiniGenState(self._policy, self._keys.fork())
         approximate = self._approximate.fork()
@@ -184,7 +185,7 @@ class InfiniGenState(PolicyState):
     def fork_prefix(self, tokens: int) -> InfiniGenState | None:
         """Return a state that shares the pages of approximate KV of the first `tokens` tokens.
 
-        None without approximate KV: scoring keys are then computed again.
+        Return None if approximate KV is disabled. The scoring keys are then computed again.
         """
         if self._approximate is None:
             return None
@@ -192,7 +193,7 @@ class InfiniGenState(PolicyState):
         return InfiniGenState(self._policy, approximate, approximate)
 
     def check_integrity(self) -> None:
-        """Assert that the scoring keys are consistent and that only sparse layers have any."""
+        """Assert that scoring keys are consistent and that only sparse layers have scoring keys."""
         self._keys.check_integrity()
         assert all(self._keys.length(layer) == 0 for layer in self._policy.dense_layers)
 
@@ -200,9 +201,9 @@ class InfiniGenState(PolicyState):
 class InfiniGen:
     """Policy "infinigen" for one model: its options and the bases of the sparse layers.
 
-    Scoring keys are on the compute device or, with `keys_on_host`, in host memory (paper §6.2). In host memory, the
-    query of a layer is copied to the host (4 * H * d bytes) and the selected indices are copied back. The selection is
-    the same.
+    Scoring keys are on the compute device or, with `keys_on_host`, in host memory (paper §6.2). In the second case,
+    each layer copies its query (4 * H * d bytes) to the host and the selected indices back to the device. The selected
+    tokens are the same.
     """
 
     name = "infinigen"
@@ -232,7 +233,7 @@ class InfiniGen:
 
         Raises:
             ConfigError: If an option does not fit the model.
-            ArtifactError: If the artifact is for a model of other shapes.
+            ArtifactError: If the artifact belongs to a model with other shapes.
         """
         _check(options, geometry, artifact)
         self.alpha = geometry.default_alpha if options.alpha is None else options.alpha
@@ -245,8 +246,10 @@ class InfiniGen:
         alpha = self.alpha if options.budget is None else ANY_SCORE
         self.selection = Rule(alpha, options.max_fraction, options.budget, own_bases=self.wants_queries)
         self.rule = None if device.type != "cuda" or asks else self.selection
-        """Rule of batched selection, or None if each sequence selects separately: without CUDA, with scoring keys on
-        the host, or with repairs, which need the counts on the host.
+        """Rule of batched selection, or None if each sequence selects separately.
+
+        Sequences select separately on a CPU, with scoring keys on the host, and with repairs, which need the numbers of
+        selected tokens on the host.
         """
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)
@@ -260,20 +263,17 @@ class InfiniGen:
 
     @classmethod
     def build(cls, options: InfiniGenOptions, context: PolicyContext) -> Self:
-        """Build the policy for a model with the skew artifact of method `options.skew`.
-
-        Raises the errors of `__init__`.
-        """
+        """Build the policy for a model with the skew artifact of method `options.skew`. For errors, see `__init__`."""
         artifact, on_host = context.artifact(options.skew), context.keys_on_host
         return cls(options, context.geometry, artifact, context.device, context.dtype, keys_on_host=on_host)
 
     @staticmethod
     def memory_demand(options: InfiniGenOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Return the demand: scoring keys of sparse layers, bases and corrections, and the skew artifact."""
+        """Return the demand of scoring keys in sparse layers, bases, corrections, and the skew artifact."""
         dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
         selecting, wide = geometry.layers - len(dense), torch.promote_types(dtype, torch.float32)
-        # The artifact is loaded as a whole and then sliced. Queries and keys have one basis per head, values have one
-        # for all heads.
+        # While the policy is built, the complete artifact is in memory. Queries and keys have one basis per head,
+        # values have one basis for all heads.
         square = geometry.head_dim**2 * selecting * wide.itemsize
         bases = (
             2 * geometry.kv_heads * square
@@ -296,7 +296,10 @@ class InfiniGen:
         )
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Apply the slope and offset of each channel to the guess `[T, D]` (`skewing.guess`), if `corrected`."""
+        """Correct a predicted attention input `[T, D]` with a slope and an offset per channel (`skewing.guess`).
+
+        Return it unchanged if option `corrected` is off or the layer is dense.
+        """
         if layer not in self._correction:
             return attention_input
         slope, offset = self._correction[layer]
@@ -305,7 +308,7 @@ class InfiniGen:
     def _corrections(
         self, artifact: SkewArtifact, device: torch.device, dtype: torch.dtype
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Return slope and offset `[D]` of every layer whose guess is corrected."""
+        """Return slope and offset, both `[D]`, of every layer whose predicted attention input is corrected."""
         guesses = self.options.corrected and self.query_source in SOURCES
         layers = range(self.geometry.layers) if guesses else ()
         source = SOURCES.index(self.query_source) if guesses else 0
@@ -323,14 +326,15 @@ class InfiniGen:
         return InfiniGenState(self, approximate, approximate)
 
     def _provenance_key(self, artifact: SkewArtifact) -> str:
-        """Return the KV provenance key: a digest of the options and of the source of the artifact."""
-        # Both determine the tokens that sparse layers see, hence the KV of deeper layers. The values of the artifact
-        # are not hashed: processors round them differently, and a session may continue on another machine.
+        """Return the KV provenance key: a digest of the options and of the artifact's identity."""
+        # Options and artifact determine the tokens that sparse layers see, and thus the KV of deeper layers. The
+        # matrices of the artifact are not hashed: their rounding depends on the processor, and a session may continue
+        # on another machine.
         text = f"{self.options.provenance_text()}\n{artifact.identity}"
         return f"infinigen-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def _approximate_factory(self, artifact: SkewArtifact, dtype: torch.dtype) -> Callable[[], LowBitRows]:
-        """Return a function that creates the approximate KV of a sequence, with shared bases."""
+        """Return a function that creates the approximate KV of a sequence. All sequences share the bases."""
         geometry, compute = self.geometry, torch.promote_types(dtype, torch.float32)
         bases = {
             layer: RowBasis.of(artifact, layer, geometry.scales[layer], compute)
@@ -343,7 +347,7 @@ class InfiniGen:
     def _keys_factory(
         self, artifact: SkewArtifact, device: torch.device, dtype: torch.dtype
     ) -> Callable[[], ScoringKeys]:
-        """Return a function that creates the scoring keys of a sequence, with shared bases."""
+        """Return a function that creates the scoring keys of a sequence. All sequences share the bases."""
         options, geometry = self.options, self.geometry
         compute = torch.promote_types(dtype, torch.float32)
         kept = kept_columns(options.partial_ratio, geometry.head_dim)
@@ -369,7 +373,7 @@ class InfiniGen:
 
 
 def _padded_tokens(selection: Selection) -> torch.Tensor:
-    """Return the selected tokens, int64 `[Hkv, n]`, with -1 for padding."""
+    """Return the selected token indices, int64 `[Hkv, n]`. Invalid entries are -1."""
     if selection.counts is None:
         return selection.tokens
     place = torch.arange(selection.count, device=selection.tokens.device)
@@ -377,7 +381,7 @@ def _padded_tokens(selection: Selection) -> torch.Tensor:
 
 
 def _settled_source(options: InfiniGenOptions, device: torch.device) -> QuerySource:
-    """Resolve source "auto" for `device`."""
+    """Return the source of the predicted query, with "auto" replaced by the default for `device`."""
     if options.source != "auto":
         return options.source
     return "query" if device.type == "cpu" else "attention_input"

@@ -1,8 +1,9 @@
-"""Scoring keys: compressed keys of a sequence, kept on the device to score tokens.
+"""Scoring keys: compressed keys of a sequence that are used to score its tokens.
 
-They are partial columns in the model's dtype or int8, or all columns as int4 or int2. Keys are quantised as soon as
-they are added. Keeping the newest keys in full precision would not change the selection, because candidates are always
-older than the resident window. (A repair also estimates the attention mass of resident tokens from quantised keys.)
+A scoring key has some columns of the skewed key in the model's dtype or int8, or all columns as int4 or int2. Keys are
+quantised as soon as they are added. Keeping the newest keys in full precision would not change the selection, because
+resident tokens are not candidates. (A repair also estimates the attention mass of resident tokens from their quantised
+keys.)
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ from ..rule import Spans
 from .bases import Basis, Columns, kept_columns
 
 LEARNED_AT_ONCE = 4096
-"""Keys of a prompt that are skewed and quantised at a time, to limit temporary memory."""
+"""Number of prompt keys that are skewed and quantised at a time, to limit temporary memory."""
 
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
-"""Bits per element of `QuantisedKeys`, by scorer name."""
+"""Number of bits per element of `QuantisedKeys`, by scorer name."""
 
 
 ROW_BYTES = 16
-"""Alignment in bytes of the rows of `QuantisedKeys`: one vector load."""
+"""Size in bytes to which rows of `QuantisedKeys` are padded: one vector load."""
 
 
 TOKENS_PER_BYTE = 4
-"""Largest number of tokens whose codes share a byte (int2)."""
+"""Largest number of tokens whose codes are packed into one byte (int2)."""
 
 
 def key_bytes(scorer: str, partial_ratio: float, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the size in bytes of one token's scoring keys in one layer.
+    """Return the size in bytes of one token's scoring key in one layer.
 
-    Scorers "partial" and "int8" keep the fraction `partial_ratio` of the columns, "int4" and "int2" keep all columns.
+    Scorers "partial" and "int8" store the fraction `partial_ratio` of the columns. "int4" and "int2" store all columns.
     """
     if scorer == "partial":
         head = kept_columns(partial_ratio, geometry.head_dim) * dtype.itemsize
@@ -59,14 +60,15 @@ def key_bytes(scorer: str, partial_ratio: float, geometry: ModelGeometry, dtype:
 
 
 def row_width(columns: int) -> int:
-    """Return the size in bytes of a `QuantisedKeys` row with this number of columns."""
+    """Return the padded size in bytes of a `QuantisedKeys` row with `columns` columns."""
     return -(-columns // ROW_BYTES) * ROW_BYTES
 
 
 class PartialKeys:
-    """Scorer "partial": r columns in the model's dtype, stored as `[Hkv, r, capacity]`.
+    """Scoring keys of scorer "partial": r columns of each skewed key in the model's dtype.
 
-    Scoring is one batched product that reads r contiguous rows per head. A new key is one column.
+    They are stored as `[Hkv, r, capacity]`. With this layout, scoring is one batched matrix product that reads r
+    contiguous rows per head.
     """
 
     def __init__(self, columns: Columns, dtype: torch.dtype, device: torch.device) -> None:
@@ -76,7 +78,7 @@ class PartialKeys:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of the keys and of the bases chosen from the prompt."""
+        """Size in bytes of the keys and of the matrices chosen from the prompt."""
         return self._keys.nbytes + self._columns.nbytes
 
     def length(self, layer: int) -> int:
@@ -84,11 +86,11 @@ class PartialKeys:
         return self._keys.length(layer)
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Observe queries `[H, m, d]` of the prompt, from which columns may be chosen."""
+        """Observe the queries `[H, m, d]` of a prefill chunk. They are used if columns are chosen from the prompt."""
         self._columns.observe(layer, q)
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Skew keys k `[Hkv, m, d]` and store them as columns."""
+        """Skew keys k `[Hkv, m, d]` and store them in the slots from `start` on."""
         if layer not in self._bases:
             self._bases[layer] = self._columns.basis(layer, k)
             kv_heads, _, r = self._bases[layer].key.shape
@@ -105,18 +107,18 @@ class PartialKeys:
         data[:, :, target] = data[:, :, source]
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
-        """Score `tokens` with q `[H, d]`. Reads r elements per token and KV head."""
+        """Score `tokens` with query q `[H, d]`. This reads r elements per token and KV head."""
         columns = self._keys.data(layer)[:, :, tokens.start : tokens.stop]
         return ScoreQuery(dot_scores(self._bases[layer].skew_query(q), columns))
 
     def basis(self, layer: int) -> Basis:
-        """Return the matrices that map the layer's keys to the stored columns."""
+        """Return the matrices that transform queries and keys to the stored columns."""
         return self._bases[layer]
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """Return the columns `[Hkv, r, capacity]` for writing `slots`.
+        """Return the stored keys `[Hkv, r, capacity]` for writing to `slots`.
 
-        Extends the length of the layer to include them.
+        Extend the length of the layer to include the slots.
         """
         return self._keys.reserve(layer, slots.stop)
 
@@ -129,11 +131,14 @@ class PartialKeys:
         storages: PointerTable,
         slots: torch.Tensor,
     ) -> None:
-        """Skew the newest keys k `[P, d]` of a batch and store them in column `slots[p]` of their storages."""
+        """Skew the newest keys k `[P, d]` of a batch and store them in slot `slots[p]` of list p.
+
+        A list belongs to one KV head of one sequence; P = B * Hkv.
+        """
         dispatch.append_partial(k, basis.key, storages, slots)
 
     def found(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
-        """Return the scores of queries q `[H, B, d]` of a batch."""
+        """Return the scores of the batch's candidates for queries q `[H, B, d]`."""
         skewed = basis.skew_queries(q, storages.heads)
         return dispatch.partial_scores(skewed, storages, spans.starts, spans.stops, spans.tokens)
 
@@ -144,7 +149,7 @@ class PartialKeys:
         return twin
 
     def check_integrity(self) -> None:
-        """Assert that the storage of every layer holds its tokens."""
+        """Assert that every layer has storage for all its tokens."""
         self._keys.check_integrity()
         assert self._keys.layers == self._bases.keys()
         for layer, basis in self._bases.items():
@@ -153,7 +158,10 @@ class PartialKeys:
 
 @dataclass(frozen=True, eq=False)
 class Quantiser:
-    """Static quantisation of the skewed keys of a layer: mean and step `[Hkv, d]` of the columns of `basis`."""
+    """Quantiser of the skewed keys of one layer, fixed at calibration.
+
+    `mean` and `step` are the centre and the distance of the levels of each column of `basis`, `[Hkv, d]`.
+    """
 
     basis: Basis
     mean: torch.Tensor
@@ -161,22 +169,22 @@ class Quantiser:
 
     @classmethod
     def fit(cls, basis: Basis, mean: torch.Tensor, std: torch.Tensor, bits: int) -> Quantiser:
-        """Compute steps for Gaussian columns with `mean` and `std` `[Hkv, d]`."""
-        # A column that did not vary in calibration gets a thousandth of the largest deviation of its head.
+        """Compute the optimal steps for columns with normal distributions of `mean` and `std`, both `[Hkv, d]`."""
+        # A column that was constant in calibration gets a thousandth of the largest standard deviation of its head.
         floor = std.amax(-1, keepdim=True).clamp_min(1e-6) / 1000
         return cls(basis, mean.contiguous(), std.maximum(floor) * GAUSSIAN_STEP[bits])
 
 
 class QuantisedKeys:
-    """Keys of scorers "int8" (r stored columns), "int4" and "int2" (all columns).
+    """Scoring keys of scorers "int8" (r stored columns), "int4" and "int2" (all columns).
 
-    Codes of f = 8 / bits adjacent tokens are packed into bytes `[Hkv, capacity / f, w]`, so that the columns of a token
-    are contiguous for an int8 product. The first d of the w = `row_width(d)` bytes of a row are used, where d is the
-    number of stored columns.
+    The codes of f = 8 / bits adjacent tokens are packed into bytes `[Hkv, capacity / f, w]`. The columns of a token are
+    therefore contiguous, as an int8 product needs. A row has w = `row_width(d)` bytes. Only its first d bytes are used,
+    where d is the number of stored columns.
     """
 
     def __init__(self, quantisers: dict[int, Quantiser], bits: int, device: torch.device) -> None:
-        """Create empty keys. `quantisers` are shared by all sequences and not included in `bytes`."""
+        """Create empty keys. `quantisers` are shared by all sequences, so their size is not included in `bytes`."""
         self._quantisers = quantisers
         self._bits, self._fields = bits, 8 // bits
         self._packed = LayerTensors(1, torch.int8, device, per_slot=self._fields)
@@ -194,7 +202,7 @@ class QuantisedKeys:
         """No-op, because the columns are fixed."""
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Skew, quantise and pack keys k `[Hkv, m, d]`. Other tokens in the same bytes keep their codes."""
+        """Skew, quantise and pack keys k `[Hkv, m, d]`. Codes of other tokens in the same bytes do not change."""
         self._packed.open(layer, k.shape[0], 0, row_width(self._quantisers[layer].mean.shape[1]))
         known = self.length(layer)
         data = self.storage(layer, range(start, start + k.shape[1]))
@@ -203,7 +211,7 @@ class QuantisedKeys:
             start += rows.shape[1]
 
     def _write(self, layer: int, data: torch.Tensor, k: torch.Tensor, start: int, known: int) -> None:
-        """Write at most `LEARNED_AT_ONCE` keys into `data`, which holds the codes of the first `known` tokens."""
+        """Write up to `LEARNED_AT_ONCE` keys into `data`, which has valid codes of the first `known` tokens."""
         quantiser = self._quantisers[layer]
         (kv_heads, added, _), d = k.shape, quantiser.mean.shape[1]
         first, last = start // self._fields, -(-(start + added) // self._fields)
@@ -229,7 +237,10 @@ class QuantisedKeys:
         data[:, into : into + 1] = pack(codes, self._bits)
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
-        """Score `tokens` with q `[H, d]`, quantised. Reads bits * d / 8 bytes per token and KV head."""
+        """Score `tokens` with query q `[H, d]`, which is quantised first.
+
+        This reads bits * d / 8 bytes per token and KV head.
+        """
         first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
         begin = tokens.start - first * self._fields
         own = self._quantisers[layer]
@@ -238,13 +249,13 @@ class QuantisedKeys:
         return ScoreQuery(scores[:, :, begin : begin + len(tokens)])
 
     def basis(self, layer: int) -> Basis:
-        """Return the basis of the quantiser."""
+        """Return the basis that transforms queries and keys before quantisation."""
         return self._quantisers[layer].basis
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """Return the codes `[Hkv, capacity / f, w]` for writing `slots`.
+        """Return the codes `[Hkv, capacity / f, w]` for writing to `slots`.
 
-        Extends the length of the layer to include them.
+        Extend the length of the layer to include the slots.
         """
         return self._packed.reserve(layer, slots.stop)
 
@@ -257,12 +268,15 @@ class QuantisedKeys:
         storages: PointerTable,
         slots: torch.Tensor,
     ) -> None:
-        """Skew, quantise and pack the newest keys k `[P, d]` of a batch into slot `slots[p]` of their storages."""
+        """Skew, quantise and pack the newest keys k `[P, d]` of a batch into slot `slots[p]` of list p.
+
+        A list belongs to one KV head of one sequence; P = B * Hkv.
+        """
         own = self._quantisers[layer]
         dispatch.append_quantised(k, basis.key, own.mean, own.step, self._bits, storages, slots)
 
     def found(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
-        """Return the scores of queries q `[H, B, d]` of a batch."""
+        """Return the scores of the batch's candidates for queries q `[H, B, d]`."""
         own, skewed = self._quantisers[layer], basis.skew_queries(q, storages.heads)
         return dispatch.quantised_scores(
             skewed, storages, own.mean, own.step, self._bits, spans.starts, spans.stops, spans.tokens
@@ -276,5 +290,5 @@ class QuantisedKeys:
         return twin
 
     def check_integrity(self) -> None:
-        """Assert that the storage of every layer holds its tokens."""
+        """Assert that every layer has storage for all its tokens."""
         self._packed.check_integrity()

@@ -1,4 +1,4 @@
-"""Interface of scoring keys, the compressed keys of a sequence with which tokens are scored."""
+"""Interface of scoring keys: the compressed keys of a sequence with which its tokens are scored."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from .bases import Basis
 
 
 class KeyQuery(Protocol):
-    """A query that is prepared for scoring a range of tokens."""
+    """A query that has been prepared for scoring a range of tokens."""
 
     @property
     def scores(self) -> torch.Tensor:
-        """Estimated attention scores `[Hkv, G, n]`, scaled, in float32 (float64 for a float64 model)."""
+        """Estimated attention scores `[Hkv, G, n]`, multiplied by the attention scale.
+
+        They are in float32 (float64 for a float64 model).
+        """
         ...
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:
-        """Select tokens by `select_tokens`. Returns int64 `[Hkv, n]`, relative to the first token."""
+        """Select tokens with `select_tokens`. Return int64 `[Hkv, n]`, relative to the first scored token."""
         ...
 
 
 class ListedKeys(Protocol):
-    """Selection data of one sequence, from which the lists of a batch (`KeyLists`) are built."""
+    """Selection data of one sequence that can be scored in a batch (`KeyLists`)."""
 
     def basis(self, layer: int) -> Basis | None:
         """Return the basis of keys and queries of a layer, or None if they are not transformed.
@@ -36,9 +39,10 @@ class ListedKeys(Protocol):
         ...
 
     def storage(self, layer: int, slots: range) -> torch.Tensor | Pages:
-        """Return the memory of the keys for writing `slots`, and extend the length of the layer to include them.
+        """Return the stored keys of the layer for writing to `slots`.
 
-        The memory is not shared until the next `fork`. Calls return the same object until the memory is reallocated.
+        Extend the length of the layer to include the slots. The memory is not shared with a fork until the next `fork`.
+        Calls return the same object until the memory is reallocated.
         """
         ...
 
@@ -51,29 +55,31 @@ class ListedKeys(Protocol):
         storages: Any,
         slots: torch.Tensor,
     ) -> None:
-        """Write the newest keys for a batch of sequences whose scoring keys have this class.
+        """Store the newest keys of a batch of sequences whose scoring keys have this class.
+
+        A list belongs to one KV head of one sequence; P = B * Hkv.
 
         Args:
             layer: The layer index.
             k: The newest key of each list, `[P, d]`.
-            v: The newest value of each list, `[P, d]`, used by approximate KV only.
+            v: The newest value of each list, `[P, d]`. Only approximate KV uses it.
             basis: The basis of the batch (`Basis.stacked`).
-            storages: A `PointerTable` or `PageTable` of the results of `storage`.
-            slots: The slot of each list, int64 `[P]`.
+            storages: A `PointerTable` or `PageTable` built from the results of `storage`.
+            slots: The slot of the new key in each list, int64 `[P]`.
         """
         ...
 
     def found(self, layer: int, q: torch.Tensor, basis: Any, storages: Any, spans: Spans) -> Scores:
-        """Return the scores for queries q `[H, B, d]` of a batch, -inf outside each list's candidates."""
+        """Return scores for queries q `[H, B, d]` of a batch; -inf for tokens that are not candidates of their list."""
         ...
 
 
 class ScoringKeys(ListedKeys, Protocol):
-    """Scoring keys of one sequence, layer by layer."""
+    """Scoring keys of one sequence, in all sparse layers."""
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated for this sequence."""
+        """Allocated bytes of this sequence."""
         ...
 
     def length(self, layer: int) -> int:
@@ -81,11 +87,11 @@ class ScoringKeys(ListedKeys, Protocol):
         ...
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Observe queries `[H, m, d]` of the prompt."""
+        """Observe the queries `[H, m, d]` of a prefill chunk."""
         ...
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Write keys k `[Hkv, m, d]` to the slots from `start` on, where `start` is at most `length(layer)`."""
+        """Write keys k `[Hkv, m, d]` to the slots from `start` on. `start` is at most `length(layer)`."""
         ...
 
     def move(self, layer: int, source: int, target: int) -> None:
@@ -93,7 +99,7 @@ class ScoringKeys(ListedKeys, Protocol):
         ...
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
-        """Prepare q `[H, d]` for scoring `tokens`. The result is valid until the stored keys change."""
+        """Prepare query q `[H, d]` for scoring `tokens`. The result is valid until the stored keys change."""
         ...
 
     def fork(self) -> ScoringKeys:
@@ -101,5 +107,5 @@ class ScoringKeys(ListedKeys, Protocol):
         ...
 
     def check_integrity(self) -> None:
-        """Assert that the storage of every layer holds its tokens."""
+        """Assert that every layer has storage for all its tokens."""
         ...

@@ -285,6 +285,8 @@ def test_c_kernels_are_timed_at_each_level(tmp_path: Path) -> None:
         for kernel in ("decode attention", "prefill attention", "linear")
     ]
     expected = [(level, kernel) for level in available_levels() for kernel in ("score", "select", "mix", *dense)]
+    if native.has_tiles():  # torch's prefill is faster with AMX
+        expected.remove(("avx512_bf16", "prefill attention, bfloat16"))
     assert sorted((row["level"], row["kernel"]) for row in rows) == sorted(expected)
     assert all(row["us"] > 0 and row["times_floor"] > 0 for row in rows)
     assert native.low_bit(64, 4, 3) is not None and "OFFLOAD_RT_CPU_LEVEL" not in os.environ

@@ -56,6 +56,9 @@ def test_branches_of_a_session_answer_as_without_one(tmp_path: Path) -> None:
     expected = asyncio.run(run(make(), None))
     assert asyncio.run(run(make(tmp_path), "one")) == expected
     assert asyncio.run(run(make(tmp_path), "one")) == expected, "again, from disk"
+    llm = LLM(tiny_model("llama"), policy="full", host_memory="16MiB")
+    with llm.session("one", tmp_path) as session, pytest.raises(InputError, match="no turn that can be undone"):
+        session.undo()  # the tokens of the turns before an edit are lost
 
 
 def test_a_session_has_one_answer_at_a_time(tmp_path: Path) -> None:

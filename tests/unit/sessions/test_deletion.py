@@ -105,10 +105,9 @@ def test_nothing_of_a_deleted_session_is_left(how: str, llm: LLM, tmp_path: Path
     next(events)
     events.close()
     seen += tiny_prompt(90, seed=4)
-    session.history.tokens = session.history.tokens[:70]  # an edit, which leaves unreferenced blocks behind
-    session.history.forget_from(70)
-    session.kv.drop()
-    seen += [*tiny_prompt(80, seed=5), *answer(session, tiny_prompt(80, seed=5))]
+    # An edit, which leaves unreferenced blocks behind.
+    edited = list(session.extend(tiny_prompt(80, seed=5), SHORT, replaced=len(session.tokens) - 70))
+    seen += [*tiny_prompt(80, seed=5), *(event.token_id for event in edited)]
     session.history.turns.append(("user", "My secret is a blue “Fahrrad”."))
     session.save()
     session.close()

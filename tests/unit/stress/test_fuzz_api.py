@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.call_machine import Calls
 from support.odd_values import ANYTHING
@@ -154,6 +154,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @settings(max_examples=CASES // 2 or 150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(door=st.sampled_from(sorted(DOORS)), value=ANYTHING)
+@example(door="LLM tokenizer", value=torch.tensor([1, 2]))
 def test_any_value_at_any_door(place: Place, door: str, value: Any) -> None:
     only_ours(lambda: DOORS[door](place, value))
     place.llm.runner.check_integrity()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,7 +96,8 @@ def run_all_parts(out: Path, data: Path) -> Path:
         for name, value in {"KV_HEADS": 1, "GROUP": 2, "D": 32}.items():
             patch.setattr(kernels, name, value)
         patch.setattr(programs, "run_program", program)
-        patch.setattr(gpu_parts.shutil, "which", lambda name: name)
+        # shutil itself stays as it is: the simulator's build would find a compiler wrapper that does not exist
+        patch.setattr(gpu_parts, "shutil", SimpleNamespace(which=lambda name: name))
         patch.setattr(gpu, "_nvidia_smi", lambda: dict.fromkeys(gpu.QUERY, "1"))
         with simulated(Late((1,))):
             for part in gpu_parts.PARTS:
@@ -179,7 +181,7 @@ def test_a_race_that_a_tool_finds_is_a_failure(results: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "end what else runs on it"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "stop other programs on it"),
         (MemoryLimitError("cannot pin 2 GiB of host memory"), "ulimit -l"),
         (RuntimeError("Failed to find C compiler. Please specify via CC"), "install gcc, or set CC"),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "CUDA_LAUNCH_BLOCKING=1"),
@@ -269,10 +271,10 @@ def test_a_readme_without_marks_and_a_broken_file_are_refused(tmp_path: Path, ca
     assert main(["eval", "gpu-readme", "--page", str(readme), "--results", str(tmp_path)]) == 2
     assert "has no lines" in capsys.readouterr().err
     (tmp_path / "kernels.json").write_text("{}")
-    with pytest.raises(InputError, match="no result of `make gpu`"):
+    with pytest.raises(InputError, match="is not a result of `make gpu`"):
         gpu_readme.load(tmp_path)
     (tmp_path / "kernels.json").write_text('{"machine": {}, "results": {}}')
-    with pytest.raises(InputError, match="no result of `make gpu`"):
+    with pytest.raises(InputError, match="is not a result of `make gpu`"):
         gpu_readme.load(tmp_path)
 
 

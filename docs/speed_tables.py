@@ -1,0 +1,126 @@
+"""Tables of the results page on speed: CPU, threads, drafts, disk and GPU."""
+
+from __future__ import annotations
+
+import json
+
+from result_rows import NAMES, RESULTS, Row, load
+from tables import table
+
+DYNAMIC, STATIC = "transformers, DynamicCache", "transformers, StaticCache"
+
+
+def others() -> str:
+    """Prompt time, time per token and memory of other runtimes on Qwen at 2,048 tokens."""
+    ours, theirs = load("qwen/rows_in_c/real_speed"), load("qwen/rivals/real_speed")
+    names = {row["runtime"] for row in ours}
+    rows = [row for row in theirs if row["runtime"] not in names]
+    rows += [row for row in ours if "float32" not in row["runtime"]]
+    cells = [
+        [_runtime(row["runtime"]), f"{row['prefill']:.1f}", f"{row['step']:.0f}", f"{row['peak']:,.0f}"] for row in rows
+    ]
+    return table(("runtime", "prompt, s", "ms per token", "peak RSS, MiB"), cells)
+
+
+def _runtime(name: str) -> str:
+    return f"offload-rt, `{name}`" if name in ("full", "infinigen", "auto") else name
+
+
+def lengths() -> str:
+    """Prompt time and time per token compared with transformers, by context length."""
+    rows = []
+    for name in ("smollm2/rows_in_c", "smollm2/rows_in_c/long", "qwen/rows_in_c", "qwen/rows_in_c/long"):
+        found: dict[int, dict[str, Row]] = {}
+        for row in load(f"{name}/real_speed"):
+            found.setdefault(row["context"], {})[row["runtime"]] = row
+        for context, by in found.items():
+            prompts = [f"{by[name]['prefill']:.1f}" for name in (DYNAMIC, "full")]
+            steps = [f"{by[who]['step']:.0f}" if who in by else "" for who in (DYNAMIC, STATIC, "full", "infinigen")]
+            rows.append([NAMES[name.partition("/")[0]], f"{context:,}", *prompts, *steps])
+    head = ["prompt, s: `DynamicCache`", "`full`"]
+    head += ["ms per token: `DynamicCache`", "`StaticCache`", "`full`", "`infinigen`"]
+    return table(("model", "context", *head), rows)
+
+
+def threads() -> str:
+    """Wall time per token by threads, idle and with another busy process."""
+    found: dict[tuple[float, int], dict[str, float]] = {}
+    for row in load("cpu/threads/smollm2_6k/threads"):
+        found.setdefault((row["busy"], row["threads"]), {})[row["policy"]] = row["median"]
+    rows = [
+        ["none" if not busy else f"one, busy {busy:.0%} of the time", str(count)]
+        + [f"{by[policy]:.1f}" for policy in ("full", "infinigen", "auto")]
+        for (busy, count), by in found.items()
+    ]
+    return table(("other process", "threads", "`full`", "`infinigen`", "`auto`"), rows)
+
+
+def selecting() -> str:
+    """Wall time per token of full and selected attention over context length, two threads."""
+    rows = []
+    for name in ("smollm2_16k", "smollm2_32k", "qwen_8k", "qwen_16k"):
+        path = f"cpu/threads/{name}_selecting/threads"
+        about = json.loads((RESULTS / f"{path}.json").read_text(encoding="utf-8"))["about"]
+        by = {row["policy"]: row["median"] for row in load(path)}
+        cells = [f"{by['full']:.1f}", f"{by['infinigen']:.1f}", f"{by['infinigen'] / by['full']:.2f}"]
+        rows.append([NAMES[about["model"]], f"{about['context']:,}", *cells])
+    return table(("model", "context", "`full`", "`infinigen`", "ratio"), rows)
+
+
+def avx2() -> str:
+    """Time per token and memory compared with transformers, restricted to AVX2."""
+    rows = []
+    for name in ("smollm2", "qwen"):
+        for row in load(f"cpu/avx2/{name}/real_speed"):
+            cells = [f"{row['prefill']:.1f}", f"{row['step']:.0f}", f"{row['step_ratio']:.1f}", f"{row['peak']:,.0f}"]
+            rows.append([NAMES[name], f"{row['context']:,}", _runtime(row["runtime"]), *cells])
+    head = ("prompt, s", "ms per token", "times as fast as `DynamicCache`", "peak RSS, MiB")
+    return table(("model", "context", "runtime", *head), rows)
+
+
+def drafts() -> str:
+    """Lossless mode by kind of draft."""
+    kinds = {"default": "`exact=True`", "lookup": '`exact="lookup"`', "sparse": '`exact="sparse"`'}
+    rows = []
+    for row in load("qwen/drafts"):
+        if row["kind"] in kinds and row["context"] == 16384:
+            text = f"{row['text']}, {'greedy' if not row['temperature'] else 'temperature 0.8'}"
+            cells = [f"{row['accepted']:.0%}", f"{row['length']:.1f}", f"{row['bytes_share']:.0%}"]
+            rows.append([text, kinds[row["kind"]], *cells, f"{row['ratio']:.2f}"])
+    head = ("accepted", "tokens per pass", "KV bytes relative to full attention", "speed-up")
+    return table(("text", "drafts", *head), rows)
+
+
+def disk() -> str:
+    """Decode steps whose KV is on a disk."""
+    rows = []
+    for name, shape in (("qwen", "24 layers, recorded"), ("million", "2 layers, random")):
+        for row in sorted(load(f"disk/{name}/disk_steps"), key=lambda row: (row["context"], row["what"])):
+            shares = [f"{row['host_share']:.0%}", f"{row['hit_rate']:.0%}" if row["hit_rate"] else ""]
+            times = [f"{row['mb_read']:.0f}", f"{row['step_ms']:.0f}"]
+            ratios = [f"{row['over_alone']:.1f}", f"{row['times_full']:.1f}"]
+            attended = "all" if row["what"] == "full" else "5%"
+            rows.append([shape, f"{row['context']:,}", attended, *shares, *times, *ratios])
+    head = ("KV in memory", "hit rate", "read, MB", "step, ms", "time relative to reads", "speed-up over all")
+    return table(("selections", "context", "attended", *head), rows)
+
+
+def gpu() -> str:
+    """Time per token on a GPU by context length."""
+    data = json.loads((RESULTS / "gpu" / "time_per_token.json").read_text(encoding="utf-8"))["data"]
+    contexts = sorted({context for points in data.values() for context, _ in points})
+    rows = []
+    for name, label in GPU_ROWS.items():
+        by = dict(map(tuple, data[name]))
+        rows.append([label, *(f"{by[context]:.1f}" if context in by else "" for context in contexts)])
+    return table(("", *(f"{context:,} tokens" for context in contexts)), rows)
+
+
+GPU_ROWS = {
+    "StaticCache": "transformers, `StaticCache`: all KV on the device",
+    "DynamicCache": "transformers, `DynamicCache`: all KV on the device",
+    "OffloadedCache": "transformers, offloaded cache",
+    "full": "offload-rt, `full`: all KV copied from host memory",
+    "infinigen": "offload-rt, selected KV only",
+    "infinigen, int4 tail": "offload-rt, default (4-bit approximate KV)",
+}

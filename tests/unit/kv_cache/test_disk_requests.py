@@ -1,0 +1,78 @@
+"""Test reads with io_uring if a system call fails while requests are in flight."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offload_rt.kv_cache.disk import requests
+from offload_rt.kv_cache.disk.requests import Requests, RingReader, place
+from offload_rt.utils.native_libraries import PACKAGE
+
+SOURCE = """
+#define _GNU_SOURCE
+#include <errno.h>
+#include <unistd.h>
+#include <sys/syscall.h>
+
+int failing_call, calls;
+
+/* Fail one call of io_uring_enter before the kernel sees it. */
+static long flaky(long number, long a, long b, long c, long d, void *e, long f) {
+    if (number == __NR_io_uring_enter && ++calls == failing_call) { errno = ENOMEM; return -1; }
+    return syscall(number, a, b, c, d, e, f);
+}
+#define ring_flaky(number, a, b, c, d, e, f, ...) flaky(number, (long)(a), (long)(b), c, d, e, f)
+#define syscall(...) ring_flaky(__VA_ARGS__, 0, 0, 0, 0, 0)
+#include "REQUESTS"
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Return the C code of `requests.c`, in which a chosen call of io_uring_enter fails."""
+    compiler, folder = shutil.which("cc"), tmp_path_factory.mktemp("ring")
+    if compiler is None or RingReader.open() is None:
+        pytest.skip("no compiler or no io_uring")
+    path = PACKAGE / "kv_cache" / "disk" / "requests.c"
+    (folder / "flaky.c").write_text(SOURCE.replace("REQUESTS", str(path)))
+    command = [compiler, "-O2", "-std=gnu11", "-shared", "-fPIC", "flaky.c", "-o", "flaky.so"]
+    subprocess.run(command, cwd=folder, check=True)
+    found, real = ctypes.CDLL(str(folder / "flaky.so")), requests._library()
+    assert real is not None
+    for name in ("ring_open", "ring_close", "ring_read"):
+        own, other = getattr(found, name), getattr(real, name)
+        own.restype, own.argtypes = other.restype, other.argtypes
+    return found
+
+
+def test_a_failed_call_waits_for_reads_in_flight(library: ctypes.CDLL, tmp_path: Path) -> None:
+    """Read from a file and from a pipe that has no data yet. The buffer is not written after the error."""
+    (tmp_path / "file").write_bytes(bytes(range(256)) * 64)
+    file, (reading, writing) = os.open(tmp_path / "file", os.O_RDONLY), os.pipe()
+    handles = np.asarray([file, reading], np.int32)
+    own = RingReader(library, library.ring_open(4))
+    sizes = np.full(6, 4096, np.int64)
+    offsets = np.asarray([place(0), place(1), place(0, 4096), place(0, 8192), place(0), place(0, 4096)])
+    late = threading.Timer(0.3, lambda: os.write(writing, b"x" * 4096))
+    ctypes.c_int.in_dll(library, "calls").value = 0
+    ctypes.c_int.in_dll(library, "failing_call").value = 2
+    buffer = bytearray(6 * 4096)
+    late.start()
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        own.read(handles, Requests(offsets, sizes, np.arange(6) * 4096), memoryview(buffer))
+    before = bytes(buffer)
+    late.join()
+    again = bytearray(8192)
+    own.read(handles, Requests(offsets[[2, 3]], sizes[:2], np.arange(2) * 4096), memoryview(again))
+    assert bytes(again) == bytes(range(256)) * 32, "the ring works after the error"
+    assert bytes(buffer) == before and b"x" in before, "the read from the pipe ended before the error"
+    for handle in (file, reading, writing):
+        os.close(handle)
