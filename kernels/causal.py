@@ -1,7 +1,7 @@
-"""Exact causal attention of a slice of queries over all tokens so far, for prefill and calibration.
+"""Exact causal attention of the newest queries over all keys so far, for prefill chunks and calibration.
 
-m queries over n keys take 4 * H * m * n * d operations. In addition to inputs and output, only a sliding window needs
-memory: a mask of at most m * (window + m) entries.
+m queries over n keys take 4 * H * m * n * d floating-point operations. Only a sliding window needs memory beyond inputs
+and output: a mask of up to m * (window + m) entries.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from . import causal_cpu
 from .reference import capped, merge_lse, scaled_scores
 
 KEYS_AT_ONCE = 1024
-"""Keys per block if scores are capped or there are sinks."""
+"""Number of keys that are processed at a time if scores are capped or there are sinks."""
 
 FEW = 128
-"""Maximum queries per KV head for which a group is computed in one call: one or two blocks of the flash kernel."""
+"""Up to this number of queries per KV head, all query heads of a group are computed in one call.
+
+This is one or two blocks of the flash kernel.
+"""
 
 
 def attend_causal(
@@ -34,10 +37,11 @@ def attend_causal(
     Args:
         q: Queries `[H, m, d]`. Query i attends to keys up to n - m + i, but only to the last `window` of them.
         k, v: Keys and values `[Hkv, n, d]`.
-        scale: Factor of the scores.
-        window: Length of the sliding window, or None.
-        softcap: Cap of the scores, or None.
-        sinks: Scores `[H]` of keys without a value. They add to the denominator of the softmax.
+        scale: Factor by which scores q·k are multiplied.
+        window: Length of the sliding window in tokens, or None for full attention.
+        softcap: Soft cap c: scores s become c tanh(s / c). None disables it.
+        sinks: Learned attention sinks `[H]`: one additional score per head that adds to the denominator of the softmax,
+            without a value.
     """
     heads, m, d = q.shape
     if (library := causal_cpu.takes(q)) is not None:
@@ -50,7 +54,7 @@ def attend_causal(
         return _lower_right(q[None], k[None], v[None], scale, k.shape[1], enable_gqa=True)[0]
     attend = _windowed if window is not None and window < k.shape[1] else _CAUSAL.get(q.device.type, _lower_right)
     grouped = q.unflatten(0, (k.shape[0], -1))
-    # One group member at a time, so that K and V are never repeated.
+    # Compute one query head of each group at a time, so that K and V are never repeated.
     outs = [attend(grouped[None, :, g], k[None], v[None], scale, window or k.shape[1]) for g in range(grouped.shape[1])]
     return torch.stack([out[0] for out in outs], dim=1).view(heads, m, d)
 
@@ -58,7 +62,8 @@ def attend_causal(
 def _few(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Attend with few queries q `[Hkv, G, m, d]`. Return `[H, m, d]`.
 
-    Reading K and V dominates the time. The queries of a group are computed side by side, so the past is read once.
+    Reading K and V dominates the time. The G query heads of a group are computed together, so that K and V are read
+    once.
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     m = q.shape[2]
@@ -85,10 +90,10 @@ def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, w
 
 
 def _takes_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether a CUDA flash kernel supports grouped queries for these tensors (half precision only)."""
+    """Return whether a CUDA flash kernel supports grouped queries for these tensors (only in half precision)."""
     if q.device.type != "cuda":
         return False
-    # torch's other kernels reject groups, or repeat K and V if there is a mask.
+    # torch's other kernels reject grouped queries, or repeat K and V if there is a mask.
     whole = torch.backends.cuda.SDPAParams(q[None], k[None], v[None], None, 0.0, False, True)
     return torch.backends.cuda.can_use_flash_attention(whole)
 
@@ -96,17 +101,17 @@ def _takes_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def _lower_right(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, enable_gqa: bool = False
 ) -> torch.Tensor:
-    """Attend with torch's causal bias object. The flash kernels of a GPU use it without building a mask."""
+    """Attend with torch's causal bias object. CUDA flash kernels apply this object without allocating a mask."""
     mask: torch.Tensor = causal_lower_right(q.shape[2], k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
 
 
 def _past_and_diagonal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int) -> torch.Tensor:
-    """Attend to the past without a mask and to the slice causally, and merge both by their log-sum-exp.
+    """Attend to earlier tokens without a mask and to the m new tokens causally. Merge both by their log-sum-exp.
 
-    On a CPU, the bias object becomes an m x n float mask, which is slower.
+    On a CPU, torch would expand the causal bias object to an m x n float mask, which is slower.
     """
-    # The public function does not return the log-sum-exp, so call its operator.
+    # The public function does not return the log-sum-exp, so call the underlying operator.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     m = q.shape[2]
     out: torch.Tensor
@@ -129,8 +134,8 @@ def _by_blocks(
 ) -> torch.Tensor:
     """Attend block by block of keys, with the running maximum and sum of each query (online softmax).
 
-    Supports soft caps and sinks, which torch's attention does not. A sink initialises the maximum, with a sum of 1.
-    Memory: two buffers of scores `[H, m, KEYS_AT_ONCE]` in the wider dtype.
+    Supports soft caps and sinks, which torch's attention does not. A sink is the initial maximum, and the initial sum
+    is 1. The temporary memory is two buffers of scores `[H, m, KEYS_AT_ONCE]` in the wider dtype.
     """
     (heads, m, d), (kv_heads, n, _) = q.shape, k.shape
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -1,8 +1,8 @@
 """Causal attention of many queries whose keys arrive block by block from a disk.
 
-All queries attend to a block, then the block is dropped. Memory in addition to the queries: output `[H, m, d]` and
-log-sum-exp `[H, m]` in float32. The scores of one block are also stored if neither `causal.c` nor torch has a kernel
-that returns both.
+All queries attend to a block before the next block is read, so the KV cache never has to fit in memory. Memory in
+addition to the queries: output `[H, m, d]` and log-sum-exp `[H, m]` in float32. The scores of one block are also stored
+if neither `causal.c` nor torch has a kernel that returns both.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from . import causal_cpu
 from .reference import attention_weights, capped, merge_lse, scaled_scores
 
 _BLOCK = 1024
-"""Keys scored together."""
+"""Number of keys that are scored at a time."""
 
 
 class BlockedAttention:
-    """Accumulate the attention of queries q `[H, m, d]` over blocks of keys.
+    """Attention of queries q `[H, m, d]`, accumulated over blocks of keys.
 
-    First call `add`, in any order, for blocks that all queries see. Then call `add_own` for the last keys, which end
-    with the keys of the m query tokens.
+    Call `add`, in any order, for the blocks that all queries can see. Then call `add_own` once with the last keys,
+    which end with the keys of the m query tokens.
     """
 
     def __init__(self, q: torch.Tensor, kv_heads: int, scale: float, softcap: float | None = None) -> None:
@@ -34,7 +34,7 @@ class BlockedAttention:
         self._lse = torch.full(self._grouped.shape[:-1], -torch.inf, dtype=wide, device=q.device)
 
     def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Attend to keys and values `[Hkv, n, d]`, n >= 1, that all queries see."""
+        """Attend to keys and values `[Hkv, n, d]`, n >= 1, that all queries can see."""
         if self._library is not None:
             self._further(self._library, k, v, causal=False)
             return
@@ -50,10 +50,7 @@ class BlockedAttention:
             self._join(out.view(self._out.shape), lse.view(self._lse.shape))
 
     def add_own(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Attend causally to keys and values `[Hkv, n, d]`, n >= m, that end with the m query tokens.
-
-        Query i attends to the first n - m + i + 1 keys.
-        """
+        """Attend causally to keys and values `[Hkv, n, d]`, n >= m. The last m keys belong to the query tokens."""
         if self._library is not None:
             self._further(self._library, k, v, causal=True)
             return
@@ -75,7 +72,11 @@ class BlockedAttention:
             self._join(out.unsqueeze(1), lse.unsqueeze(1), slice(group, group + 1))
 
     def result(self, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the attention `[H, m, d]`. Sinks `[H]` are scores of keys without a value in the same softmax."""
+        """Return the attention `[H, m, d]` over all blocks added so far.
+
+        `sinks` `[H]` are learned attention sinks: one additional score per head in the denominator of the softmax,
+        without a value.
+        """
         out = self._out.flatten(0, 1)
         if sinks is not None:
             out = out * torch.sigmoid(self._lse.flatten(0, 1) - sinks.to(self._lse.dtype)[:, None]).unsqueeze(-1)
@@ -87,7 +88,7 @@ class BlockedAttention:
 
     @property
     def _flashes(self) -> bool:
-        """Whether torch's CPU flash kernel, which returns the log-sum-exp, supports these queries."""
+        """Whether torch's CPU flash kernel supports these queries. It also returns the log-sum-exp."""
         return self.q.device.type == "cpu" and self._softcap is None
 
     def _join(self, out: torch.Tensor, lse: torch.Tensor, groups: slice = slice(None)) -> None:

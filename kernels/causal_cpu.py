@@ -1,6 +1,7 @@
-"""Exact attention of many queries on a CPU by `causal.c`, faster than torch's kernels (scores and softmax in float32).
+"""Exact causal attention of many queries on a CPU by `causal.c`, which is faster than torch's kernels.
 
-If there are many queries, the visible keys and values are also copied to a packed buffer.
+Scores and softmax are float32. If there are many queries, the visible keys and values are also copied to a packed
+buffer.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import torch
 
 from . import native, team
 
-KEYS = 64  # keys per packed block
+KEYS = 64  # tokens per packed block of keys and values
 
 WORTH_THREADS = 1 << 22
-"""Minimum number of multiplications of a call for which several threads are used."""
+"""Smallest number of multiplications that a call distributes over several threads."""
 
 
 class _Call(ctypes.Structure):
-    """`Call` of causal.c."""
+    """The structure `Call` of causal.c."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "packed", "sinks", "lse")),
@@ -32,10 +33,10 @@ class _Call(ctypes.Structure):
 
 
 def takes(q: torch.Tensor) -> ctypes.CDLL | None:
-    """Return the compiled kernel for the dtype and head dimension of q `[..., d]`, or None.
+    """Return the compiled library for the dtype and head dimension of queries q `[..., d]`, or None.
 
-    None if they are unsupported, if there is no compiled code, or for bfloat16 on a processor with AMX, where torch is
-    faster.
+    None means that the dtype or the head dimension is not supported, that there is no compiled code, or that q is
+    bfloat16 and the processor has AMX, with which torch is faster.
     """
     if q.dtype not in (torch.bfloat16, torch.float32) or q.device.type != "cpu" or q.shape[-1] % 32:
         return None
@@ -54,7 +55,7 @@ def attend_causal(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute `causal.attend_causal` with `library` (from `takes`)."""
+    """Compute `causal.attend_causal` with `library`, the result of `takes`."""
     heads, m, d = q.shape
     out = q.new_empty(m, heads, d).transpose(0, 1)
     sinks = None if sinks is None else sinks.float().contiguous()
@@ -74,13 +75,22 @@ def attend_further(
     *,
     causal: bool,
 ) -> None:
-    """Continue attention of q `[H, m, d]` over further k, v `[Hkv, n, d]`, n >= 1.
+    """Attend with q `[H, m, d]` to additional k, v `[Hkv, n, d]`, n >= 1, and merge the result into `out` and `lse`.
 
-    Updates out `[H, m, d]` and lse `[H, m]` in place (float32, lse contiguous). Initialise them with 0 and -inf.
+    out `[H, m, d]` and lse `[H, m]` are float32 and updated in place; lse must be contiguous. Before the first call,
+    fill them with 0 and -inf.
 
     Args:
-        causal: Whether the last m keys belong to the query tokens and are masked causally. If False, every query sees
-            all keys.
+        library: The result of `takes`.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        out: Attention to the tokens of earlier calls.
+        lse: Log-sum-exp of the scores of earlier calls.
+        scale: Factor by which scores q·k are multiplied.
+        softcap: Soft cap of the scores, or None.
+        causal: If True, the last m keys belong to the query tokens and are masked causally. If False, every query
+            attends to all keys.
     """
     last_visible = k.shape[1] - (q.shape[1] if causal else 1)
     _attend(library, q, k, v, out, scale, k.shape[1], softcap, None, lse, last_visible=last_visible, begun=True)
@@ -100,11 +110,11 @@ def _attend(
     last_visible: int | None = None,
     begun: bool = False,
 ) -> None:
-    """Attend with q `[H, m, d]` to k and v `[Hkv, n, d]`, and store out `[H, m, d]` and lse `[H, m]`.
+    """Attend with q `[H, m, d]` to k and v `[Hkv, n, d]`. Store the result in out `[H, m, d]` and lse `[H, m]`.
 
-    Args:
-        last_visible: The last token that the first query sees. Each further query sees one more. None means n - m.
-        begun: Whether out and lse already contain attention to other tokens. The result is then merged into them.
+    `last_visible` is the index of the last key that query 0 attends to; None means n - m. Each following query attends
+    to one more key. If `begun`, out and lse already contain attention to other keys, and the result is merged into
+    them.
     """
     (heads, m, d), (kv_heads, n) = q.shape, k.shape[:2]
     last_visible = n - m if last_visible is None else last_visible

@@ -1,4 +1,4 @@
-"""Exact attention of few queries on a CPU (`decode_attention.c`). KV is read once, in place."""
+"""Exact decode attention (few queries per KV head) on a CPU, by `decode_attention.c`. KV is read once, in place."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from . import native, team
 from .pages import BLOCK
 
 MIN_TOKENS, MAX_PARTS = 1024, 16
-"""Minimum tokens per part of a KV head (10 to 50 us of work), and maximum parts per head.
+"""Minimum number of tokens in a part of a KV head (10 to 50 us of work), and maximum number of parts per head.
 
-The split does not depend on the number of threads, so results do not depend on it either.
+The split does not depend on the number of threads, so neither does the rounding of results.
 """
 
 WORTH_THREADS = 1 << 20
-"""Minimum number of multiplications of a call for which several threads are used."""
+"""Smallest number of multiplications that a call distributes over several threads."""
 
 _ALL_ROWS = (None, None, 0, 0, 0, 0, 0)
-"""Fields of `_Call` if all rows are attended in order."""
+"""Values of the fields `tokens` to `selected` of `_Call` for attention to all n tokens in order."""
 
 
 class _Call(ctypes.Structure):
-    """`Call` of decode_attention.c."""
+    """The structure `Call` of decode_attention.c."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "tokens", "block_rows")),
@@ -41,7 +41,7 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class DecodeAttention:
-    """The compiled code for one head dimension and one type of KV."""
+    """Compiled attention code for one head dimension and one dtype of KV."""
 
     library: ctypes.CDLL
 
@@ -50,7 +50,8 @@ class DecodeAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with q `[Hkv, G, d]` to k, v `[Hkv, n, d]`, n >= 1.
 
-        Returns float32 out `[Hkv, G, d]` and lse `[Hkv, G]`, as `reference.attend_part` defines them.
+        Returns:
+            out `[Hkv, G, d]` and lse `[Hkv, G]` in float32, as defined by `reference.attend_part`.
         """
         k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
         strides = (*k.stride()[:2], *v.stride()[:2])
@@ -59,7 +60,10 @@ class DecodeAttention:
     def attend_paged(
         self, q: torch.Tensor, rows: PagedRows, scale: float, softcap: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `attend`, for KV in blocks of the host pool, which is read in place."""
+        """Attend with q `[Hkv, G, d]` to KV in blocks of the host pool, without copying KV.
+
+        The result is that of `attend`.
+        """
         d, tokens = q.shape[2], rows.tokens.contiguous()
         skipped, step = rows.first * d * rows.k.element_size(), rows.head_rows * d
         sinks, recent = rows.resident
@@ -81,7 +85,11 @@ class DecodeAttention:
         scale: float,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to n tokens of KV at the addresses k and v. `places` and `strides` are fields of `_Call`."""
+        """Attend to n tokens of KV at the memory addresses k and v.
+
+        `places` has the values of the fields `tokens` to `selected` of `_Call`, and `strides` the values of `k_head` to
+        `v_token`.
+        """
         (kv_heads, group, d), q = q.shape, q.contiguous()
         per_part = max(MIN_TOKENS, -(-n // (MAX_PARTS * BLOCK)) * BLOCK)
         parts = -(-n // per_part)
@@ -98,9 +106,9 @@ class DecodeAttention:
 
 
 def takes(q: torch.Tensor) -> DecodeAttention | None:
-    """Return the code for the dtype and head dimension of q `[..., d]`.
+    """Return the code for the dtype and head dimension of queries q `[..., d]`.
 
-    None if they are not supported, or the code cannot be compiled.
+    Return None if they are not supported or the code cannot be compiled.
     """
     if q.dtype not in (torch.bfloat16, torch.float32) or q.device.type != "cpu" or q.shape[-1] % 32:
         return None

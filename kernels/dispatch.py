@@ -1,7 +1,7 @@
-"""Dispatch each operation of the decode step to Triton or torch.
+"""Dispatch each operation of the decode step to its Triton or its torch implementation.
 
-Triton runs on CUDA tensors. torch runs elsewhere, for float64, and if Triton is not installed. `lists` and `segments`
-define the results and shapes.
+Triton handles CUDA tensors. torch handles all other devices, float64, and installations without Triton. The modules
+`lists` and `segments` define results and shapes.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 FEW = 32
-"""Largest number of tokens for which a norm or a rotation is one launch: in a decode step, launching takes longer than
-computing."""
+"""A norm or a rotation of up to this number of tokens uses Triton's single launch.
+
+With so few tokens, launching torch's several kernels takes longer than computing.
+"""
 
 
 def _compiled(tensor: torch.Tensor) -> bool:
-    """Return whether Triton runs operations on `tensor`."""
+    """Return whether operations on `tensor` use Triton."""
     return tensor.is_cuda and tensor.dtype != torch.float64 and find_spec("triton") is not None
 
 
 def _by_device(definition: Callable[P, T], triton: str, on: int = 0) -> Callable[P, T]:
-    """Return a function that calls `definition`, or the Triton version if argument number `on` is on CUDA.
+    """Return a function that calls `definition`, or its Triton version if positional argument `on` is on CUDA.
 
-    The Triton version is the function of the same name in module `triton`. Arguments up to `on` must be positional. An
-    argument with rows of the pool cannot decide, because the pool may be in page-locked host memory.
+    The Triton version has the same name in module `triton`. Arguments up to `on` must be passed by position. `on` must
+    not be an argument in the KV pool, which may be in page-locked host memory.
     """
 
     @wraps(definition)
@@ -60,7 +62,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x `[heads, T, d]` times cos plus x with swapped halves times signed sin. cos and sin are `[1, T, d]`."""
+    """Apply RoPE: return x times cos plus x with swapped halves times sin, `[heads, T, d]`.
+
+    x is `[heads, T, d]`, cos and sin are `[1, T, d]`. `sin` includes the sign of each half.
+    """
     module: Any = rotary
     if _compiled(x) and x.stride(2) == 1 and 0 < x.shape[1] <= FEW:
         from . import triton_rotary as module
@@ -91,7 +96,10 @@ merge_approximate = _by_device(low_bit_lists.merge_approximate, "triton_low_bit"
 
 
 def ask_low_bit(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> LowBitQuery:
-    """Return a query object of q `[Hkv, G, d]` over the low-bit KV of `tokens`."""
+    """Return a query object that scores the low-bit KV of `tokens` with q `[Hkv, G, d]` and attends to it.
+
+    For q and mean, see `LowBitQuery`.
+    """
     if low_bit_cpu.suits(q):
         return low_bit_cpu.ask(q, mean, pages, layout, tokens)
     if _compiled(q):
@@ -102,6 +110,6 @@ def ask_low_bit(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layou
 
 
 def store_low_bit(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Quantise KV `[Hkv, m, d]` into the slots from `start` on, as keys or as values."""
+    """Quantise `rows` `[Hkv, m, d]` and store them in the slots from `start` on, as values or as keys."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(rows) else low_bit
     module.store_rows(pages, layout, rows, start, values=values)

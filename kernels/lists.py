@@ -1,10 +1,12 @@
-"""Operations of the decode step over lists, in torch: the reference implementation of the Triton kernels.
+"""Operations of the decode step on a batch, in torch: the reference implementation of the Triton kernels.
 
-A list is one KV head of one sequence. There are P = B * Hkv lists, sequence-major. Lists of a batch differ in length.
-int32 tensors (`starts`, `stops`, `counts`) mark the valid part, so shapes are static and the host never waits. Data
-that a sequence keeps between steps is in one tensor per sequence (`PointerTable`).
+A list is the data of one KV head of one sequence: its keys, scores or selected tokens. There are P = B * Hkv lists; the
+lists of a sequence are adjacent. Lists of a batch differ in length. int32 tensors (`starts`, `stops`, `counts`) mark
+the valid part of each list, so shapes are static and the host never waits. Data that a sequence keeps between steps is
+in one tensor per sequence (`PointerTable`).
 
-Scores and LSE are float32 (float64 for float64). LSE is the natural logarithm. An empty list has LSE -inf and output 0.
+Scores and log-sum-exp (LSE, natural logarithm) are float32 (float64 for float64 inputs). An empty list has LSE -inf and
+output 0.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ class Scores:
     """Scores of all lists, with statistics for S blocks of tokens.
 
     Attributes:
-        scores: `[P, G, N]`, -inf outside the valid tokens of each list.
-        maxima: `[P, G, S]`, the largest score of each head in each block, -inf for an empty block.
-        sums: `[P, G, S]`, the sum of exp(score - maximum), 0 for an empty block.
+        scores: Scores `[P, G, N]`; -inf outside the valid tokens of each list.
+        maxima: Largest score of each head in each block, `[P, G, S]`; -inf for a block without valid tokens.
+        sums: Sum of exp(score - maximum) of each head in each block, `[P, G, S]`; 0 for a block without valid tokens.
     """
 
     scores: torch.Tensor
@@ -49,10 +51,10 @@ class Scores:
 
 
 def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy rows of `rows` `[R, w]` by row ids `[P, n]` (int64) to out `[P, n, w]`.
+    """Copy the rows of `rows` `[R, w]` with indices `ids` `[P, n]` (int64) to out `[P, n, w]`.
 
-    Only the first `counts[p]` ids of each list are copied. Entries after them and entries with a negative id stay
-    unchanged. `rows` may be `out` itself if no row is both read and written.
+    Only the first `counts[p]` rows of each list are copied. The other entries of `out`, and entries with a negative id,
+    stay unchanged. `rows` may be `out` itself if no row is both read and written.
     """
     for p, count in enumerate(counts.tolist()):
         wanted = (ids[p, :count] >= 0).nonzero().squeeze(1)
@@ -69,9 +71,9 @@ def gather_tokens(
 ) -> None:
     """Copy K and V of tokens `[P, n]` (int64) from `rows` `[R, w]` to out `[2, P, n, w]`.
 
-    Only the first `counts[p]` tokens of each list are copied (all if None). The other entries stay unchanged. The row
-    of token t of sequence b is `bases[b, t // BLOCK_SIZE]` (int64 `[B, C]`) plus `t % BLOCK_SIZE`, plus
-    `planes[0, h]` for K and `planes[1, h]` for V of KV head h (int64 `[2, Hkv]`).
+    Only the first `counts[p]` tokens of each list are copied; None copies all. The other entries of `out` stay
+    unchanged. The row index of token t of sequence b is `bases[b, t // BLOCK_SIZE] + t % BLOCK_SIZE`, plus `planes[0,
+    h]` for K or `planes[1, h]` for V of KV head h. bases is int64 `[B, C]` for C blocks, planes is int64 `[2, Hkv]`.
     """
     batch, heads, listed = len(bases), planes.shape[1], tokens.shape[1]
     at = tokens.reshape(batch, heads * listed)
@@ -85,10 +87,10 @@ def gather_tokens(
 def write_rows(
     rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
 ) -> None:
-    """Write the stored vectors k, v `[P, w]` of the newest token of each sequence to `rows` `[R, w]`.
+    """Write the stored K and V `[P, w]` of the newest token of each sequence to `rows` `[R, w]`.
 
-    The row is `newest[b]` (int64 `[B]`) plus `planes[0, h]` for K and `planes[1, h]` for V (int64 `[2, Hkv]`).
-    Sequences with a negative `newest[b]` are skipped.
+    The row index for sequence b and KV head h is `newest[b]`, plus `planes[0, h]` for K or `planes[1, h]` for V. newest
+    is int64 `[B]`, planes is int64 `[2, Hkv]`. Sequences with a negative `newest[b]` are skipped.
     """
     valid = newest >= 0
     ids = (newest[valid].unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
@@ -97,10 +99,10 @@ def write_rows(
 
 
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """Write k, v `[P, d]` of the newest token to position `places[b]` (int64 `[B]`) of the kept KV of each sequence.
+    """Write K and V `[P, d]` of the newest token to position `places[b]` of the resident KV of each sequence.
 
-    The kept KV of a sequence is `[2 * Hkv, room, d]`: K of all heads, then V of all heads. Negative positions are
-    skipped.
+    The resident KV of a sequence is on the device, `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads.
+    places is int64 `[B]`. Sequences with negative positions are skipped.
     """
     batch = len(kept.tensors)
     newest = torch.cat((k.view(batch, -1, k.shape[1]), v.view(batch, -1, v.shape[1])), dim=1)
@@ -113,9 +115,9 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
 
 
 def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int = 1) -> torch.Tensor:
-    """Return the first `rows` rows of the tensors `[X, n_b, w]` of a batch as lists `[X * B, rows, w]`.
+    """Copy the first `rows` rows of each sequence's tensor `[X, n_b, w]` into one tensor `[X * B, rows, w]`.
 
-    A row holds `page` tokens. Rows after the first `counts[b]` (int `[B]`) tokens are 0.
+    A row covers `page` tokens. Rows beyond the first `counts[b]` tokens (int `[B]`) are 0.
     """
     first = table.tensors[0]
     lists = first.new_zeros(len(table.tensors), table.heads, rows, first.shape[2])
@@ -125,16 +127,20 @@ def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int =
 
 
 def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor, page: int = 1) -> None:
-    """Write entries `[X * B, rows, w]` of the first `counts[b]` tokens to the tensors `[X, n_b, w]` of a batch."""
+    """Write the rows of `entries` `[X * B, rows, w]` back to the tensors `[X, n_b, w]` of the sequences.
+
+    Only rows of the first `counts[b]` tokens are written. A row covers `page` tokens.
+    """
     numbers = (-(-counts // page)).tolist()
     for own, there, count in zip(table.tensors, entries.split(table.heads), numbers, strict=True):
         own[:, : min(count, entries.shape[1])] = there[:, :count]
 
 
 def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
-    """Store entries `[P, w]` of the newest tokens in row `slots[p] // page` (int64 `[P]`) of `[X, n_b, w]`.
+    """Store the entry `[P, w]` of the newest token of each list in row `slots[p] // page` of the tensors `[X, n_b, w]`.
 
-    If the row holds earlier tokens of the page, the minimum is stored. Lists with negative slots are skipped.
+    If the row already covers earlier tokens of the page, the minimum of both entries is stored. slots is int64 `[P]`.
+    Lists with negative slots are skipped.
     """
     for own, there, slot in zip(table.tensors, entries.split(table.heads), slots[:: table.heads].tolist(), strict=True):
         if slot >= 0:
@@ -148,10 +154,10 @@ def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tens
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:
-    """Score skewed and scaled queries q `[P, G, r]` with keys `[Hkv, r, N_b]` of any dtype.
+    """Score queries q `[P, G, r]`, skewed and scaled, with the partial keys `[Hkv, r, N_b]` of each sequence b.
 
-    Only tokens [start, stop) of each list are valid. `tokens` is the length of the result, at least the length of the
-    longest list.
+    Keys may have any dtype. Only tokens [start, stop) of each list are valid. `tokens` is the length N of the result,
+    at least the length of the longest list.
     """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
     for own, query, there in zip(keys.tensors, q.split(keys.heads), scores.split(keys.heads), strict=True):
@@ -170,9 +176,10 @@ def quantised_scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Score queries q `[P, G, d]` with packed keys int8 `[Hkv, m_b, w]` (`selection.pack`).
+    """Score queries q `[P, G, d]`, skewed and scaled, with packed keys int8 `[Hkv, m_b, w]` (`selection.pack`).
 
-    Only the first d of w bytes are used. N_b = m_b * 8 / bits. mean and step `[Hkv, d]` are the same for all sequences.
+    Only the first d of the w bytes of a row are used. Sequence b has N_b = m_b * 8 / bits tokens. mean and step `[Hkv,
+    d]` are the same for all sequences. For the other arguments, see `partial_scores`.
     """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
     for own, query, there in zip(packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True):
@@ -182,7 +189,7 @@ def quantised_scores(
 
 
 def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
-    """Set scores `[P, G, N]` of pages without a token in [start, stop) to -inf and compute their statistics."""
+    """Set scores `[P, G, N]` of pages without a token in [start, stop) to -inf, and compute block statistics."""
     token = torch.arange(scores.shape[2], device=scores.device) * page
     outside = (token + page <= starts[:, None]) | (token >= stops[:, None])
     scores = scores.masked_fill(outside.unsqueeze(1), -math.inf)
@@ -205,9 +212,9 @@ def select_tokens(
         found: Scores of all lists.
         starts, stops: Valid tokens of each list, the same for all lists of a sequence.
         kv_heads: Hkv.
-        alpha: Largest distance of a passing score from the maximum of its head.
+        alpha: Largest distance between a selected score and the maximum of its head.
         limits: int32 `[B]`, the maximum number of tokens of each sequence (`selection_limit`).
-        cap: Length of the result.
+        cap: Length of the lists in the result.
 
     Returns:
         Ascending token indices int64 `[P, cap]`, padded with 0, and the number of valid indices int32 `[P]`
@@ -233,9 +240,10 @@ def select_tokens(
 def attend_counted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[P, G, d]` to the first `counts[p]` of k, v `[P, n, d]`.
+    """Attend with q `[P, G, d]` to the first `counts[p]` entries of k and v `[P, n, d]`.
 
-    Returns out `[P, G, d]` and lse `[P, G]`, float32 (float64 for float64).
+    Returns:
+        out `[P, G, d]` and lse `[P, G]` in float32 (float64 for float64 inputs).
     """
     return _attend(q, k, v, torch.arange(k.shape[1], device=k.device) >= counts[:, None], scale)
 
@@ -250,10 +258,11 @@ def attend_kept(
     counts: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[P, G, d]` to kept and fetched KV together. Return out `[P, G, d]` and lse `[P, G]`.
+    """Attend with q `[P, G, d]` to resident and fetched KV in one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
-    Kept KV are the positions [start, stop) of each list in `[2 * Hkv, room, d]` (`keep_rows`, the same room for all
-    sequences). Fetched KV are the first `counts[p]` of k, v `[P, n, d]`.
+    The resident KV of a list is at positions [start, stop) of its sequence's tensor `[2 * Hkv, capacity, d]`
+    (`keep_rows`). The capacity is the same for all sequences. The fetched KV is the first `counts[p]` entries of k and
+    v `[P, n, d]`.
     """
     keys, values = torch.stack(kept.tensors).unflatten(1, (2, -1)).transpose(0, 1).flatten(1, 2)
     place = torch.arange(keys.shape[1], device=q.device)
@@ -267,7 +276,7 @@ def attend_kept(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to all keys that are not `hidden` (bool `[P, n]`)."""
+    """Attend with q `[P, G, d]` to all keys that are not `hidden` (bool `[P, n]`)."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = torch.bmm(q.to(wide), k.to(wide).transpose(1, 2)) * scale
     scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
@@ -277,7 +286,10 @@ def _attend(
 
 
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge outs `[S, R, d]` and lses `[S, R]` like `reference.merge_lse`. Some or all parts of a row may be empty."""
+    """Merge outs `[S, R, d]` and lses `[S, R]` of S parts, as `reference.merge_lse` does.
+
+    Any part may be empty (lse -inf).
+    """
     lse = torch.logsumexp(lses, 0)
     shares = (lses - finite(lse)).exp()
     outs = outs.masked_fill(lses.isneginf().unsqueeze(-1), 0)
@@ -285,7 +297,7 @@ def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
-    """Replace -inf, the LSE of an empty list, by the lowest finite value, so that exp(-inf - lse) is 0."""
+    """Replace -inf, the LSE of an empty list, by the lowest finite value. Then exp(-inf - lse) is 0 and not NaN."""
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 
@@ -293,10 +305,10 @@ def finite(lse: torch.Tensor) -> torch.Tensor:
 
 
 def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
-    """Skew the key k `[P, d]` of the newest token of each list and store it as column `slots[p]` (int64 `[P]`).
+    """Skew the newest key k `[P, d]` of each list and store it as column `slots[p]` (int64 `[P]`) of its partial keys.
 
-    The keys are `[Hkv, r, N_b]`. The basis is `[Hkv, d, r]`, or `[P, d, r]` with one basis per list. Sequences with
-    negative slots are skipped.
+    The partial keys of a sequence are `[Hkv, r, N_b]`. The basis is `[Hkv, d, r]`, or `[P, d, r]` with one basis per
+    list. Lists with negative slots are skipped.
     """
     skewed = _skewed(k, basis).to(keys.dtype)
     every = torch.arange(keys.heads, device=k.device)
@@ -314,10 +326,11 @@ def append_quantised(
     packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
-    """Skew and quantise the key k `[P, d]` of the newest token of each list and pack it into slot `slots[p]`.
+    """Skew and quantise the newest key k `[P, d]` of each list and pack it into slot `slots[p]` of its packed keys.
 
-    mean and step `[Hkv, r]` define the levels. Only the first r of w bytes of packed `[Hkv, m_b, w]` are used. The
-    other tokens in these bytes keep their codes. Sequences with negative slots are skipped.
+    mean and step `[Hkv, r]` define the quantisation levels. The packed keys of a sequence are int8 `[Hkv, m_b, w]`, of
+    which only the first r of w bytes are used. Codes of other tokens in the same bytes do not change. Lists with
+    negative slots are skipped.
     """
     fields, every = 8 // bits, torch.arange(packed.heads, device=k.device)
     entering = _skewed(k, basis).unsqueeze(1)

@@ -27,6 +27,7 @@ Lower bounds per block and KV head with G queries:
 #define MAX_QUERIES 32
 #define SCORED 4                          /* queries whose sums stay in registers: for scores */
 #define MIXED (REGISTERS == 32 ? 6 : 3)   /* for values */
+#define LINE 64                           /* bytes of a cache line */
 #define PARTS_OF_SUM (16 / LANES)         /* 16 partial sums at every level, so that all levels round alike */
 #define VERY_SMALL -3e38f
 
@@ -71,12 +72,17 @@ static Range range_of(const Call *call, int64_t index) {
     return range;
 }
 
-/* Prefetch bytes [from, to) of the block after `b`, if there is one before `last`. It may be in another page, which the
-processor does not prefetch. This doubles the speed if the rows are not cached. */
-INLINE void prefetch_next(const Call *call, int64_t head, int64_t b, int64_t last, int from, int to) {
-    if (b + 1 >= last) return;
-    const uint8_t *block = block_of(call->pages, call->offset, head, b + 1);
-    for (int i = from; i < to; i += 64) __builtin_prefetch(block + i);
+/* Return the block that is prefetched while block `b` is computed: the next one, or `b` itself at the end of the range.
+The processor does not prefetch it, because keys and values alternate and pages are scattered. Prefetches are spread over
+the computation: a core has buffers for 10 to 16 lines, and waits if they are full. */
+INLINE const uint8_t *next_block(const Call *call, const Range *own, int64_t b) {
+    return block_of(call->pages, call->offset, own->head, b + 1 < own->to ? b + 1 : b);
+}
+
+/* Prefetch the lines that begin in bytes [from, from + count). `count` is a divisor or a multiple of LINE. */
+INLINE void prefetch(const uint8_t *next, int from, const int count) {
+    if (from % LINE == 0)
+        for (int i = 0; i < count; i += LINE) __builtin_prefetch(next + from + i);
 }
 
 /* ------------------------------------------------------------------------------------------------------ scores */
@@ -98,9 +104,10 @@ static void unpack_keys(const uint8_t *span, bytes codes[QUADS][4]) {
 }
 
 /* Compute sums[g][t], the sum over channels of weight * code, for `n` queries and 4 * LANES tokens: integers below
-2^24. */
-INLINE void sum_codes(const int n, const bytes codes[QUADS][4], const int8_t *weights, float sums[][BLOCK]) {
-    enum { AT_ONCE = REGISTERS == 32 ? 4 : 2 };
+2^24. Prefetch from `next` on as many bytes as the codes occupy in memory. */
+INLINE void sum_codes(const int n, const bytes codes[QUADS][4], const int8_t *weights, const uint8_t *next,
+                      float sums[][BLOCK]) {
+    enum { AT_ONCE = REGISTERS == 32 ? 4 : 2, QUAD_BYTES = 2 * AT_ONCE * LANES };
     i32 totals[SCORED][4];
     for (int k = 0; k < 4; k += AT_ONCE) {
         i32 found[SCORED][AT_ONCE];
@@ -109,11 +116,13 @@ INLINE void sum_codes(const int n, const bytes codes[QUADS][4], const int8_t *we
         for (int first = 0; first < QUADS; first += PARTIAL_QUADS) {
             Partial partial[SCORED][AT_ONCE];
             memset(partial, 0, sizeof partial);
-            for (int quad = first; quad < first + PARTIAL_QUADS; quad++)
+            for (int quad = first; quad < first + PARTIAL_QUADS; quad++) {
+                prefetch(next + k * LANES * KEY_BYTES, quad * QUAD_BYTES, QUAD_BYTES);
                 for (int g = 0; g < n; g++) {
                     i32 w = four_weights(weights + g * HEAD_DIM + 4 * quad);
                     for (int j = 0; j < AT_ONCE; j++) partial[g][j] = add_products(partial[g][j], codes[quad][k + j], w);
                 }
+            }
             for (int g = 0; g < n; g++)
                 for (int j = 0; j < AT_ONCE; j++) found[g][j] += total_of(partial[g][j]);
         }
@@ -126,7 +135,8 @@ INLINE void sum_codes(const int n, const bytes codes[QUADS][4], const int8_t *we
     }
 }
 
-static void code_sums(const uint8_t *block, const int8_t *weights, int group, float sums[][BLOCK]) {
+static void code_sums(const uint8_t *block, const uint8_t *next, const int8_t *weights, int group,
+                      float sums[][BLOCK]) {
     bytes codes[QUADS][4];
     int sets = (group + SCORED - 1) / SCORED;
     for (int t = 0; t < BLOCK; t += 4 * LANES) {
@@ -135,10 +145,10 @@ static void code_sums(const uint8_t *block, const int8_t *weights, int group, fl
             int g = group * set / sets, n = group * (set + 1) / sets - g;
             const int8_t *own = weights + g * HEAD_DIM;
             float(*found)[BLOCK] = (float(*)[BLOCK])&sums[g][t];
-            if (n == 1) sum_codes(1, codes, own, found);
-            if (n == 2) sum_codes(2, codes, own, found);
-            if (n == 3) sum_codes(3, codes, own, found);
-            if (n == 4) sum_codes(4, codes, own, found);
+            if (n == 1) sum_codes(1, codes, own, next + t * KEY_BYTES, found);
+            if (n == 2) sum_codes(2, codes, own, next + t * KEY_BYTES, found);
+            if (n == 3) sum_codes(3, codes, own, next + t * KEY_BYTES, found);
+            if (n == 4) sum_codes(4, codes, own, next + t * KEY_BYTES, found);
         }
     }
 }
@@ -206,10 +216,9 @@ static void score(const void *given, int64_t index) {
     memset(sums, 0, sizeof sums[0] * (size_t)group);
     for (int64_t g = 0; g < group; g++) peaks[g] = VERY_SMALL;
     for (int64_t b = own.from; b < own.to; b++) {
-        const uint8_t *block = block_of(call->pages, call->offset, own.head, b);
-        prefetch_next(call, own.head, b, own.to, 0, BLOCK * KEY_BYTES);
-        prefetch_next(call, own.head, b, own.to, STEPS, STEPS + BLOCK);
-        code_sums(block, queries.weights, (int)group, found);
+        const uint8_t *block = block_of(call->pages, call->offset, own.head, b), *next = next_block(call, &own, b);
+        prefetch(next, STEPS, BLOCK);
+        code_sums(block, next, queries.weights, (int)group, found);
         int64_t from = b * BLOCK < call->start ? call->start - b * BLOCK : 0;
         int64_t to = call->stop < (b + 1) * BLOCK ? call->stop - b * BLOCK : BLOCK;
         for (int64_t g = 0; g < group; g++) {
@@ -252,8 +261,11 @@ void score_all(const Call *call, TeamRun run, int threads) {
 
 /* ------------------------------------------------------------------------------------------------------ values */
 
-/* Add the weighted values of one block to outs[g] of `n` queries: TILE vectors of channels, from byte `c` on. */
-INLINE void add_tile(const int n, const uint8_t *values, const Weight weights[][BLOCK], int c, float outs[][HEAD_DIM]) {
+/* Add the weighted values of one block to outs[g] of `n` queries: TILE vectors of channels, from byte `c` on. Prefetch
+as many bytes of the values `next`. */
+INLINE void add_tile(const int n, const uint8_t *values, const uint8_t *next, const Weight weights[][BLOCK], int c,
+                     float outs[][HEAD_DIM]) {
+    enum { WIDTH = COLUMNS * LANES };
     f32 sums[MIXED][TILE];
     const Levels table = level_table();
     for (int g = 0; g < n; g++)
@@ -261,6 +273,7 @@ INLINE void add_tile(const int n, const uint8_t *values, const Weight weights[][
             sums[g][i] = load(&outs[g][i % FIELDS * VALUE_BYTES + c + i / FIELDS * LANES]);
     for (int t = 0; t < BLOCK; t += TOKENS_AT_ONCE) {
         u32 codes[COLUMNS];
+        prefetch(next + c * BLOCK, t * WIDTH, TOKENS_AT_ONCE * WIDTH);
         for (int i = 0; i < COLUMNS; i++) codes[i] = load_codes(values + t * VALUE_BYTES + c + i * LANES);
         for (int i = 0; i < TILE; i++) {
             Levels levels = levels_of(codes[i / FIELDS], i % FIELDS, table);
@@ -272,18 +285,19 @@ INLINE void add_tile(const int n, const uint8_t *values, const Weight weights[][
             store(&outs[g][i % FIELDS * VALUE_BYTES + c + i / FIELDS * LANES], sums[g][i]);
 }
 
-static void add_values(const uint8_t *values, const Weight weights[][BLOCK], int group, float outs[][HEAD_DIM]) {
+static void add_values(const uint8_t *values, const uint8_t *next, const Weight weights[][BLOCK], int group,
+                       float outs[][HEAD_DIM]) {
     int sets = (group + MIXED - 1) / MIXED;
     for (int set = 0; set < sets; set++) {
         int g = group * set / sets, n = group * (set + 1) / sets - g;
         for (int c = 0; c < VALUE_BYTES; c += COLUMNS * LANES) {
-            if (n == 1) add_tile(1, values, weights + g, c, outs + g);
-            if (n == 2) add_tile(2, values, weights + g, c, outs + g);
-            if (n == 3) add_tile(3, values, weights + g, c, outs + g);
+            if (n == 1) add_tile(1, values, next, weights + g, c, outs + g);
+            if (n == 2) add_tile(2, values, next, weights + g, c, outs + g);
+            if (n == 3) add_tile(3, values, next, weights + g, c, outs + g);
 #if REGISTERS == 32
-            if (n == 4) add_tile(4, values, weights + g, c, outs + g);
-            if (n == 5) add_tile(5, values, weights + g, c, outs + g);
-            if (n == 6) add_tile(6, values, weights + g, c, outs + g);
+            if (n == 4) add_tile(4, values, next, weights + g, c, outs + g);
+            if (n == 5) add_tile(5, values, next, weights + g, c, outs + g);
+            if (n == 6) add_tile(6, values, next, weights + g, c, outs + g);
 #endif
         }
     }
@@ -330,17 +344,16 @@ static void mix(const void *given, int64_t index) {
     memset(sums, 0, sizeof sums[0] * (size_t)group);
     for (int64_t g = 0; g < group; g++) peaks[g] = capped_peak(call->peaks[own.head * group + g], call->softcap);
     for (int64_t b = own.from; b < own.to; b++) {
-        const uint8_t *block = block_of(call->pages, call->offset, own.head, b);
+        const uint8_t *block = block_of(call->pages, call->offset, own.head, b), *next = next_block(call, &own, b);
         const float *scores = call->scores + own.head * group * stride + (b - own.first) * BLOCK;
         uint64_t hidden = call->hidden[own.head * (own.last - own.first) + b - own.first];
         f32 steps[BLOCK / LANES];
-        prefetch_next(call, own.head, b, own.to, BLOCK * KEY_BYTES, STEPS);
-        prefetch_next(call, own.head, b, own.to, STEPS + BLOCK, BLOCK_BYTES);
+        prefetch(next, STEPS + BLOCK, BLOCK);
         if (hidden == ~(uint64_t)0) continue;
         for (int t = 0; t < BLOCK; t += LANES) steps[t / LANES] = load_steps(block + STEPS + BLOCK + t);
         for (int64_t g = 0; g < group; g++)
             weigh(scores + g * stride, peaks[g], hidden, steps, call->softcap, weights[g], sums[g]);
-        add_values(block + BLOCK * KEY_BYTES, weights, (int)group, outs);
+        add_values(block + BLOCK * KEY_BYTES, next + BLOCK * KEY_BYTES, weights, (int)group, outs);
     }
     for (int64_t g = 0; g < group; g++) call->mixed_sums[index * group + g] = sum_of_parts(sums[g]);
 }

@@ -1,12 +1,12 @@
 """Low-bit keys and values, and attention over them, in torch: the reference implementation of faster kernels.
 
-A vector `[d]` is stored as codes of `bits` bits (`d * bits / 8` bytes) and one 8-bit step. Code c stands for `(c -
-(2^bits - 1) / 2) * step`. The step is the largest magnitude of the vector divided by 2^(bits - 1), so no value is
-clipped. A least-squares step would clip the largest values. That is worse here: rounding errors average out in the
-weighted sum over many tokens, clipping errors do not.
+A vector `[d]` is stored as d codes of `bits` bits (`d * bits / 8` bytes) and one 8-bit step size. Code c stands for `(c
+- (2^bits - 1) / 2) * step`. The step is the largest magnitude of the vector divided by 2^(bits - 1), so no value is
+clipped. A step chosen by least squares would clip the largest values. Clipping is worse here: rounding errors average
+out in the weighted sum over many tokens, clipping errors do not.
 
-One step per vector is enough because vectors are first multiplied with an orthogonal matrix (`mixing`). The matrix
-spreads large channels over all channels.
+One step per vector is enough because vectors are first multiplied by an orthogonal matrix (`mixing`), which spreads
+large channels over all channels.
 
 Vectors are stored in blocks of 64 tokens (`Layout`), and blocks in pages (`pages.py`).
 """
@@ -25,20 +25,20 @@ from .reference import capped, merge_lse
 from .selection import quantise_query
 
 KEY_BITS = 4
-"""Bits per element of a key. Values tolerate two bits, scores do not."""
+"""Number of bits per element of a key. Attention output tolerates 2-bit values, but scores need 4-bit keys."""
 
 SMALLEST = (127 - 20) << 3
-"""Upper eleven bits (exponent and three fraction bits) of 2^-20 in float32, the step of code 0."""
+"""Upper eleven bits (exponent and three fraction bits) of 2^-20 in float32. Step code 0 stands for 2^-20."""
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
 
 
 def mixing(d: int) -> torch.Tensor:
-    """Return an orthogonal matrix float64 `[d, d]` with only small entries.
+    """Return an orthogonal float64 matrix `[d, d]` whose elements all have small magnitude.
 
-    It is the Kronecker product of a Hadamard matrix, of the largest power of two in d, and a discrete cosine transform
-    of the odd factor.
+    The matrix is the Kronecker product of a Hadamard matrix and a discrete cosine transform. The size of the first is
+    the largest power of two that divides d, the size of the second is the odd factor of d.
     """
     odd = d // (d & -d)
     column = torch.arange(odd, dtype=torch.float64)
@@ -50,7 +50,7 @@ def mixing(d: int) -> torch.Tensor:
 
 
 def encode_steps(steps: torch.Tensor) -> torch.Tensor:
-    """Encode positive steps as uint8: rounded up to a float with three fraction bits, from 2^-20 to 2^12."""
+    """Encode positive steps as uint8: each is rounded up to a float with three fraction bits between 2^-20 and 2^12."""
     upper = (steps.float().contiguous().view(torch.int32) + ((1 << 20) - 1)) >> 20
     return (upper - SMALLEST).clamp_(0, 255).to(torch.uint8)
 
@@ -61,9 +61,10 @@ def decode_steps(codes: torch.Tensor) -> torch.Tensor:
 
 
 def quantise_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise x `[..., d]` (float32 or float64) to packed codes uint8 `[..., d * bits / 8]` and steps uint8 `[...]`.
+    """Quantise x `[..., d]` to packed codes uint8 `[..., d * bits / 8]` and step codes uint8 `[...]`.
 
-    With w = d * bits / 8, byte i holds channels i, i + w, i + 2w, ..., the first in its lowest bits.
+    x is float32 or float64. With w = d * bits / 8, byte i has the codes of channels i, i + w, i + 2w, ..., the first in
+    its lowest bits.
     """
     steps = encode_steps(x.abs().amax(-1) / (1 << (bits - 1)))
     codes = (x / decode_steps(steps).to(x.dtype).unsqueeze(-1)).floor_() + (1 << (bits - 1))
@@ -81,7 +82,7 @@ def unpack_rows(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def dequantise_rows(packed: torch.Tensor, steps: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values `[..., d]` of packed codes and steps."""
+    """Return the vectors `[..., d]` that packed codes and step codes stand for."""
     levels = unpack_rows(packed, bits).to(dtype) - ((1 << bits) - 1) / 2
     return levels * decode_steps(steps).to(dtype).unsqueeze(-1)
 
@@ -90,18 +91,18 @@ def dequantise_rows(packed: torch.Tensor, steps: torch.Tensor, bits: int, dtype:
 
 
 def packs(head_dim: int, value_bits: int) -> bool:
-    """Return whether a token's 4-bit keys and `value_bits`-bit values fill whole bytes."""
+    """Return whether a token's 4-bit key and `value_bits`-bit value have a whole number of bytes."""
     return head_dim * KEY_BITS % 8 == 0 and head_dim * value_bits % 8 == 0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a block: packed keys, packed values, steps of keys, steps of values, of 64 tokens each.
+    """Layout of a block of 64 tokens: packed keys, packed values, steps of the keys, steps of the values.
 
-    Keys are transposed: byte i of all 64 keys is contiguous, because a score is a sum over channels for adjacent
-    tokens. Values are stored token by token, because an output is a sum over tokens for adjacent channels.
+    Keys are transposed: byte i of all 64 keys is contiguous, because scores of adjacent tokens are computed together.
+    Values are stored token by token, because adjacent channels of the output are computed together.
 
-    Blocks are uint8 `[Hkv, blocks, block_bytes]`. The methods return views of the parts, `[Hkv, blocks, 64, ...]`.
+    Blocks are uint8 `[Hkv, blocks, block_bytes]`. The methods return views of their parts, `[Hkv, blocks, 64, ...]`.
     """
 
     head_dim: int
@@ -138,7 +139,7 @@ class Layout:
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Quantise vectors `[Hkv, m, d]` into the slots from `start` on, as keys or as values."""
+    """Quantise `rows` `[Hkv, m, d]` and store them in the slots from `start` on, as values or as keys."""
     data = quantise_rows(rows, layout.value_bits if values else KEY_BITS)
     for blocks, slots, at in pages.parts(range(start, start + rows.shape[1])):
         places = torch.arange(slots.start, slots.stop, device=rows.device)
@@ -150,11 +151,11 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
 
 
 def low_bit_scores(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> torch.Tensor:
-    """Return the scores `[Hkv, G, n]` of queries q `[Hkv, G, d]` with the keys of `tokens`.
+    """Return scores `[Hkv, G, n]` of queries q `[Hkv, G, d]` for the low-bit keys of `tokens`.
 
-    q is scaled and in the basis of the keys. mean `[Hkv, d]` was subtracted from the keys of each head. The query is
-    rounded to int8 with one scale per query head (`selection.quantise_query`). The sum over channels is then an exact
-    integer, the same on every device.
+    q is scaled and transformed to the basis of the keys. mean `[Hkv, d]` is the mean that was subtracted from the keys
+    before quantisation. The query is rounded to int8 with one scale per query head (`selection.quantise_query`). The
+    sum over channels is then an exact integer, the same on every device.
     """
     weights, scale = quantise_query(q)
     middle = weights.sum(-1, keepdim=True).to(q.dtype) * (((1 << KEY_BITS) - 1) / 2)
@@ -175,16 +176,20 @@ def approximate_attention(
     skip: torch.Tensor,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention over the low-bit KV of `tokens`, except the indices in `skip`.
+    """Attend to the low-bit KV of `tokens`, except the tokens in `skip`.
 
     Args:
-        q, mean: See `low_bit_scores`.
-        skip: int64 `[Hkv, n]`. Negative entries are padding.
+        q: See `low_bit_scores`.
+        mean: See `low_bit_scores`.
+        pages: The low-bit KV.
+        layout: Layout of its blocks.
+        tokens: The range of tokens.
+        skip: Token indices to exclude, int64 `[Hkv, n]`. Negative entries are padding.
         softcap: Soft cap of the scores, or None.
 
     Returns:
-        out `[Hkv, G, d]`, in the mixed basis of the values, and lse `[Hkv, G]`, float32 (float64 for float64). If all
-        tokens are skipped, out is 0 and lse is -inf.
+        out `[Hkv, G, d]`, in the mixed basis of the values, and lse `[Hkv, G]`, in float32 (float64 for float64
+        inputs). If all tokens are excluded, out is 0 and lse is -inf.
     """
     scores = capped(low_bit_scores(q, mean, pages, layout, tokens), softcap)
     hidden = torch.zeros(scores.shape[0], len(tokens) + 1, dtype=torch.bool, device=q.device)
@@ -201,10 +206,10 @@ def approximate_attention(
 
 @dataclass(frozen=True, eq=False)
 class LowBitQuery:
-    """Queries over the low-bit KV of `tokens`.
+    """Queries for scoring the low-bit KV of `tokens` and attending to it.
 
-    q `[Hkv, G, d]` is scaled and in the basis of the keys. mean `[Hkv, d]` was subtracted from the keys. The KV must
-    not change while the object is in use.
+    q `[Hkv, G, d]` is scaled and transformed to the basis of the keys. mean `[Hkv, d]` is the mean that was subtracted
+    from the keys. The KV must not change while the object is in use.
     """
 
     q: torch.Tensor
@@ -215,20 +220,22 @@ class LowBitQuery:
 
     @cached_property
     def scores(self) -> torch.Tensor:
-        """Scores `[Hkv, G, n]` (`low_bit_scores`), computed once."""
+        """Scores `[Hkv, G, n]` of the n tokens, computed on first use (`low_bit_scores`)."""
         return low_bit_scores(self.q, self.mean, self.pages, self.layout, self.tokens)
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:
         """Select tokens by their scores (`selection.select_tokens`).
 
-        Returns int64 `[Hkv, n]`, relative to the first of `tokens`.
+        Returns:
+            int64 `[Hkv, n]`, relative to the first of `tokens`.
         """
         return selection.select_tokens(self.scores, alpha, limit)
 
     def approximate(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the tokens that are not in skip `[Hkv, n]` (`approximate_attention`).
+        """Attend to the tokens that are not in `skip`, int64 `[Hkv, n]` (`approximate_attention`).
 
-        Returns out `[Hkv, G, d]` and lse `[Hkv, G]`.
+        Returns:
+            out `[Hkv, G, d]` and lse `[Hkv, G]`.
         """
         return approximate_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
 
@@ -239,12 +246,12 @@ class LowBitQuery:
         unmixing: torch.Tensor,
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with `approximate`, as one softmax over both.
+        """Merge exact attention with the result of `approximate`, as in one softmax over all tokens.
 
         Args:
-            exact: out `[Hkv, G, d]` and lse `[Hkv, G]`, which may be overwritten.
-            skip: Tokens of the exact attention, int64 `[Hkv, n]`.
-            unmixing: Matrix `[d, d]` that rotates stored values back to the values of the model.
+            exact: out `[Hkv, G, d]` and lse `[Hkv, G]` of the exact attention. Both may be overwritten.
+            skip: Tokens that exact attention covers, int64 `[Hkv, n]`.
+            unmixing: Matrix `[d, d]` that rotates stored values back to the model's values.
             softcap: Soft cap of the model's scores, if any.
 
         Returns:

@@ -1,7 +1,7 @@
-"""Score low-bit keys and attend to low-bit KV on a CPU, in float32.
+"""Low-bit scores and low-bit attention on a CPU, in float32.
 
-`low_bit.c` does this in one pass. If it cannot be compiled, torch computes integer products of the bytes. `low_bit.py`
-defines the results.
+`low_bit.c` computes both in one pass. If it cannot be compiled, torch multiplies the packed bytes as integers.
+`low_bit.py` defines the results.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .selection import quantise_query
 
 
 def suits(q: torch.Tensor) -> bool:
-    """Return whether this module supports queries q."""
+    """Return whether this module supports queries like q."""
     return q.device.type == "cpu" and q.dtype == torch.float32
 
 
 def ask(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> LowBitQuery:
-    """Return the `LowBitQuery` of queries that `suits` accepts."""
+    """Return the `LowBitQuery` for queries q, which must be supported (`suits`)."""
     library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
     if library is None or not tokens:
         return ProductQuery(q, mean, pages, layout, tokens)
@@ -34,9 +34,10 @@ def ask(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, token
 
 @dataclass(frozen=True, eq=False)
 class NativeQuery(LowBitQuery):
-    """Low-bit query in C. One pass over the keys computes the scores, and a later pass weighs the values.
+    """Low-bit query in C. One pass over the keys computes scores; a later pass sums the weighted values.
 
-    Softmax weights are rounded to bfloat16 if the processor has bfloat16 products. Otherwise they are float32.
+    Softmax weights are rounded to bfloat16 if the processor has bfloat16 product instructions. Otherwise they are
+    float32.
     """
 
     library: native.LowBitLibrary
@@ -51,7 +52,10 @@ class NativeQuery(LowBitQuery):
         return self._found.scores
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:
-        """Select tokens by threshold and best score: ascending int64 `[Hkv, n]`."""
+        """Select tokens by threshold and best score.
+
+        Return int64 `[Hkv, n]`, ascending, relative to the first of `tokens`.
+        """
         found = self._found
         chosen = native.select(found.scores, found.peak, found.lse, alpha, limit)
         return super().select(alpha, limit) if chosen is None else chosen
@@ -63,16 +67,13 @@ class NativeQuery(LowBitQuery):
         unmixing: torch.Tensor,
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with approximate attention to the tokens that are not in skip (`LowBitQuery.merge`)."""
+        """Merge exact attention with approximate attention to tokens that are not in `skip` (`LowBitQuery.merge`)."""
         return self.library.merge(self._found, skip, softcap, unmixing, exact)
 
 
 @dataclass(frozen=True, eq=False)
 class ProductQuery(LowBitQuery):
-    """Low-bit query in torch: integer products of the int8 query with the codes, scaled afterwards.
-
-    Softmax weights are rounded to bfloat16.
-    """
+    """Low-bit query in torch: products of the int8 query with the integer codes, scaled afterwards."""
 
     @cached_property
     def _blocks(self) -> range:
@@ -80,7 +81,7 @@ class ProductQuery(LowBitQuery):
 
     @cached_property
     def _found(self) -> torch.Tensor:
-        """Scores of all tokens of the blocks, `[Hkv, G, blocks * 64]`."""
+        """Scores of all tokens in the blocks that contain `tokens`, `[Hkv, G, blocks * 64]`."""
         weights, scale = quantise_query(self.q)
         shift = torch.bmm(self.q, self.mean.unsqueeze(2))
         return _scores(weights, scale, self.pages, self.layout, self._blocks).add_(shift)
@@ -92,7 +93,7 @@ class ProductQuery(LowBitQuery):
         return self._found[:, :, self.tokens.start - first : self.tokens.stop - first]
 
     def approximate(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the tokens that are not in skip: out `[Hkv, G, d]` and lse `[Hkv, G]`."""
+        """Attend to the tokens that are not in `skip`. Return out `[Hkv, G, d]` and lse `[Hkv, G]`."""
         hidden = _hidden_tokens(self.tokens, self._blocks, skip)
         scores = capped(self._found, softcap).masked_fill(hidden.unsqueeze(1), -math.inf)
         lse = torch.logsumexp(scores, -1)
@@ -101,7 +102,7 @@ class ProductQuery(LowBitQuery):
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Quantise and pack vectors as `low_bit.store_rows` does, in one pass of C code if it could be compiled."""
+    """Quantise and pack vectors as `low_bit.store_rows` does, in one pass of C code if it can be compiled."""
     library = native.low_bit(layout.head_dim, layout.value_bits, 1)
     if library is None:
         low_bit.store_rows(pages, layout, rows, start, values=values)
@@ -110,9 +111,10 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
 
 
 def _hidden_tokens(tokens: range, blocks: range, skip: torch.Tensor) -> torch.Tensor:
-    """Return which tokens of `blocks` are excluded, bool `[Hkv, blocks * 64]`.
+    """Return which tokens of `blocks` are excluded from attention, bool `[Hkv, blocks * 64]`.
 
-    Excluded are tokens outside `tokens` and tokens in skip int64 `[Hkv, n]`. Negative entries of skip are ignored.
+    These are the tokens outside `tokens`, and the tokens in `skip`, int64 `[Hkv, n]`. Negative entries of `skip` are
+    ignored.
     """
     offset, count = blocks.start * BLOCK, len(blocks) * BLOCK
     hidden = torch.ones(skip.shape[0], count + 1, dtype=torch.bool)
@@ -131,10 +133,10 @@ def _scores(
     layout: Layout,
     blocks: range,
 ) -> torch.Tensor:
-    """Return scores `[Hkv, G, blocks * 64]` of int8 queries `weights` `[Hkv, G, d]` with scale `[Hkv, G, 1]`.
+    """Return scores `[Hkv, G, blocks * 64]` of queries with int8 codes `weights` `[Hkv, G, d]` and scale `[Hkv, G, 1]`.
 
-    Each half of the channels is one integer product. Heads are processed one by one so that the codes stay in the
-    cache.
+    Each byte of a key has the codes of one channel of the lower and one of the upper half, so each half is one integer
+    product. Heads are processed one by one so that the codes stay in the cache.
     """
     heads, group, _ = weights.shape
     width, count = layout.key_bytes, len(blocks)
@@ -163,9 +165,9 @@ def _shifted(rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(weights: torch.Tensor, pages: Pages, layout: Layout, blocks: range) -> torch.Tensor:
-    """Sum the values of `blocks` with weights `[Hkv, G, blocks * 64]` to `[Hkv, G, d]`."""
-    # Codes minus their middle are exact in bfloat16, and centred, so sums stay small. Only the weights, multiplied
-    # with the steps, are rounded.
+    """Sum the values of `blocks` with softmax weights `[Hkv, G, blocks * 64]`. Return `[Hkv, G, d]`."""
+    # Codes minus the middle code are exact in bfloat16, and centred, so sums stay small. Only the weights, multiplied
+    # by the steps, are rounded.
     middle, out = ((1 << layout.value_bits) - 1) / 2, torch.zeros(*weights.shape[:2], layout.head_dim)
     for page, slots, at in pages.parts(_tokens_of(blocks)):
         packed, steps = (part.flatten(1, 2)[:, slots] for part in layout.values(page))

@@ -1,7 +1,7 @@
 """Operations on the low-bit KV of a batch, in torch: the reference implementation of the Triton kernels.
 
-`lists.py` defines lists. The low-bit KV of a sequence is in its pages (`pages.py`). The basis of queries and
-keys, the mean of keys and the mixing of values are the same for all sequences.
+A list is one KV head of one sequence (see `lists.py`). The low-bit KV of a sequence is in its pages (`pages.py`). All
+sequences use the same basis of queries and keys, mean of keys and mixing of values.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def append_rows(
     table: PageTable,
     slots: torch.Tensor,
 ) -> None:
-    """Quantise k, v `[P, d]` of the newest token of each list into slot `slots[p]` (int64).
+    """Quantise k and v `[P, d]` of the newest token of each list and store them in slot `slots[p]` (int64).
 
-    Keys are multiplied with basis `[Hkv, d, d]`, and mean `[Hkv, d]` is subtracted. Values are multiplied with mixing
-    `[d, d]`. Sequences with negative slots are skipped.
+    Keys are multiplied by basis `[Hkv, d, d]`, then mean `[Hkv, d]` is subtracted. Values are multiplied by mixing `[d,
+    d]`. Lists with negative slots are skipped.
     """
     heads, d = table.heads, k.shape[1]
     keys = skew(k.view(-1, heads, d).transpose(0, 1), basis) - mean.unsqueeze(1)
@@ -50,10 +50,10 @@ def scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Score queries q `[P, G, d]` at tokens [start, stop) of each list, -inf outside.
+    """Score queries q `[P, G, d]` for the tokens [start, stop) of each list. Other tokens get the score -inf.
 
-    q is scaled and in the basis of the keys. mean `[Hkv, d]` was subtracted from the keys. `tokens` is the length of
-    the result, at least the length of the longest list.
+    q is scaled and transformed to the basis of the keys. mean `[Hkv, d]` is the mean that was subtracted from the keys.
+    `tokens` is the length of the result, at least the length of the longest list.
     """
     found = q.new_full((*q.shape[:2], tokens), 0.0)
     heads = table.heads
@@ -77,11 +77,11 @@ def merge_approximate(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge exact and low-bit attention into one softmax. Return out `[P, G, d]` and lse `[P, G]`.
+    """Merge exact and low-bit attention as in one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
-    `out` and `lse` are the result of exact attention. The low-bit part covers the tokens [start, stop) of each list
-    except the first `counts[p]` (int32) of chosen int64 `[P, n]`, in ascending order. For q, mean and tokens, see
-    `scores`. mixing is the matrix that the values were multiplied with.
+    `out` and `lse` are the result of exact attention. The low-bit part covers the tokens [start, stop) of each list,
+    except the tokens that exact attention covers: the first `counts[p]` (int32) of chosen, int64 `[P, n]`, in ascending
+    order. mixing is the matrix by which values were multiplied. For q, mean and tokens, see `scores`.
     """
     place = torch.arange(chosen.shape[1], device=q.device)
     skip = chosen.masked_fill(place >= counts.unsqueeze(1), -1)

@@ -1,4 +1,7 @@
-"""Call the C code of this folder, compiled on first use. Without a compiler, callers use torch instead."""
+"""Functions that call the C code of this folder, which is compiled on first use.
+
+They return None if the code is not available; callers then use torch.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +22,26 @@ MAX_QUERIES = 32
 """Maximum number of queries per KV head that `low_bit.c` supports."""
 
 WORTH_A_THREAD = 1 << 16
-"""Minimum scores per thread of a call: 20 to 60 us of work, many times the cost of waking a thread."""
+"""Smallest number of scores per thread: 20 to 60 us of work, many times the cost of waking a thread."""
 
 MIN_BLOCKS, MAX_PARTS = 16, 16
-"""Minimum blocks per part of a KV head, and maximum parts per head.
+"""Minimum number of blocks in a part of a KV head, and maximum number of parts per head.
 
-The split does not depend on the number of threads, so results do not depend on it either.
+The split does not depend on the number of threads, so neither does the rounding of results.
 """
 
 RANKED_TOKENS = 4096
-"""Tokens of a part of `rank`, whose intermediate results stay in the first-level cache."""
+"""Number of tokens in a part of `rank`. Its intermediate results fit the first-level cache."""
 
 PADDING = 64
-"""Elements after the end of an array that `best_scores.c` may read or write."""
+"""Number of elements beyond the end of an array that `best_scores.c` may read or write."""
 
 SCRATCH = RecycledMemory()
-"""Memory for intermediate values of a context's tokens, reused by every layer and shared by the process."""
+"""Memory for intermediate values of all tokens of a context. All layers of the process reuse it."""
 
 
 class _Call(ctypes.Structure):
-    """`Call` of low_bit.c."""
+    """The structure `Call` of low_bit.c."""
 
     _fields_: ClassVar = [
         ("pages", ctypes.c_void_p),
@@ -53,7 +56,7 @@ class _Call(ctypes.Structure):
 
 
 class _StoreCall(ctypes.Structure):
-    """`StoreCall` of low_bit.c."""
+    """The structure `StoreCall` of low_bit.c."""
 
     _fields_: ClassVar = [
         ("pages", ctypes.c_void_p),
@@ -64,7 +67,7 @@ class _StoreCall(ctypes.Structure):
 
 
 class _Ranking(ctypes.Structure):
-    """`Ranking` of best_scores.c."""
+    """The structure `Ranking` of best_scores.c."""
 
     _fields_: ClassVar = [
         ("scores", ctypes.c_void_p),
@@ -79,13 +82,13 @@ class _Ranking(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class ScoredTokens:
-    """Scores of the candidate tokens, kept for the selection and the attention over them.
+    """Scores of the candidate tokens, kept for selection and for approximate attention.
 
     Attributes:
-        scores: `[Hkv, G, n]`.
+        scores: Scores `[Hkv, G, n]`.
         peak: Largest score of each query, `[Hkv, G]`.
         lse: Log-sum-exp of each query's scores, `[Hkv, G]`.
-        call: The call that computed the scores. `LowBitLibrary.merge` continues it.
+        call: The C call that computed the scores. `LowBitLibrary.merge` reuses its fields.
     """
 
     scores: torch.Tensor
@@ -96,15 +99,15 @@ class ScoredTokens:
 
 @dataclass(frozen=True, eq=False)
 class LowBitLibrary:
-    """`low_bit.c` for one head dimension and one number of bits of a value."""
+    """Functions of `low_bit.c`, compiled for one head dimension and one number of bits per value element."""
 
     library: ctypes.CDLL
     head_dim: int
 
     def score(self, q: torch.Tensor, mean: torch.Tensor, pages: Pages, tokens: range) -> ScoredTokens:
-        """Score `tokens` for queries q `[Hkv, G, d]`.
+        """Score the tokens in `tokens` for queries q `[Hkv, G, d]`.
 
-        mean `[Hkv, d]` was subtracted from the keys. q and mean must be contiguous.
+        mean `[Hkv, d]` is the mean that was subtracted from the keys. q and mean must be contiguous.
         """
         heads, group, _ = q.shape
         start, stop = tokens.start, tokens.stop
@@ -129,10 +132,17 @@ class LowBitLibrary:
         unmixing: torch.Tensor,
         exact: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with approximate attention to the scored tokens that are not in skip int64 `[Hkv, m]`.
+        """Merge exact attention with approximate attention to the scored tokens that are not in `skip`.
 
-        unmixing `[d, d]` rotates stored values back to the values of the model. The pages must still exist. Takes and
-        returns out `[Hkv, G, d]` and lse `[Hkv, G]`; float32 inputs are overwritten.
+        Args:
+            found: The result of `score`. Its pages must still exist.
+            skip: Token indices that exact attention covers, int64 `[Hkv, m]`.
+            softcap: Soft cap of the scores, or None.
+            unmixing: Matrix `[d, d]` that rotates stored values back to the model's values.
+            exact: out `[Hkv, G, d]` and lse `[Hkv, G]` of the exact attention. Float32 tensors are overwritten.
+
+        Returns:
+            Merged out `[Hkv, G, d]` and lse `[Hkv, G]`.
         """
         call = found.call
         assert call is not None
@@ -151,7 +161,7 @@ class LowBitLibrary:
         return out, lse
 
     def store(self, pages: Pages, rows: torch.Tensor, start: int, *, values: bool) -> None:
-        """Store rows `[Hkv, m, d]` in the slots from `start` on, as keys or as values."""
+        """Quantise `rows` `[Hkv, m, d]` and store them in the slots from `start` on, as values or as keys."""
         rows = rows.contiguous()
         heads, count, _ = rows.shape
         call = _StoreCall(pages.addresses.data_ptr(), pages.offset, heads, start, count, rows.data_ptr(), values)
@@ -161,17 +171,17 @@ class LowBitLibrary:
 def select(
     scores: torch.Tensor, peak: torch.Tensor, lse: torch.Tensor | None, alpha: float, limit: int
 ) -> torch.Tensor | None:
-    """Select at most `limit` tokens like `selection.select_tokens`: int64 `[Hkv, m]`, ascending.
+    """Select at most `limit` tokens per KV head, as `selection.select_tokens` does.
 
     Args:
-        scores: Float32 `[Hkv, G, n]`.
+        scores: Float32 scores `[Hkv, G, n]`.
         peak: Largest score of each query, `[Hkv, G]`.
         lse: Log-sum-exp of each query's scores, `[Hkv, G]`, or None if G = 1.
-        alpha: Largest distance of a passing score from the peak.
-        limit: Largest number of tokens.
+        alpha: Largest distance between a selected token's score and the peak.
+        limit: Largest number of tokens to select per KV head.
 
     Returns:
-        The tokens, or None without the C code.
+        Token indices int64 `[Hkv, m]`, ascending. None if the C code is not available.
     """
     library = _best_scores()
     if library is None:
@@ -194,7 +204,7 @@ def select(
 
 
 def _parts(blocks: int) -> tuple[int, int]:
-    """Return the number of blocks per part, and the number of parts per KV head."""
+    """Return the number of blocks in a part, and the number of parts per KV head."""
     per_part = max(MIN_BLOCKS, -(-blocks // MAX_PARTS))
     return per_part, -(-blocks // per_part)
 
@@ -204,7 +214,7 @@ def _threads(scores: int) -> int:
 
 
 def low_bit(head_dim: int, value_bits: int, group: int) -> LowBitLibrary | None:
-    """Return the library for these shapes; None if the code does not support them or cannot be compiled."""
+    """Return the library for these shapes. Return None if the code does not support them or cannot be compiled."""
     return None if group > MAX_QUERIES else _low_bit(head_dim, value_bits)
 
 
@@ -238,16 +248,16 @@ def forget() -> None:
 
 
 def has_tiles() -> bool:
-    """Return whether torch multiplies bfloat16 with AMX here, which is faster than our code."""
+    """Return whether torch multiplies bfloat16 matrices with AMX on this processor. AMX is faster than our C code."""
     return processor_level() == "avx512_bf16" and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
 
 @functools.cache
 def compiled(name: str, *structures: type[ctypes.Structure], **constants: int) -> ctypes.CDLL | None:
-    """Load `name`.c of this folder with these constants; None if it is not available at this processor's level.
+    """Load `name`.c of this folder, compiled with `constants`. Return None if it is not available for this processor.
 
     Raises:
-        RuntimeError: One of `structures` differs from its definition in C.
+        RuntimeError: If one of `structures` differs from its definition in C.
     """
     library = native_libraries.load(name, **constants)
     if library is not None:

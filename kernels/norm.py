@@ -8,7 +8,7 @@ import torch
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide x `[T, D]` by its root mean square in float32, round to the dtype of x, and multiply by weight `[D]`.
 
-    Matches transformers' Llama.
+    This is the order of operations in transformers' Llama.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

@@ -1,4 +1,4 @@
-"""Layout of packed weights: codes of 4, 5, 6 or 8 bits, and a scale and an optional minimum per group of inputs."""
+"""Layout of packed weights: codes of 4, 5, 6 or 8 bits, and a scale and optionally a minimum per group of inputs."""
 
 from __future__ import annotations
 
@@ -7,30 +7,34 @@ from dataclasses import dataclass
 import torch
 
 GROUPS = (32, 64, 128)
-"""Possible group sizes of codes of 4, 5 and 8 bits. Groups of 6-bit codes are 16 inputs, as in GGUF's Q6_K."""
+"""Possible group sizes, in inputs, of 4-bit, 5-bit and 8-bit codes. 6-bit codes have groups of 16, as in GGUF's Q6_K.
+"""
 
 BLOCK = 256
-"""Inputs with a common float16 factor of their scales, in formats whose scales are whole numbers."""
+"""Number of inputs whose int8 scales share a float16 factor, in formats with factors."""
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """The layout of one packed weight, `[out, row_bytes]` in bytes. Both C code and torch read it in place.
+    """Layout of one packed weight matrix, stored as uint8 `[out, row_bytes]`. C code and torch read it in place.
 
-    A weight is `(code * scale + minimum) * 2^exponent`. Each row is [lower bits of codes][higher bits][scales][minima
-    or zeros][factors of scales][factors of minima]. Scales and minima are float16, or int8 with a float16 factor for
-    each `BLOCK` inputs if the format has factors. `packed_products.c` describes the order of the codes.
+    A weight is `(code * scale + minimum) * 2^exponent`. Each row has the parts [lower bits of codes][higher
+    bits][scales][minima or zeros][factors of scales][factors of minima]. Scales and minima are float16, or int8 with a
+    float16 factor for each `BLOCK` inputs if the format has factors. `packed_products.c` describes the order of the
+    codes.
 
     Attributes:
-        ins: Input features, a multiple of 64 (of 128 with 6 bits, of `BLOCK` with factors).
-        bits: Bits of a code: 4, 5, 6 or 8.
-        group: Inputs with a common scale.
-        has_minima: Whether each group has a minimum. Without it, the minimum is `-zero * scale`.
+        ins: Number of input features, a multiple of 64 (of 128 with 6-bit codes, of `BLOCK` with factors).
+        bits: Number of bits per code: 4, 5, 6 or 8.
+        group: Number of adjacent inputs that share a scale.
+        has_minima: Whether each group has a minimum. If False, the minimum is `-zero * scale`, where zero is the code
+            that stands for 0.
         offset: The code that stands for 0 in a format without minima and zeros.
         has_zeros: Whether each group has its own code that stands for 0, a uint8.
         has_factors: Whether scales and minima are int8 with factors, as in GGUF's Q4_K, Q5_K and Q6_K.
-        exponent: Moves scales into the range of float16.
-        permuted: Whether inputs are in another order than in the layer (see `hold_packed`).
+        exponent: Power of two that brings the stored scales into the range of float16.
+        permuted: Whether the stored inputs are in another order than the inputs of the linear layer (see
+            `hold_packed`).
     """
 
     ins: int
@@ -56,22 +60,22 @@ class PackedFormat:
 
     @property
     def high(self) -> int:
-        """Offset in bytes of the higher bits in a row."""
+        """Offset in bytes of the codes' higher bits within a row."""
         return self.ins if self.bits == 8 else self.ins // 2
 
     @property
     def scales(self) -> int:
-        """Offset in bytes of the scales in a row."""
+        """Offset in bytes of the scales within a row."""
         return self.ins * self.bits // 8
 
     @property
     def minima(self) -> int:
-        """Offset in bytes of the minima or zeros in a row, or where they would be."""
+        """Offset in bytes of the minima or zeros within a row. If a row has neither, the end of its scales."""
         return self.scales + (1 if self.has_factors else 2) * self.ins // self.group
 
     @property
     def factors(self) -> int:
-        """Offset in bytes of the factors in a row, or of its end if there are none."""
+        """Offset in bytes of the factors within a row. If a row has no factors, its end."""
         if self.has_minima:
             return 2 * self.minima - self.scales
         return self.minima + (self.ins // self.group if self.has_zeros else 0)
@@ -82,11 +86,12 @@ class PackedFormat:
         return self.factors + (2 * self.ins // BLOCK * (1 + self.has_minima) if self.has_factors else 0)
 
     def pack(self, codes: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
-        """Return the packed rows, uint8 `[out, row_bytes]`.
+        """Pack the parts of a weight into rows, uint8 `[out, row_bytes]`.
 
         Args:
-            codes: uint8 `[out, ins]`.
-            parts: The other parts of a row, in their order. Numbers that are not whole are rounded to float16.
+            codes: Codes, uint8 `[out, ins]`.
+            parts: Scales, minima or zeros, and factors, in the order of a row. Floating-point numbers are rounded to
+                float16.
         """
         stored = (part.half() if part.is_floating_point() else part for part in parts)
         rows = torch.cat([*self._split(codes), *(part.contiguous().view(torch.uint8) for part in stored)], dim=1)
@@ -94,9 +99,9 @@ class PackedFormat:
         return rows
 
     def _split(self, codes: torch.Tensor) -> list[torch.Tensor]:
-        """Split codes into bytes for storage: the lower 4 bits, two codes per byte, then the remaining bits.
+        """Split codes into the stored bytes: the lower 4 bits, two codes per byte, then the remaining bits.
 
-        Codes of 8 bits are unchanged.
+        Codes of 8 bits are stored unchanged.
         """
         if self.bits == 8:
             return [codes]
@@ -114,7 +119,7 @@ class PackedFormat:
         return found
 
     def codes(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the codes of packed rows, uint8 `[out, ins]`."""
+        """Return the codes of packed `rows`, uint8 `[out, ins]`."""
         count = len(rows)
         low = rows[:, : self.high]
         if self.bits == 8:
@@ -132,7 +137,10 @@ class PackedFormat:
         return found
 
     def unpack(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights `[out, ins]` of packed rows, computed in float32, in the packed order of inputs."""
+        """Return the weights `[out, ins]` of packed `rows` in `dtype`, computed in float32.
+
+        Inputs are in their stored order.
+        """
         after, middle = self.factors, (self.factors + self.row_bytes) // 2 if self.has_minima else self.row_bytes
         scales = self._numbers(rows[:, self.scales : self.minima], rows[:, after:middle])
         if self.has_minima:
@@ -144,7 +152,7 @@ class PackedFormat:
         return grouped.flatten(1).to(dtype)
 
     def _numbers(self, stored: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Return scales or minima `[out, ins / group]` in float32."""
+        """Multiply stored scales or minima by their factors, if there are any. Return float32 `[out, ins / group]`."""
         if not self.has_factors:
             return torch.ldexp(stored.contiguous().view(torch.float16).float(), torch.tensor(self.exponent))
         whole = stored.contiguous().view(torch.int8).float().view(len(stored), -1, BLOCK // self.group)

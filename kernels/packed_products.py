@@ -1,6 +1,7 @@
 """Linear layers with packed weights on a CPU (`packed_products.c`).
 
-The C code multiplies few rows. For more rows, it unpacks the weights for torch's product.
+For few input rows, the C code multiplies packed weights. For more rows, it unpacks the weights, and torch multiplies
+them.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from . import native, team
 from .packed_format import PackedFormat
 
 MAX_ROWS = 16
-"""Maximum number of rows for which this is faster than torch's product with unpacked weights."""
+"""The C product is used for up to this number of input rows. It is then faster than unpacking and torch's product."""
 
 PART_BYTES = 1 << 16
-"""Packed weights that a thread reads at a time, in bytes."""
+"""Number of bytes of packed weights that a thread reads at a time."""
 
 WORTH_THREADS = 1 << 18
-"""Minimum size of a packed weight in bytes for which several threads are used."""
+"""Size in bytes of a packed weight from which several threads are used."""
 
 
 class _Call(ctypes.Structure):
-    """`Call` of packed_products.c."""
+    """The structure `Call` of packed_products.c."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "bias", "codes", "out", "whole", "factors", "sums")),
@@ -39,14 +40,14 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class PackedProducts:
-    """The compiled code for one type of results."""
+    """Compiled code for one dtype of inputs and results."""
 
     library: ctypes.CDLL
 
     def linear(
         self, x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return x `[..., in]` times packed weights `[out, in]` plus bias `[out]`, `[..., out]`."""
+        """Multiply x `[..., in]` by the packed weights `[out, in]` and add bias `[out]`. Return `[..., out]`."""
         assert x.shape[-1] == form.ins and (bias is None or bias.dtype == x.dtype)
         x, outs = x.contiguous(), len(packed)
         rows = x.numel() // form.ins
@@ -64,7 +65,7 @@ class PackedProducts:
         return out
 
     def unpack(self, packed: torch.Tensor, form: PackedFormat, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights `[out, in]` of packed rows. `dtype` must be the dtype of this code."""
+        """Return the unpacked weights `[out, in]`. `dtype` must be the dtype of this code."""
         out = torch.empty(len(packed), form.ins, dtype=dtype)
         call = self._call(packed, form, out)
         team.run(self.library.unpack, call, -(-len(packed) // call.size), 1)

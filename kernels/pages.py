@@ -1,7 +1,7 @@
-"""Pages of low-bit KV: tensors for a fixed number of tokens of a sequence.
+"""Pages of low-bit KV. A page is a tensor with the KV of a fixed number of tokens of one sequence.
 
-Sequences can share individual pages. Kernels find pages by their addresses. A page holds the KV of all layers with
-low-bit KV: uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with blocks in the format of `low_bit.Layout`.
+Sequences can share individual pages. Kernels find pages by their addresses. A page stores all layers that have low-bit
+KV: uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with blocks in the format of `low_bit.Layout`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Pages:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], layer: int = 0) -> Pages:
-        """Create an instance with the addresses of `tensors`."""
+        """Create an instance from the pages of a sequence. Their addresses are read here."""
         return cls(tuple(tensors), addresses_of(tensors), layer)
 
     def of_layer(self, layer: int) -> Pages:
-        """Return the KV of another layer of the same sequence."""
+        """Return the low-bit KV of another layer of the same sequence."""
         return Pages(self.tensors, self.addresses, layer)
 
     @property
@@ -54,14 +54,14 @@ class Pages:
 
     @property
     def offset(self) -> int:
-        """Offset of the layer within a page in bytes."""
+        """Offset in bytes of the layer within a page."""
         return self.layer * self.tensors[0].stride(0)
 
     def parts(self, tokens: range) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-        """Iterate over the pages that contain `tokens`.
+        """Yield the pages that contain `tokens`, all of which must exist.
 
-        Yields the blocks `[Hkv, PAGE_BLOCKS, block_bytes]` of each page, the slice of valid tokens within the page, and
-        the slice of these tokens within `tokens`. All pages must exist.
+        Each item has the blocks of the page `[Hkv, PAGE_BLOCKS, block_bytes]`, the slice of its tokens that are in
+        `tokens`, and the corresponding slice of `tokens`.
         """
         at = tokens.start
         while at < tokens.stop:
@@ -74,14 +74,14 @@ class Pages:
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """Low-bit KV of one layer of B sequences: Hkv * B lists, sequence-major.
+    """Low-bit KV of one layer of B sequences: Hkv * B lists, where a list is one KV head of one sequence.
 
-    The caller must keep both attributes consistent: Triton kernels read the table, torch functions read the pages.
+    Triton kernels read the table, torch functions read the pages. The caller must keep the two consistent.
 
     Attributes:
         pages: Pages of each sequence, all of one layer and on one device.
-        table: Addresses of the first M pages of each sequence, int64 `[B, M]` on this device. Entries after the last
-            page are undefined.
+        table: Addresses of the first M pages of each sequence, int64 `[B, M]` on the same device. Entries after a
+            sequence's last page are undefined.
     """
 
     pages: tuple[Pages, ...]
@@ -89,30 +89,30 @@ class PageTable:
 
     @classmethod
     def of(cls, pages: Sequence[Pages]) -> PageTable:
-        """Create an instance with a new table."""
+        """Create an instance with a new table of the addresses of `pages`."""
         device = pages[0].tensors[0].device
         return cls(tuple(pages), table_of(pages, max(len(own.tensors) for own in pages)).to(device))
 
     @property
     def heads(self) -> int:
-        """Lists per sequence, Hkv."""
+        """Number of lists per sequence, Hkv."""
         return self.pages[0].heads
 
     @property
     def lists(self) -> int:
-        """Number of lists, P."""
+        """Number of lists of all sequences, P."""
         return self.heads * len(self.pages)
 
     @property
     def offset(self) -> int:
-        """Offset of the layer within a page in bytes."""
+        """Offset in bytes of the layer within a page."""
         return self.pages[0].offset
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the addresses of tensors as int64 in host memory.
+    """Return the memory addresses of tensors, int64 on the host.
 
-    The tensors, and all blocks in them, must be aligned for wide loads.
+    Each tensor, and each block in it, must be aligned for wide loads.
     """
     addresses = [tensor.data_ptr() for tensor in tensors]
     assert all(address % ALIGNED == 0 for address in addresses)
@@ -120,7 +120,7 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def table_of(pages: Sequence[Pages], most: int) -> torch.Tensor:
-    """Return the addresses of the first `most` pages of each sequence: int64 `[B, most]` on the host, 0-padded."""
+    """Return the addresses of the first `most` pages of each sequence: int64 `[B, most]` on the host, padded with 0."""
     table = torch.zeros(len(pages), most, dtype=torch.int64)
     for row, own in zip(table, pages, strict=True):
         known = own.addresses[:most]

@@ -1,7 +1,7 @@
-"""One tensor per sequence of a batch, found by its address.
+"""A table of memory addresses, through which kernels find one tensor per sequence of a batch.
 
-Sequences join and leave, and their tensors grow, are copied on write after a fork, and are freed. For all of this, only
-a small table on the device changes. Tensors are not concatenated, and launch arguments stay the same.
+Sequences join and leave the batch. Their tensors grow, are copied on write after a fork, and are freed. In all these
+cases, only a small table on the device changes. Tensors are not concatenated, and launch arguments stay the same.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from dataclasses import dataclass
 import torch
 
 FIELDS = 3
-"""Fields per tensor in the table: its address, and the strides of its first two dimensions in elements."""
+"""Number of fields per tensor in the table: its address, and the strides of its first two dimensions in elements."""
 
 ALIGNED = 16
-"""Width of the widest load in bytes."""
+"""Width in bytes of the widest load."""
 
 
 @dataclass(frozen=True)
 class PointerTable:
-    """One tensor `[X, a, c]` of one layer per sequence, with contiguous last dimension: X * B lists, sequence-major.
+    """One tensor `[X, a, c]` per sequence, for one layer. The last dimension is contiguous.
 
-    The caller must keep both attributes consistent: Triton kernels read the table, torch functions read the tensors.
+    The X slices of a sequence are its lists. Triton kernels read the table, torch functions read the tensors. The
+    caller must keep the two consistent.
 
     Attributes:
         tensors: Tensors with equal dtype, device and X.
-        table: int64 `[B, FIELDS]` on this device.
+        table: Fields of each tensor, int64 `[B, FIELDS]` on the same device.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -34,18 +35,18 @@ class PointerTable:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> PointerTable:
-        """Create an instance with a new table."""
+        """Create an instance with a new table of the addresses and strides of `tensors`."""
         table = torch.tensor([entry(tensor) for tensor in tensors], dtype=torch.int64)
         return cls(tuple(tensors), table.to(tensors[0].device))
 
     @property
     def heads(self) -> int:
-        """Lists per sequence, X."""
+        """Number of lists per sequence, X."""
         return self.tensors[0].shape[0]
 
     @property
     def lists(self) -> int:
-        """Number of lists, P."""
+        """Number of lists of all sequences, P."""
         return self.heads * len(self.tensors)
 
     @property
@@ -62,6 +63,6 @@ class PointerTable:
 
 
 def entry(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return the table fields of `tensor`."""
+    """Return the table fields of `tensor`: its address and its first two strides."""
     assert tensor.dim() == 3 and tensor.stride(2) == 1
     return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)

@@ -1,7 +1,7 @@
 """Attention over gathered KV in torch: the reference implementation of all faster kernels.
 
-LSE is the natural logarithm everywhere. Scores, softmax and LSE are float32 (float64 for float64 inputs). The product
-of weights and values runs in the dtype of the values.
+Scores, softmax and log-sum-exp (LSE, natural logarithm) are float32 (float64 for float64 inputs). The softmax weights
+are multiplied with the values in the dtype of the values.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Sequence
 import torch
 
 CACHED = 8 << 20
-"""Size in bytes of keys that fit the caches of a processor."""
+"""Size in bytes of keys that still fit the caches of a processor."""
 
 FEW = 8
-"""Maximum queries per KV head for which keys that exceed the caches are multiplied as k q^T."""
+"""Largest number of queries per KV head for which keys larger than the caches are multiplied as k q^T."""
 
 
 HALF = (torch.bfloat16, torch.float16)
 
 WIDENED = 1 << 20
-"""Size in bytes of half-precision keys that a CPU converts to float32 at a time, small enough for its caches."""
+"""Number of bytes of half-precision keys that a CPU converts to float32 at a time. They fit its caches."""
 
 
 def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return scale * q k^T `[Hkv, G, n]` of q `[Hkv, G, d]` and k `[Hkv, n, d]`, in `out` if given.
+    """Return scale * q k^T `[Hkv, G, n]` of q `[Hkv, G, d]` and k `[Hkv, n, d]`, stored in `out` if it is given.
 
     The result is float32 (float64 for float64), also for half-precision keys.
     """
@@ -33,7 +33,7 @@ def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Ten
             out = torch.empty(*q.shape[:2], k.shape[1], dtype=torch.float32, device=q.device)
         return _half_products(q, k, out).mul_(scale)
     q = q * scale
-    # k q^T streams the keys. This is faster only for few queries and keys that exceed the caches.
+    # k q^T reads the keys as a stream. This is only faster for few queries and keys that exceed the caches.
     if k.device.type == "cpu" and k.dtype == torch.float32 and q.shape[1] <= FEW and k.nbytes >= CACHED:
         product = torch.bmm(k, q.transpose(1, 2)).transpose(1, 2)
         return product.contiguous() if out is None else out.copy_(product)
@@ -41,8 +41,8 @@ def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Ten
 
 
 def _half_products(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Return q k^T of half-precision vectors, accumulated and stored in float32."""
-    # bfloat16 would round a score of 20 by about 0.05, and so change its weight by 5 %.
+    """Return q k^T of half-precision q and k, accumulated in float32 and stored in the float32 tensor `out`."""
+    # Rounding a score of 20 to bfloat16 would change it by about 0.05, and its weight by 5 %.
     if k.is_cuda:
         return out.copy_(torch.bmm(q, k.transpose(1, 2), out_dtype=torch.float32))
     rows = max(1, WIDENED // (k.shape[2] * k.itemsize))
@@ -55,10 +55,13 @@ def _half_products(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> torch
 def attention_weights(
     q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the softmax over one part of the keys.
+    """Compute softmax weights and log-sum-exp over one part of the keys.
 
-    q is `[Hkv, G, d]`, k is `[Hkv, n, d]` with n >= 1. Returns exp(s - lse) `[Hkv, G, n]` and lse `[Hkv, G]` of the
-    scores s = scale * q k^T, capped if there is a softcap.
+    q is `[Hkv, G, d]`, k is `[Hkv, n, d]` with n >= 1. The scores are s = scale * q k^T, soft-capped if `softcap` is
+    given.
+
+    Returns:
+        exp(s - lse) `[Hkv, G, n]` and lse `[Hkv, G]`.
     """
     scores = capped(scaled_scores(q, k, scale), softcap)
     weights = torch.softmax(scores, -1)
@@ -71,9 +74,10 @@ def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 def attend_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[Hkv, G, d]` to k, v `[Hkv, n, d]`, n >= 1.
+    """Attend with q `[Hkv, G, d]` to k and v `[Hkv, n, d]`, n >= 1.
 
-    Returns out `[Hkv, G, d]` and lse `[Hkv, G]`, float32 (float64 for float64).
+    Returns:
+        out `[Hkv, G, d]` and lse `[Hkv, G]` in float32 (float64 for float64 inputs).
     """
     weights, lse = attention_weights(q, k, scale)
     out = torch.bmm(weights.to(v.dtype), v)
@@ -81,10 +85,10 @@ def attend_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float)
 
 
 def merge_lse(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the attention over disjoint parts (Hydragen §3.1, ChunkAttention eq. 2).
+    """Merge attention over disjoint parts of the keys (Hydragen §3.1, ChunkAttention eq. 2).
 
-    outs `[..., d]` and lses `[...]` are the results of the parts, 0 and -inf for an empty part. Returns out and lse of
-    the union.
+    outs `[..., d]` and lses `[...]` are the results of the parts. An empty part has out 0 and lse -inf. Return out and
+    lse of attention over all parts.
     """
     stacked = torch.stack(list(lses))
     lse = torch.logsumexp(stacked, 0)

@@ -1,4 +1,4 @@
-"""Linear layers with few input rows on a CPU (`row_products.c`). Reading the weights limits their speed."""
+"""Linear layers with few input rows on a CPU (`row_products.c`), whose speed is limited by reading the weights."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..utils.native_code import processor_level
 from . import native, team
 
 MAX_ROWS = 12
-"""Maximum number of rows for which this is faster than torch's product."""
+"""The C product is used for up to this number of input rows. It is then faster than torch's product."""
 
 PART_BYTES = 1 << 18
-"""Part of a weight that a thread reads at a time (in about 20 microseconds), in bytes."""
+"""Number of bytes of a weight that a thread reads at a time, in about 20 microseconds."""
 
 WORTH_THREADS = 1 << 20
-"""Minimum size of a weight in bytes for which several threads are used."""
+"""Size in bytes of a weight from which several threads are used."""
 
 
 class _Call(ctypes.Structure):
-    """`Call` of row_products.c."""
+    """The structure `Call` of row_products.c."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),
@@ -32,12 +32,12 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class RowProducts:
-    """The compiled code for one type of weights."""
+    """Compiled code for one dtype of weights."""
 
     library: ctypes.CDLL
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return x `[..., in]` times weight `[out, in]` plus bias `[out]`, `[..., out]`, summed in float32."""
+        """Multiply x `[..., in]` by weight `[out, in]` and add bias `[out]`. Return `[..., out]`. Sums are float32."""
         (outs, ins), x = weight.shape, x.contiguous()
         out = x.new_empty(*x.shape[:-1], outs)
         size = max(1, PART_BYTES // (ins * weight.element_size()))
@@ -49,7 +49,10 @@ class RowProducts:
 
 
 def takes(weight: torch.Tensor) -> RowProducts | None:
-    """Return the code for a weight `[out, in]`, or None if the weight is not supported or there is no compiled code."""
+    """Return the code for a weight `[out, in]`.
+
+    Return None if the weight is not supported or there is no compiled code.
+    """
     if weight.device.type != "cpu" or weight.shape[1] % 32 or not weight.is_contiguous():
         return None
     if weight.dtype not in (torch.bfloat16, torch.float32):
@@ -60,7 +63,7 @@ def takes(weight: torch.Tensor) -> RowProducts | None:
 
 @cache
 def torch_multiplies_bfloat16() -> bool:
-    """Return whether torch's product of bfloat16 matrices uses instructions for it (AVX512-BF16 or AMX)."""
+    """Return whether torch has bfloat16 product instructions (AVX512-BF16 or AMX) on this processor."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return processor_level() == "avx512_bf16" and any(getattr(torch.cpu, name, bool)() for name in names)
 

@@ -1,10 +1,12 @@
-"""Decode attention of a batch whose sequences share KV, in torch: the reference of `triton_segments` and the CPU path.
+"""Decode attention of a batch whose sequences share KV, in torch: the CPU path and the reference of `triton_segments`.
 
-ChunkAttention's two phases and Hydragen's hierarchy are one operator over runs. A run is contiguous KV and the adjacent
-sequences that attend to it. A run of several sequences is one batched product with all their queries. The runs of
-single sequences write their scores into one padded buffer, so that one softmax handles them all.
+A run is contiguous KV together with the adjacent sequences of the batch that attend to it. ChunkAttention's two phases
+and Hydragen's hierarchy are both expressed as attention over runs. A run of several sequences is one batched product
+with the queries of all of them. The runs of single sequences write their scores into one padded buffer, so that one
+softmax handles all of them.
 
-The KV of every run is read once. LSE is the natural logarithm, float32 (float64 for float64).
+The KV of every run is read once. The log-sum-exp (LSE) is the natural logarithm in float32 (float64 for float64
+inputs).
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ class Run:
     """KV that the sequences [first, stop) of a batch share.
 
     Attributes:
-        first, stop: The sequences that attend to the KV.
-        k, v: Views `[Hkv, n, d]` with contiguous vectors.
+        first: Index of the first sequence that attends to the KV.
+        stop: Index after the last sequence that attends to the KV.
+        k: K `[Hkv, n, d]`, a view with contiguous vectors.
+        v: V `[Hkv, n, d]`, a view with contiguous vectors.
     """
 
     first: int
@@ -34,10 +38,13 @@ class Run:
 
 
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with each sequence to the KV of all its runs (Hydragen §3.1-3.3, ChunkAttention §3.2).
+    """Attend with the query of each sequence to the KV of all its runs (Hydragen §3.1-3.3, ChunkAttention §3.2).
 
-    q is `[H, B, d]`. The runs of a sequence do not overlap. Each sequence has at least one token in a private run,
-    which is always true when decoding. Returns out `[H, B, d]` and lse `[H, B]`.
+    q is `[H, B, d]`. The runs of a sequence do not overlap. Each sequence has at least one token in a run of its own;
+    in decoding, this is the newest token.
+
+    Returns:
+        out `[H, B, d]` and lse `[H, B]`.
     """
     whole = [run for run in runs if run.k.shape[1]]
     own: list[list[Run]] = [[] for _ in range(q.shape[1])]
@@ -52,14 +59,14 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
 
 
 def _attend_shared(q: torch.Tensor, run: Run, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[H, S, d]` of all sequences of a run. Return out `[H, S, d]` and lse `[H, S]`."""
+    """Attend with the queries q `[H, S, d]` of all S sequences of a run. Return out `[H, S, d]` and lse `[H, S]`."""
     heads, queries, d = q.shape
     out, lse = attend_part(q.reshape(len(run.k), -1, d), run.k, run.v, scale)
     return out.view(heads, queries, d), lse.view(heads, queries)
 
 
 def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with each sequence to its private runs. Return out `[H, B, d]` and lse `[H, B]`."""
+    """Attend with the query of each sequence to its private runs `own[b]`. Return out `[H, B, d]` and lse `[H, B]`."""
     heads, batch, d = q.shape
     kv_heads = len(own[0][0].k)
     queries = q.view(kv_heads, -1, batch, d).permute(2, 0, 1, 3).contiguous()
@@ -68,7 +75,7 @@ def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> 
     lse = torch.empty(out.shape[:-1], dtype=wide, device=q.device)
     sizes = [sum(run.k.shape[1] for run in runs) for runs in own]
     assert min(sizes) > 0, "every sequence needs at least one private token"
-    # Group sequences of similar length, so that there is less padding than KV.
+    # Group sequences of similar length, so that padding takes less memory than KV.
     ascending = sorted(range(batch), key=sizes.__getitem__)
     for _, alike in groupby(ascending, key=lambda b: sizes[b].bit_length()):
         members = list(alike)
@@ -81,9 +88,17 @@ def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> 
 def _attend_padded(
     queries: torch.Tensor, own: Iterable[Sequence[Run]], members: Sequence[int], most: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with the sequences `members` of queries `[B, Hkv, G, d]`, each to at most `most` tokens.
+    """Attend with S sequences to their private runs. Each attends to at most `most` tokens.
 
-    Returns out `[S, Hkv, G, d]` and lse `[S, Hkv, G]`.
+    Args:
+        queries: Queries `[B, Hkv, G, d]` of the whole batch.
+        own: Private runs of each of the S sequences.
+        members: Indices of the S sequences in the batch.
+        most: Largest number of tokens in the private runs of a sequence.
+        scale: Factor by which scores q·k are multiplied.
+
+    Returns:
+        out `[S, Hkv, G, d]` and lse `[S, Hkv, G]`.
     """
     pieces = [(i, at, run) for i, runs in enumerate(own) for at, run in _placed(runs)]
     shape = (len(members), *queries.shape[1:3])
@@ -103,7 +118,7 @@ def _attend_padded(
 
 
 def _placed(runs: Sequence[Run]) -> Iterable[tuple[int, Run]]:
-    """Yield each run with the number of tokens before it."""
+    """Yield each run with the total number of tokens in the runs before it."""
     at = 0
     for run in runs:
         yield at, run

@@ -1,7 +1,7 @@
 """Token selection in torch: skewed scores, thresholds and top-n. The reference implementation of all faster kernels.
 
-If scores are equal, the lower token index wins. On the CPU, C code selects the same sets without a sort, if it could be
-compiled. Scores are float32 (float64 for float64 models) and finite or -inf.
+If scores are equal, the token with the lower index is selected first. On a CPU, C code selects the same sets without
+sorting, if it can be compiled. Scores are float32 (float64 for float64 models) and finite or -inf.
 """
 
 from __future__ import annotations
@@ -14,22 +14,27 @@ import torch
 from . import native
 
 GAUSSIAN_STEP = {2: 0.9957, 4: 0.3352, 8: 0.0308}
-"""Step of the uniform quantiser with 2^bits levels and the least mean squared error for a unit Gaussian, by bits (Max,
-1960, table II; 8 bits computed in the same way)."""
+"""Step of the uniform quantiser with 2^bits levels and the least mean squared error for a unit Gaussian, by bits.
+
+From Max, 1960, table II. The value for 8 bits was computed in the same way.
+"""
 
 
 def skew(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """Multiply queries or keys x `[Hkv, m, d]` with basis `[Hkv, d, r]` (InfiniGen eq. 2): `[Hkv, m, r]` in the dtype
-    of the basis."""
+    """Multiply queries or keys x `[Hkv, m, d]` by basis `[Hkv, d, r]` (InfiniGen eq. 2).
+
+    Returns:
+        `[Hkv, m, r]` in the dtype of the basis.
+    """
     return torch.bmm(x.to(basis.dtype), basis)
 
 
 def dot_scores(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Multiply q `[Hkv, G, r]` with keys `[Hkv, r, n]` of any dtype: scores `[Hkv, G, n]` in the dtype of q."""
+    """Multiply q `[Hkv, G, r]` by keys `[Hkv, r, n]` of any dtype. Return scores `[Hkv, G, n]` in the dtype of q."""
     if keys.dtype == q.dtype:
         return torch.bmm(q, keys)
-    # Widen half-precision keys one head at a time. A half-precision product is slower on a CPU, and its rounding error
-    # exceeds the difference between tokens.
+    # Convert half-precision keys to the dtype of q one head at a time. A half-precision product is slower on a CPU, and
+    # its rounding error exceeds the difference between the scores of different tokens.
     out = q.new_empty(q.shape[0], q.shape[1], keys.shape[2])
     for head, rows in enumerate(keys):
         torch.mm(q[head], rows.to(q.dtype), out=out[head])
@@ -42,22 +47,23 @@ def dot_scores(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def quantise(x: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
     """Quantise skewed keys x `[Hkv, m, d]` to uint8 codes `[Hkv, m, d]` from 0 to 2^bits - 1.
 
-    The levels are uniform around `mean` `[Hkv, d]` with distance `step` `[Hkv, d]`. Values beyond the last level are
-    clipped.
+    The levels of a column are `step` apart and centred on `mean`, both `[Hkv, d]`. Values beyond the first or last
+    level are clipped.
     """
     codes = ((x - mean.unsqueeze(1)) / step.unsqueeze(1)).floor_() + (1 << (bits - 1))
     return codes.clamp_(0, (1 << bits) - 1).to(torch.uint8)
 
 
 def dequantise(codes: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the middle of each code's interval, `[Hkv, m, d]`, in the dtype of `mean`."""
+    """Return the middle of the interval of each code, `[Hkv, m, d]`, in the dtype of `mean`."""
     return (codes.to(mean.dtype) - ((1 << bits) - 1) / 2) * step.unsqueeze(1) + mean.unsqueeze(1)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack the codes `[Hkv, f * m, d]` of f = 8 / bits neighbouring tokens into one byte: int8 `[Hkv, m, d]`.
+    """Pack the codes of f = 8 / bits adjacent tokens into one byte: `[Hkv, f * m, d]` becomes int8 `[Hkv, m, d]`.
 
-    Token f * i + j uses the bits from j * bits on of byte i. 128 is subtracted because `_int_mm` needs signed bytes.
+    Token f * i + j is in the bits from j * bits on of byte i. 128 is subtracted from each byte because `_int_mm` needs
+    signed bytes.
     """
     fields = 8 // bits
     tokens = codes.view(codes.shape[0], -1, fields, codes.shape[2])
@@ -68,7 +74,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack the codes of `pack` to uint8 `[Hkv, f * m, d]`."""
+    """Unpack bytes made by `pack` to codes, uint8 `[Hkv, f * m, d]`."""
     raw = packed.view(torch.uint8) ^ 128
     fields = [(raw >> (bits * field)) & ((1 << bits) - 1) for field in range(8 // bits)]
     return torch.stack(fields, 2).flatten(1, 2)
@@ -77,8 +83,8 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 def quantise_query(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise weights `[Hkv, G, d]` to int8 codes `[Hkv, G, d]` and scale `[Hkv, G, 1]`.
 
-    The codes are symmetric with one scale per query head. The rounding error is less than a fifth of the error of int4
-    keys.
+    The codes are symmetric around 0, with one scale per query head. The rounding error of the query is less than a
+    fifth of the rounding error of int4 keys.
     """
     scale = weights.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny * 127) / 127
     return (weights / scale).round_().to(torch.int8), scale
@@ -87,10 +93,11 @@ def quantise_query(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantised_scores(
     q: torch.Tensor, packed: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int
 ) -> torch.Tensor:
-    """Score skewed and scaled queries q `[Hkv, G, d]` with packed keys int8 `[Hkv, m, d]`: `[Hkv, G, f * m]`.
+    """Score queries q `[Hkv, G, d]`, skewed and scaled, with packed keys int8 `[Hkv, m, d]`. Return `[Hkv, G, f * m]`.
 
-    mean and step are `[Hkv, d]`. q k~^T = (q * step) (code - middle)^T + q mean^T, with q * step rounded to int8. So
-    the sum over columns is an exact integer, the same on every device.
+    A byte has the codes of f = 8 / bits tokens. mean and step `[Hkv, d]` are those of `quantise`. The score with a
+    dequantised key k~ is q k~^T = (q * step) (code - middle)^T + q mean^T. In it, q * step is rounded to int8. The sum
+    over columns is therefore an exact integer, the same on every device.
     """
     weights, scale, offset = _affine(q, mean, step, bits)
     sums = _code_sums_cpu if packed.device.type == "cpu" else code_sums
@@ -100,9 +107,9 @@ def quantised_scores(
 def _affine(
     q: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the query as int8 weights `[Hkv, G, d]`, and scale and offset `[Hkv, G, 1]`.
+    """Return int8 weights `[Hkv, G, d]`, a scale and an offset, both `[Hkv, G, 1]`, of each query.
 
-    A score is scale * (weighted sum of codes) + offset.
+    The score of a key is scale * (weighted sum of its codes) + offset.
     """
     weights, scale = quantise_query(q * step.unsqueeze(1))
     total = weights.sum(-1, keepdim=True, dtype=torch.int32)
@@ -110,18 +117,19 @@ def _affine(
 
 
 def code_sums(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Sum weights int8 `[Hkv, G, d]` times the codes in packed `[Hkv, m, d]` over the columns.
+    """Multiply weights int8 `[Hkv, G, d]` by the codes in packed int8 `[Hkv, m, d]` and sum over the columns.
 
-    Returns integers below 2^24 as `dtype`, `[Hkv, G, f * m]`.
+    Returns:
+        Integers below 2^24 in dtype `dtype`, `[Hkv, G, f * m]`.
     """
     return torch.bmm(weights.to(dtype), unpack(packed, bits).to(dtype).transpose(1, 2))
 
 
 def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Compute `code_sums` without widening the keys.
+    """Compute `code_sums` on a CPU without unpacking the keys to wider integers.
 
-    Each field is one pass of byte operations and one int8 product. Heads are processed one by one so that they stay in
-    the cache.
+    Each of the f codes in a byte takes one pass of byte operations and one int8 product. Heads are processed one by one
+    so that their data stays in the cache.
     """
     heads, rows, d = packed.shape
     fields = 8 // bits
@@ -129,7 +137,8 @@ def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype
     masked = torch.empty(rows if fields > 1 else 0, d, dtype=torch.int8)
     total = weights.sum(-1, keepdim=True, dtype=torch.int32)
     for head in range(heads):
-        # Masks that grow by one field: the difference of two products is the sum of one field.
+        # Each mask includes one more field than the previous one. The difference of two products is the sum for one
+        # field.
         below: torch.Tensor | int = 0
         for field in range(fields):
             if field < fields - 1:
@@ -146,34 +155,35 @@ def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype
 
 
 def floor_share(share: float, of: int) -> int:
-    """Return floor(share * of), with a tolerance for binary fractions: 0.3 of 10 is 3."""
+    """Return share * of, rounded down with a tolerance for binary fractions: 0.3 * 10 gives 3."""
     return math.floor(share * of + 1e-9)
 
 
 def selection_limit(candidates: int, max_fraction: float) -> int:
-    """Return the maximum number of tokens that a sequence may select: `max_fraction` of its candidates, rounded down.
+    """Return how many tokens a sequence may select: `max_fraction` of its candidates, rounded down.
 
-    At least 1 if there are candidates.
+    The result is at least 1 if there are candidates.
     """
     return max(min(1, candidates), floor_share(max_fraction, candidates))
 
 
 def token_count(passing: int, heads: int, limit: int) -> int:
-    """Return the number of tokens that each KV head of a layer selects (paper §4.3).
+    """Return how many tokens each KV head of a layer selects (paper §4.3).
 
-    It is the mean number of passing tokens over `heads` query heads (`passing` in total), rounded up, and at most
-    `limit`. It is 0 if none passes, because there are no candidates or their scores are NaN.
+    A token passes a query head if its score is near the head's maximum. `passing` counts the passing tokens of all
+    `heads` query heads together. The result is passing / heads, rounded up, and at most `limit`. It is 0 if no token
+    passes, because there are no candidates or their scores are NaN.
     """
     return min(-(-passing // heads), limit)
 
 
 def group_scores(scores: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-    """Return one score per KV head `[Hkv, n]` from scores `[Hkv, G, n]`: the maximum of log-softmax over the group.
+    """Combine scores `[Hkv, G, n]` to one score per KV head `[Hkv, n]`: the maximum of log-softmax over the group.
 
-    `lse` `[Hkv, G, 1]` is the logarithm of the softmax denominator. With `lse` None (G = 1), return the scores
-    themselves.
+    `lse` `[Hkv, G, 1]` is the logarithm of the softmax denominator. If `lse` is None (G = 1), return the scores
+    unchanged.
     """
-    # log-softmax orders tokens as softmax does, and does not underflow.
+    # log-softmax orders tokens in the same way as softmax, and does not underflow.
     return scores[:, 0] if lse is None else (scores - lse).amax(1)
 
 
@@ -186,13 +196,13 @@ def group_lse(scores: torch.Tensor) -> torch.Tensor | None:
 
 
 def top_tokens(values: torch.Tensor, n: int) -> torch.Tensor:
-    """Return the indices, int64 `[Hkv, n]`, of the n largest values in each row of `[Hkv, m]`.
+    """Return the indices, int64 `[Hkv, n]`, of the n largest values in each row of `values` `[Hkv, m]`.
 
-    The indices are ordered as in `select_tokens`. If values are equal, the lower index wins.
+    The indices are in the order of `select_tokens`. If values are equal, the lower index is selected.
     """
     if values.device.type != "cpu":
         return values.sort(dim=1, descending=True, stable=True).indices[:, :n]
-    # Every value passes an infinite threshold, so the best n remain.
+    # Every value passes an infinite threshold, so the n largest are selected.
     return select_tokens(values.unsqueeze(1), math.inf, n)
 
 
@@ -201,12 +211,13 @@ def select_tokens(scores: torch.Tensor, alpha: float, limit: int) -> torch.Tenso
 
     Args:
         scores: Scores `[Hkv, G, N]` of N candidates.
-        alpha: Largest distance of a passing score from the maximum of its head.
-        limit: Largest number of tokens to select.
+        alpha: A token passes a query head if its score is within `alpha` of the largest score of that head. Only tokens
+            that pass at least one head are selected.
+        limit: Largest number of tokens to select per KV head.
 
     Returns:
-        Candidate indices int64 `[Hkv, n]`, without duplicates in a row. Ascending on the CPU, best first on other
-        devices.
+        Candidate indices int64 `[Hkv, n]`, without duplicates within a head. They are ascending on a CPU, and in
+        descending order of scores on other devices.
     """
     if scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.shape[2]:
         lse = group_lse(scores)
@@ -220,10 +231,11 @@ def select_tokens(scores: torch.Tensor, alpha: float, limit: int) -> torch.Tenso
 def select_tokens_reference(
     scores: torch.Tensor, alpha: float, limit: int, lse: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute `select_tokens` in plain torch (reference implementation). `lse` is `group_lse` of the scores, if known.
+    """Compute `select_tokens` in plain torch. `lse` is the `group_lse` of the scores; None computes it.
 
-    A token passes a query head if its score is within `alpha` of the maximum of that head. Each KV head takes the n
-    best of the tokens that pass any head of the layer, best first. There are always at least n such tokens.
+    A token passes a query head if its score is within `alpha` of the maximum of that head. Each KV head selects the n
+    best of the tokens that pass any head of the layer, in descending order of scores. There are always at least n such
+    tokens.
     """
     kv_heads, group, candidates = scores.shape
     if candidates == 0:
@@ -237,29 +249,29 @@ def select_tokens_reference(
 
 @dataclass(frozen=True, eq=False)
 class ScoreQuery:
-    """Scores `[Hkv, G, n]` of the tokens of one sequence."""
+    """Scores `[Hkv, G, n]` of n adjacent tokens of one sequence."""
 
     scores: torch.Tensor
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:
-        """Select tokens by `select_tokens`. Returns int64 `[Hkv, m]`, relative to the first token."""
+        """Select tokens with `select_tokens`. Return int64 `[Hkv, m]`, relative to the first scored token."""
         return select_tokens(self.scores, alpha, limit)
 
 
 def extend_selection(scores: torch.Tensor, attended: torch.Tensor, max_missed: float, most: int) -> torch.Tensor:
     """Select tokens in addition to `attended` until the missed attention mass is at most `max_missed`.
 
-    This mass is the mean over query heads. Each KV head takes its m best tokens, by the largest softmax of the
-    group. m is the smallest number that suffices, at most `most`.
+    The missed attention mass is the mean over query heads. Each KV head selects its m best tokens, ranked by their
+    largest softmax weight in the group. m is the smallest number that suffices, at most `most`.
 
     Args:
         scores: Scores `[Hkv, G, n]` of all visible tokens with the true query.
-        attended: bool `[Hkv, n]`. At least `most` tokens of each row are not attended.
-        max_missed: Largest missed attention mass.
-        most: Largest number of tokens per KV head.
+        attended: Whether each token is already attended, bool `[Hkv, n]`. In each head, at least `most` tokens are not.
+        max_missed: Largest missed attention mass, in [0, 1].
+        most: Largest number of additional tokens per KV head.
 
     Returns:
-        Token indices int64 `[Hkv, m]`.
+        Token indices int64 `[Hkv, m]`, relative to the first visible token.
     """
     missing = torch.softmax(scores, -1).masked_fill(attended.unsqueeze(1), 0)
     missed = float(missing.sum(-1).mean())

@@ -1,13 +1,12 @@
 """Distribute the parts of a computation over threads that sleep between calls.
 
-`run` distributes a C call over a persistent team of threads (`team.c`). A kernel's function
-`void name(const void *call, int64_t part)` computes one part. It is safe to call for different parts at once, and
-starts no threads. Kernels with several
-stages call the team themselves, at the address `runner()` (`team.h`). `share` does the same with a Python function
-whose work releases the GIL, such as torch's matrix products.
+`run` distributes a C call over a persistent team of threads (`team.c`). A kernel's function `void name(const void
+*call, int64_t part)` computes one part. It may be called for different parts at the same time, and must not start
+threads. Kernels with several stages call the team themselves, at the address `runner()` (`team.h`). `share` does the
+same with a Python function whose work releases the GIL, such as torch's matrix products.
 
-A decode step runs hundreds of small torch operations, each too short for several threads: waking OpenMP's threads
-takes longer. So the engine runs torch's own operations on one thread (`torch_on_one_thread`).
+A decode step runs hundreds of small torch operations. Each is so short that waking OpenMP's threads would take longer
+than the operation. The engine therefore runs torch's own operations on one thread (`torch_on_one_thread`).
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ _outer = threading.local()
 
 
 def run(function: Any, call: ctypes.Structure, parts: int, threads: int) -> None:
-    """Call `function(call, part)` for each part in `range(parts)`, on at most `threads` threads including this one.
+    """Call the C function `function(call, part)` for each part in `range(parts)`.
 
-    `function` is a function of a `ctypes.CDLL`.
+    At most `threads` threads are used, including the calling thread. `function` is an attribute of a `ctypes.CDLL`.
     """
     library = _library()
     assert library is not None, "the library of `function` was compiled, so this one can be"
@@ -43,7 +42,7 @@ def run(function: Any, call: ctypes.Structure, parts: int, threads: int) -> None
 
 @cache
 def runner() -> int:
-    """Return the address of `team_run`, for kernels that call it."""
+    """Return the address of `team_run`, for C kernels that distribute their stages themselves."""
     library = _library()
     assert library is not None, "the kernel was compiled, so the team can be"
     address = ctypes.cast(library.team_run, ctypes.c_void_p).value
@@ -52,7 +51,7 @@ def runner() -> int:
 
 
 def share(compute: Callable[[int], None], parts: int) -> None:
-    """Call `compute(part)` for each part in `range(parts)`, on up to `threads()` threads including this one.
+    """Call `compute(part)` for each part in `range(parts)`, on up to `threads()` threads including the calling thread.
 
     torch uses one thread inside `compute`.
     """
@@ -69,22 +68,22 @@ def share(compute: Callable[[int], None], parts: int) -> None:
     try:
         work()
     finally:
-        for helper in waiting:  # a helper that has not started is not needed any more
+        for helper in waiting:  # Helper threads that have not started yet are no longer needed.
             if not helper.cancel():
                 helper.result()
 
 
 def threads() -> int:
-    """Return the number of threads that kernels may use: torch's setting, but at most one per processor."""
+    """Return the number of threads that kernels may use: torch's setting, at most the number of processors."""
     outer = getattr(_outer, "threads", None)
     return min(torch.get_num_threads() if outer is None else outer, _processors())
 
 
 @contextmanager
 def torch_on_one_thread(*, helpers: bool = True) -> Iterator[None]:
-    """Run torch's own operations in this thread without OpenMP threads.
+    """Context in which torch's own operations in the calling thread do not use OpenMP threads.
 
-    `run` and `share` still use all threads; with `helpers=False`, they use only this one.
+    `run` and `share` still use all threads. With `helpers=False`, they use only the calling thread.
     """
     count = torch.get_num_threads()
     if count == 1:
@@ -103,7 +102,7 @@ def torch_on_one_thread(*, helpers: bool = True) -> Iterator[None]:
 
 
 def engine_threads(device: torch.device) -> AbstractContextManager[None]:
-    """Return the context for computations of the engine on `device`: `torch_on_one_thread` on a CPU."""
+    """Return the context for the engine's computations on `device`: `torch_on_one_thread` if it is a CPU."""
     return torch_on_one_thread() if device.type == "cpu" else nullcontext()
 
 

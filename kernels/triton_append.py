@@ -1,11 +1,11 @@
 """Append the newest token to the KV and the scoring keys on the device, in Triton.
 
-K and V are copied to the kept KV. The key is also skewed and stored as a column of the partial keys, or quantised and
-packed into its byte.
+K and V are copied to the resident KV. The key is also skewed. It is then stored as a column of the partial keys, or
+quantised and packed into a byte of the packed keys.
 
-Traffic per KV head: d * r elements of the basis (4 bytes each), d of the key, r of the result. References:
-`lists.keep_rows`, `lists.append_partial`, `lists.append_quantised`. Sums over d are float32 in another order than
-torch's. A value halfway between two codes may be rounded to either.
+Memory traffic per KV head: d * r elements of the basis (4 bytes each), d elements of the key, r elements of the result.
+References: `lists.keep_rows`, `lists.append_partial`, `lists.append_quantised`. Sums over d are computed in float32, in
+another order than torch's. A value halfway between two codes may therefore get either code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from .pointer_table import FIELDS, PointerTable
 
 _COLUMNS = 16
-"""Columns per program."""
+"""Number of columns per program."""
 
 _FIELDS = tl.constexpr(FIELDS)
 
@@ -33,7 +33,7 @@ def _skewed(
     d: tl.constexpr,
     D: tl.constexpr,
 ) -> tl.tensor:
-    """Return columns `column` of the skewed key of list p, float32."""
+    """Return columns `column` of the skewed key of list p in float32."""
     row = tl.arange(0, D)
     key = tl.load(k + p * d + row, mask=row < d, other=0.0).to(tl.float32)
     tile = tl.load(basis + (p % heads) * d * r + row[:, None] * r + column[None, :],
@@ -46,7 +46,7 @@ def _partial(
     k: tl.tensor, basis: tl.tensor, table: tl.tensor, slots: tl.tensor, bases: tl.tensor, heads: tl.tensor,
     r: tl.tensor, KEYS: tl.constexpr, d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, c): columns [c * COLUMNS, ...) of list p."""
+    """Skew the key of list p and store columns [c * COLUMNS, (c + 1) * COLUMNS), in program (p, c)."""
     p = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     skewed = _skewed(k, basis, p, bases, column, r, d, D)
@@ -62,7 +62,10 @@ def _quantised(
     heads: tl.tensor, r: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, column block): pack the codes of the key of list p. Other tokens in its bytes keep their codes."""
+    """Skew and quantise the key of list p and pack the codes of column block c, in program (p, c).
+
+    Codes of other tokens in the same bytes do not change.
+    """
     p, slot = tl.program_id(0).to(tl.int64), tl.load(slots + tl.program_id(0))
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     skewed = _skewed(k, basis, p, heads, column, r, d, D)
@@ -85,7 +88,7 @@ def _keep(
     k: tl.tensor, v: tl.tensor, table: tl.tensor, places: tl.tensor, heads: tl.tensor,
     d: tl.constexpr, D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program p: copy K and V of list p."""
+    """Copy K and V of list p to the resident KV, in program p."""
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     own = table + p // heads * _FIELDS
     step = tl.load(own + 1)
@@ -129,7 +132,7 @@ def append_quantised(
 
 
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """Run `lists.keep_rows` in one launch. k, v and the kept KV must have the same dtype."""
+    """Run `lists.keep_rows` in one launch. k, v and the resident KV must have the same dtype."""
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and k.dtype == v.dtype == kept.dtype
     assert kept.lists == 2 * lists and kept.tensors[0].shape[2] == d and places.shape == (len(kept.tensors),)
@@ -137,5 +140,5 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Return Triton's name of a floating-point dtype."""
+    """Return the Triton dtype of a floating-point torch dtype."""
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

@@ -1,7 +1,7 @@
 """Sparse decode attention with grouped queries in Triton, and the merge of parts by their log-sum-exp.
 
-Each valid K and V is read once for all G query heads of its group. Every list is cut into pieces, so that even one
-sequence fills the device. The results of the pieces are merged.
+A list is the KV of one KV head of one sequence. Each K and V is read once for all G query heads of its group. Every
+list is cut into pieces, so that even one sequence occupies all multiprocessors. The results of the pieces are merged.
 
 Products of half-precision KV are exact in float32. The softmax weights are rounded to the dtype of the KV before the
 second product, except under the interpreter, whose half-precision products are wrong. In addition to float32 rounding,
@@ -16,13 +16,15 @@ import triton
 import triton.language as tl
 
 _STEP_BYTES = 1 << 14
-"""Size of K (and of V) per step in bytes. The steps in flight then fit the shared memory of consumer cards (99 KiB)."""
+"""Number of bytes of K (and of V) that a loop step reads. The steps in flight then fit the shared memory of consumer
+cards (99 KiB).
+"""
 
 PIECE_ROWS = 256
-"""KV vectors per program."""
+"""Number of KV vectors per piece. One program computes one piece."""
 
 _PARTS = 16
-"""Parts that the merge reads at once."""
+"""Number of parts that the merge reads at a time."""
 
 
 @triton.jit
@@ -34,8 +36,8 @@ def attend_rows(
     """Attend with queries `[QUERIES, D]` to rows [begin, stop), with an online softmax.
 
     The rows start at k and v and are `k_row` and `v_row` elements apart. Returns the largest score and the sum of
-    exp(score - largest) of each query `[QUERIES]`, -inf and 0 if there are no rows. Also returns the values weighted by
-    these exponentials `[QUERIES, D]`.
+    exp(score - largest) of each query, both `[QUERIES]`; -inf and 0 if there are no rows. The third result is the sum
+    of the values weighted by these exponentials, `[QUERIES, D]`.
     """
     column = tl.arange(0, D)
     if WIDEN:
@@ -66,9 +68,9 @@ def store_part(
     outs: tl.tensor, lses: tl.tensor, first: tl.tensor, peak: tl.tensor, total: tl.tensor, acc: tl.tensor,
     some: tl.tensor, d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the result of `attend_rows` for G query heads as rows [first, first + G) of a part.
+    """Store the result of `attend_rows` for G query heads in rows [first, first + G) of `outs` and `lses`.
 
-    The lse is always stored, out only if the part has KV vectors (`some`).
+    The lse is always stored. The output is stored only if the part has KV vectors (`some`).
     """
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
     lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
@@ -85,9 +87,9 @@ def _attend(
     d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, s): rows [s * PIECE, ...) of list p, with an online softmax.
+    """Attend to rows [s * PIECE, (s + 1) * PIECE) of list p, in program (p, s).
 
-    Writes part s: lse, and out `[G, d]` unless it has no rows.
+    Stores the lse of part s, and its output `[G, d]` unless the piece has no valid rows.
     """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
@@ -105,7 +107,7 @@ def _merge(
     outs: tl.tensor, lses: tl.tensor, out: tl.tensor, lse: tl.tensor, parts: tl.tensor, rows: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program r: merge row r of all parts."""
+    """Merge row r of all parts, in program r."""
     r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
     every = tl.load(lses + tl.arange(0, ALL) * rows + r, mask=tl.arange(0, ALL) < parts, other=float("-inf"))
     peak = tl.max(every, 0)
@@ -124,9 +126,9 @@ def _merge(
 
 
 def steps(d: int, itemsize: int) -> dict[str, int]:
-    """Return the rows per step and the number of steps that the compiler keeps in flight.
+    """Return the number of rows per loop step, and the number of steps that the compiler loads ahead.
 
-    A product needs at least 16 rows. If these exceed `_STEP_BYTES`, fewer steps are in flight.
+    A matrix product needs at least 16 rows. If 16 rows exceed `_STEP_BYTES`, fewer steps are loaded ahead.
     """
     width: int = triton.next_power_of_2(d)
     rows = _STEP_BYTES // (max(16, width) * itemsize)
@@ -136,8 +138,10 @@ def steps(d: int, itemsize: int) -> dict[str, int]:
 def attend_counted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `lists.attend_counted` in one launch and a merge. q, k and v must have one dtype: float32, float16 or
-    bfloat16."""
+    """Run `lists.attend_counted` in one launch and a merge.
+
+    q, k and v must have the same dtype: float32, float16 or bfloat16.
+    """
     lists, group, d = q.shape
     pieces = max(1, triton.cdiv(k.shape[1], PIECE_ROWS))
     outs = torch.empty(pieces, lists * group, d, dtype=torch.float32, device=q.device)
@@ -156,9 +160,9 @@ def attend_pieces(
     lses: torch.Tensor,
     scale: float,
 ) -> None:
-    """Run `attend_counted` without the merge, in parts of PIECE_ROWS rows.
+    """Run `attend_counted` without the merge. Each part is a piece of PIECE_ROWS KV vectors.
 
-    Writes outs `[pieces, P * G, d]` and lses `[pieces, P * G]`, float32.
+    Writes the float32 results outs `[pieces, P * G, d]` and lses `[pieces, P * G]`.
     """
     (lists, group, d), listed = q.shape, k.shape[1]
     assert k.shape == v.shape == (lists, listed, d) and q.dtype == k.dtype == v.dtype and counts.shape == (lists,)

@@ -1,7 +1,7 @@
-"""Read, write and append entries of lists in one tensor per sequence (`PointerTable`), in Triton.
+"""Read, write and append the entries that scoring policies store for each token or page, in Triton.
 
-One program handles a tile of one list. References: `lists.read_lists`, `lists.write_lists`, `lists.append_entries`,
-`lists.within`.
+The entries of a sequence are in one tensor (`PointerTable`). A list is the part of one KV head. One program handles a
+tile of one list. References: `lists.read_lists`, `lists.write_lists`, `lists.append_entries`, `lists.within`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .pointer_table import FIELDS, PointerTable
 from .triton_scores import store_scores
 
 _NUMBERS = 4096
-"""Numbers per program."""
+"""Number of elements per program."""
 
 _FIELDS = tl.constexpr(FIELDS)
 
@@ -25,7 +25,10 @@ def _copy(
     lists: tl.tensor, table: tl.tensor, counts: tl.tensor, heads: tl.tensor, rows: tl.tensor,
     w: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, WRITE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i): copy rows [i * ROWS, ...) of the first counts[b] tokens of list p. Later rows read as 0."""
+    """Copy rows [i * ROWS, (i + 1) * ROWS) of list p between `lists` and the sequence's tensor, in program (p, i).
+
+    Only rows of the first `counts[b]` tokens are copied. When reading, later rows are set to 0.
+    """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     own, known = table + p // heads * _FIELDS, (tl.load(counts + p // heads) + PAGE - 1) // PAGE
@@ -45,7 +48,10 @@ def _append(
     entries: tl.tensor, table: tl.tensor, slots: tl.tensor, heads: tl.tensor,
     w: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program p: store the entry of list p. If its page has earlier tokens, store the minimum."""
+    """Store the newest entry of list p, in program p.
+
+    If its page has earlier tokens, store the minimum of both entries.
+    """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     slot, own = tl.load(slots + p), table + p // heads * _FIELDS
     known = (column < w) & (slot >= 0)
@@ -62,7 +68,7 @@ def _within(
     tokens: tl.tensor, blocks: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i): scores of the pages [i * BLOCK, ...) of list p."""
+    """Mask the scores of pages [i * BLOCK, (i + 1) * BLOCK) of list p and compute statistics, in program (p, i)."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
     real = (head < G)[:, None] & (token < tokens)[None, :]
@@ -73,7 +79,7 @@ def _within(
 
 
 def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
-    """Run `lists.within` in one launch. Scores are float32 and contiguous."""
+    """Run `lists.within` in one launch. `scores` must be float32 and contiguous."""
     count, group, tokens = scores.shape
     assert scores.dtype == torch.float32 and scores.is_contiguous() and starts.shape == stops.shape == (count,)
     width = triton.next_power_of_2(group)

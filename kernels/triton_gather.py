@@ -1,11 +1,11 @@
-"""Gather and write rows by tables and ids that stay on the device, in Triton.
+"""Gather and write rows of the KV pool in Triton. Row indices stay on the device.
 
 The rows are in page-locked host memory, which the device reads and writes in place, or in device memory. Each valid row
-is transferred once and written to device memory once. The token or id adds 8 bytes per row. Rows are copied as integer
+is transferred once and written to device memory once. Its index adds 8 bytes of traffic. Rows are copied as integer
 words, so one kernel handles any format and width (quantised rows have odd widths).
 
-A gather has just enough programs to saturate the host-to-device transfer. Each program handles several blocks of rows.
-The other multiprocessors stay free for concurrent computation. References: `lists.gather_rows`, `lists.gather_tokens`,
+A gather has just enough programs to saturate the host-to-device bus. Each program copies several blocks of rows. The
+remaining multiprocessors are free for concurrent computation. References: `lists.gather_rows`, `lists.gather_tokens`,
 `lists.write_rows`.
 """
 
@@ -18,11 +18,14 @@ import triton.language as tl
 from ..core import BLOCK_SIZE
 
 PROGRAMS = 32
-"""Programs per gather. With 8 KiB blocks they request 256 KiB at once. A 50 GB/s bus with a latency of 2 us needs 100
-KiB in flight. `offload-rt eval gpu --part kernels` measures other numbers."""
+"""Number of programs per gather.
+
+With blocks of 8 KiB (K and V), they request 256 KiB at a time. A 50 GB/s bus with a latency of 2 us needs 100 KiB in
+flight. `offload-rt eval gpu --part kernels` measures other numbers of programs.
+"""
 
 _BLOCK_BYTES = 1 << 12
-"""Size of K (and of V) in bytes that a program requests before the first use."""
+"""Number of bytes of K (and of V) that a program requests before it writes the first byte."""
 
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 _BLOCK_SIZE = tl.constexpr(BLOCK_SIZE)
@@ -33,8 +36,9 @@ def _gather(
     rows: tl.tensor, ids: tl.tensor, counts: tl.tensor, out: tl.tensor, lists: tl.tensor, listed: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program i: blocks i, i + n, ... of BLOCK rows, where n is the number of programs."""
-    # WORDS (per row) is constant, so that the compiler knows the alignment of rows and uses 16-byte loads if possible.
+    """Copy the blocks i, i + n, i + 2n, ... of BLOCK rows each, in program i of n."""
+    # WORDS is the number of words per row. It is a constant, so that the compiler knows the alignment of rows and uses
+    # 16-byte loads if possible.
     columns, blocks = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
     for item in range(tl.program_id(0), lists * blocks, tl.num_programs(0)):
         p, at = (item // blocks).to(tl.int64), item % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -50,7 +54,10 @@ def _gather_tokens(
     lists: tl.tensor, listed: tl.tensor, heads: tl.tensor, blocks: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Gather K and V of BLOCK tokens at a time, like `_gather`. Without COUNTED, all tokens are valid."""
+    """Copy K and V of the blocks i, i + n, i + 2n, ... of BLOCK tokens each, in program i of n.
+
+    Without COUNTED, all tokens are valid.
+    """
     columns, tiles = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
     for item in range(tl.program_id(0), lists * tiles, tl.num_programs(0)):
         p, first = (item // tiles).to(tl.int64), item % tiles * BLOCK
@@ -78,7 +85,7 @@ def _write(
     rows: tl.tensor, k: tl.tensor, v: tl.tensor, newest: tl.tensor, planes: tl.tensor, heads: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program p: write K and V of list p."""
+    """Write K and V of list p to their rows, in program p."""
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     row = tl.load(newest + p // heads)
     mask = (column < WORDS) & (row >= 0)
@@ -92,7 +99,7 @@ def gather_rows(
 ) -> None:
     """Run `lists.gather_rows` in one launch of at most `programs` programs.
 
-    `rows` `[R, w]` is contiguous, in device memory or in host memory page-locked by CUDA. All other tensors are on the
+    `rows` `[R, w]` must be contiguous, in device memory or in page-locked host memory. All other tensors are on the
     device.
     """
     lists, listed = ids.shape
@@ -144,8 +151,11 @@ def write_rows(
 
 
 def _words(rows: torch.Tensor) -> tuple[torch.dtype, dict[str, int]]:
-    """Return the dtype of the largest word that divides a row, the words per row, this number padded to a power of two,
-    and the rows per block."""
+    """Return how to copy rows as integer words.
+
+    The result is the dtype of the largest word whose size divides the size of a row, and the kernel arguments: words
+    per row, this number rounded up to a power of two, and rows per block.
+    """
     row_bytes = rows.shape[1] * rows.itemsize
     size = next(size for size in _WORDS if row_bytes % size == 0 and rows.data_ptr() % size == 0)
     block = max(1, _BLOCK_BYTES // triton.next_power_of_2(row_bytes))

@@ -1,12 +1,13 @@
 """Score low-bit keys of a batch and merge approximate with exact attention, in Triton.
 
-Traffic per token and KV head: scoring reads d / 2 + 1 bytes and writes 4 * G. Approximate attention reads each packed
-key and value and their two steps once for all G query heads of a group, d * (4 + bits) / 8 + 2 bytes, and one byte that
-marks excluded tokens.
+Memory traffic per token and KV head: scoring reads d / 2 + 1 bytes and writes 4 * G bytes. Approximate attention reads
+d * (4 + bits) / 8 + 2 bytes once for all G query heads of a group: the packed key, the packed value and their steps. It
+also reads one byte that marks excluded tokens.
 
-Scores are integers before scaling. The softmax weights, multiplied with the steps, are rounded to bfloat16 before the
-second product (not under the interpreter). Approximate attention computes its own scores: it uses the true query, while
-selection may use a speculated one. References: `low_bit_lists`, and `low_bit.approximate_attention` for one sequence.
+Scores are integers before scaling. The softmax weights are multiplied by the steps of the values and rounded to
+bfloat16 before they multiply the codes (not under Triton's interpreter). Approximate attention computes its own scores:
+it uses the true query, while selection may use a predicted query. References: `low_bit_lists`, and
+`low_bit.approximate_attention` for one sequence.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from .triton_low_bit_rows import addressed, block_of, decoded_steps, padded_size
 from .triton_scores import _outputs, _rint, store_scores
 
 _SCORED = 4 * BLOCK
-"""Tokens per program of `_score`, all in one page. A program of `_attend` handles one page."""
+"""Number of tokens per program of `_score`, all in one page. A program of `_attend` handles one page."""
 
 _LOOKED_UP = 512
-"""Tokens per program of `_hide`."""
+"""Number of tokens per program of `_hide`."""
 
 _PARTS = 16
-"""Parts that the merge reads at once."""
+"""Number of parts that the merge reads at a time."""
 
 _BLOCK, _MIDDLE = tl.constexpr(BLOCK), tl.constexpr(((1 << KEY_BITS) - 1) / 2)
 
@@ -45,8 +46,8 @@ def _weights(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Quantise the queries of list p as `selection.quantise_query` does.
 
-    Returns int8 weights `[GROUP, K]` of the lower and the upper half of the channels, and per query `[GROUP]`: the sum
-    of the weights times the middle of the codes, the scale, and the score with the mean.
+    Returns int8 weights `[GROUP, K]` of the lower and the upper half of the channels, followed by three numbers per
+    query, `[GROUP]`: the sum of its weights times the middle code, its scale, and its score with the mean.
     """
     head, byte = tl.arange(0, GROUP), tl.arange(0, K)
     known = (head < G)[:, None] & (byte < KEYS)[None, :]
@@ -65,7 +66,10 @@ def _weights(
 
 @triton.jit
 def _products(low: tl.tensor, high: tl.tensor, keys: tl.tensor) -> tl.tensor:
-    """Return weights times the codes of packed keys `[K, n]`: integers as float32 `[GROUP, n]`."""
+    """Return int8 query weights times the codes of packed keys `[K, n]`, summed over channels.
+
+    The results are integers, as float32 `[GROUP, n]`.
+    """
     sums = tl.dot(low, (keys & 15).to(tl.int8), out_dtype=tl.int32)
     sums += tl.dot(high, (keys >> 4).to(tl.int8), out_dtype=tl.int32)
     return sums.to(tl.float32)
@@ -79,7 +83,10 @@ def _score(
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i): tokens [i * TOKENS, ...) of list p. Programs outside the range read no keys."""
+    """Score tokens [i * TOKENS, (i + 1) * TOKENS) of list p, in program (p, i).
+
+    A program without tokens in [start, stop) reads no keys.
+    """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
     token, byte = piece * TOKENS + tl.arange(0, TOKENS), tl.arange(0, K)
@@ -105,7 +112,7 @@ def scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Run `low_bit_lists.scores` in one launch. Queries and scores are float32."""
+    """Run `low_bit_lists.scores` in one launch. Queries must be float32; scores are float32."""
     lists, group, d = q.shape
     assert table.lists == lists and q.is_contiguous() and mean.shape == (table.heads, d)
     assert q.dtype == mean.dtype == torch.float32 and mean.is_contiguous() and starts.shape == stops.shape == (lists,)
@@ -127,10 +134,10 @@ def _hide(
     chosen: tl.tensor, counts: tl.tensor, starts: tl.tensor, stops: tl.tensor, hidden: tl.tensor, n: tl.tensor,
     tokens: tl.tensor, halvings: tl.tensor, TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i): mark which of the tokens [i * TOKENS, ...) are excluded.
+    """Mark the excluded tokens among [i * TOKENS, (i + 1) * TOKENS) of list p, in program (p, i).
 
-    Excluded are tokens outside [start, stop) and the first `counts[p]` of chosen `[P, n]`, in ascending order. A binary
-    search finds the first chosen token of the block.
+    These are the tokens outside [start, stop), and the first `counts[p]` tokens of chosen `[P, n]`, which is in
+    ascending order. A binary search finds the first chosen token of the block.
     """
     p, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS
     place, own = tl.arange(0, TOKENS), chosen + p * n
@@ -149,7 +156,7 @@ def _hide(
 
 @triton.jit
 def _levels(raw: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr) -> tl.tensor:
-    """Unpack field FIELD of packed values, centred on 0."""
+    """Unpack field FIELD of packed values. The result is centred on 0."""
     codes = ((raw >> (FIELD * BITS)) & ((1 << BITS) - 1)).to(tl.float32) - ((1 << BITS) - 1) * 0.5
     return codes if WIDEN else codes.to(tl.bfloat16)
 
@@ -159,7 +166,7 @@ def _mixed(
     acc: tl.tensor, kept: tl.tensor, weights: tl.tensor, raw: tl.tensor,
     FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Scale acc `[GROUP, V]` by kept `[GROUP]`, and add the values of one field with weights `[GROUP, 64]`."""
+    """Scale acc `[GROUP, V]` by kept `[GROUP]`. Add the values of field FIELD, weighted by weights `[GROUP, 64]`."""
     return acc * kept[:, None] + tl.dot(weights, _levels(raw, FIELD, BITS, WIDEN), input_precision="ieee")
 
 
@@ -168,7 +175,7 @@ def _store_field(
     outs: tl.tensor, first: tl.tensor, acc: tl.tensor, total: tl.tensor,
     d: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, FIELD: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the channels of one field for rows [first, first + G) of a part."""
+    """Store the channels of field FIELD in rows [first, first + G) of `outs`."""
     head, column = tl.arange(0, GROUP), tl.arange(0, V)
     at = outs + (first + head)[:, None] * d + FIELD * VALUES + column[None, :]
     tl.store(at, acc / total[:, None], mask=(head < G)[:, None] & (column < VALUES)[None, :])
@@ -190,10 +197,11 @@ def _attend(
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr, CAPPED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, s): blocks [s * PIECE, ...) of list p within its range, with an online softmax.
+    """Attend to the blocks [s * PIECE, (s + 1) * PIECE) of list p, in program (p, s), with an online softmax.
 
-    Writes part s: lse, and out `[G, d]` unless it has no blocks (0 if all tokens are excluded). KEYS and VALUES are the
-    sizes of a packed key and value in bytes, K and V the padded sizes.
+    Stores the lse of part s, and its output `[G, d]` unless no block is in the range of the list. The output is 0 if
+    all tokens are excluded. KEYS and VALUES are the sizes in bytes of a packed key and a packed value. K and V are the
+    same sizes, rounded up for the matrix products.
     """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin = tl.maximum(tl.load(starts + p) // _BLOCK, piece * PIECE)
@@ -250,10 +258,10 @@ def _join(
     lse: tl.tensor, parts: tl.tensor, rows: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (r, c): merge COLUMNS channels of row r of all approximate parts and of the exact attention.
+    """Merge COLUMNS channels of row r of all approximate parts and of the exact attention, in program (r, c).
 
-    The approximate parts are multiplied with mixing `[d, d]` to undo the mixing of values. The first program of a row
-    also stores its lse.
+    The merged approximate output is multiplied by mixing `[d, d]` to undo the mixing of values. The first program of a
+    row also stores its lse.
     """
     r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
     every = tl.load(lses + tl.arange(0, ALL) * rows + r, mask=tl.arange(0, ALL) < parts, other=float("-inf"))
@@ -263,7 +271,7 @@ def _join(
     whole = tl.maximum(tl.sum(tl.exp(every - safe), 0) + tl.exp(own - safe), 1e-30)
     if tl.program_id(1) == 0:
         tl.store(lse + r, tl.where(peak == float("-inf"), peak, safe + tl.log(whole)))
-    # Every program of a row reads all parts. This is faster than waiting for one program that merges them.
+    # Every program of a row reads all parts. This is faster than a separate launch that merges them first.
     acc = tl.zeros((D,), tl.float32)
     for first in range(0, parts, PARTS):
         at = (first + part) * rows + r
@@ -292,7 +300,7 @@ def merge_approximate(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `low_bit_lists.merge_approximate` in three launches, all in float32."""
+    """Run `low_bit_lists.merge_approximate` in three launches, with float32 inputs and outputs."""
     lists, group, d = q.shape
     assert out.shape == q.shape and lse.shape == (lists, group) and out.is_contiguous() and lse.is_contiguous()
     assert out.dtype == lse.dtype == mixing.dtype == torch.float32 and mixing.is_contiguous()
@@ -328,10 +336,13 @@ def approximate_attention(
 
 
 class FusedQuery(LowBitQuery):
-    """Low-bit query on a GPU. Approximate attention computes its scores in the same pass."""
+    """Low-bit query on a GPU.
+
+    Approximate attention does not reuse stored scores, but computes scores in the same pass.
+    """
 
     def approximate(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the tokens that are not in skip (`approximate_attention`)."""
+        """Attend to the tokens that are not in `skip` (see `approximate_attention`)."""
         return approximate_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
 
 
@@ -347,10 +358,12 @@ def _parts(
     tokens: int,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the low-bit KV that is not excluded, in pieces, with two launches.
+    """Attend to the low-bit KV of tokens that are not excluded, in two launches, without the merge of the pieces.
 
-    Returns outs `[pieces, P * G, d]` and lses `[pieces, P * G]`. Only the first `counts` entries of chosen within
-    [start, stop) have an effect.
+    Only entries of `chosen` that are before `counts[p]` and within [start, stop) exclude a token.
+
+    Returns:
+        outs `[pieces, P * G, d]` and lses `[pieces, P * G]`.
     """
     lists, group, d = q.shape
     assert table.lists == lists and q.is_contiguous() and q.dtype == mean.dtype == torch.float32

@@ -1,8 +1,8 @@
-"""Append the newest KV of a batch to its low-bit KV in Triton, and find low-bit KV by address.
+"""Append the newest K and V of each sequence to its low-bit KV, in Triton, and compute addresses of low-bit blocks.
 
-Each vector is multiplied with its matrix, quantised and packed. Traffic per KV head: 4 * d^2 bytes each for the basis
-of keys and the mixing of values (shared by all sequences), d elements each of key and value, and d * (4 + bits) / 8 + 2
-bytes written. Reference: `low_bit_lists.append_rows`.
+Each vector is multiplied by a matrix, quantised and packed. Memory traffic per KV head: 4 * d^2 bytes each for the
+basis of keys and the mixing of values (shared by all sequences), d elements each of key and value, and d * (4 + bits) /
+8 + 2 bytes written. Reference: `low_bit_lists.append_rows`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALIGNED = tl.constexpr(ALIGNED)
 
 @triton.jit
 def decoded_steps(codes: tl.tensor) -> tl.tensor:
-    """Decode step codes to float32 (`low_bit.decode_steps`)."""
+    """Decode step codes to float32, as `low_bit.decode_steps` does."""
     return ((codes.to(tl.int32) + _SMALLEST) << 20).to(tl.float32, bitcast=True)
 
 
@@ -32,8 +32,8 @@ def block_of(
 ) -> tl.tensor:  # fmt: skip
     """Return the address of block number `block` of list p. The block must exist.
 
-    Later blocks of the same page follow contiguously. table is int64 `[B, pages]`: the address of each page. The layer
-    starts `offset` bytes into a page.
+    The following blocks of the same page are contiguous. table is int64 `[B, pages]` with the address of each page.
+    `offset` is the offset in bytes of the layer within a page.
     """
     page = tl.load(table + p // heads * pages + block // _PAGE).to(tl.pointer_type(tl.uint8))
     begin = page + offset + (p % heads * _PAGE + block % _PAGE) * BLOCK_BYTES
@@ -45,7 +45,7 @@ def _channels(
     x: tl.tensor, basis: tl.tensor, first: tl.tensor,
     d: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return channels [first, first + WIDTH) of x `[d]` times basis `[d, d]`, float32 `[W]`."""
+    """Multiply x `[d]` by basis `[d, d]`. Return channels [first, first + WIDTH) in float32, `[W]`."""
     column, acc = tl.arange(0, W), tl.zeros((W,), tl.float32)
     for begin in range(0, d, ROWS):
         row = begin + tl.arange(0, ROWS)
@@ -58,7 +58,7 @@ def _channels(
 
 @triton.jit
 def _code(x: tl.tensor, step: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Quantise x as `low_bit.quantise_rows` does."""
+    """Quantise x with `step` to a code, as `low_bit.quantise_rows` does."""
     code = tl.floor(tl.div_rn(x, step + tl.zeros_like(x))) + (1 << (BITS - 1))
     return tl.minimum(tl.maximum(code, 0.0), (1 << BITS) - 1).to(tl.int32)
 
@@ -69,9 +69,9 @@ def _store_row(
     CENTRED: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Multiply x `[d]` with basis, subtract mean if CENTRED, quantise, and store the result.
+    """Multiply x `[d]` by basis, subtract mean if CENTRED, quantise, and store the packed codes and the step.
 
-    The WIDTH packed bytes are `apart` bytes apart. The code of the step goes to `step_at`.
+    The WIDTH packed bytes are stored from `at` on, `apart` bytes apart. The code of the step is stored at `step_at`.
     """
     column = tl.arange(0, W)
     known = column < WIDTH
@@ -102,9 +102,9 @@ def _append(
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, 0): store the key of list p in KEY bits. Program (p, 1): store its value in VALUE bits.
+    """Store the key of list p with KEY bits, in program (p, 0), or its value with VALUE bits, in program (p, 1).
 
-    Negative slots are skipped.
+    Lists with negative slots are skipped.
     """
     p = tl.program_id(0).to(tl.int64)
     slot, head = tl.load(slots + p), p % heads
@@ -132,7 +132,8 @@ def append_rows(
 ) -> None:
     """Run `low_bit_lists.append_rows` in one launch. basis, mean and mixing must be float32.
 
-    Sums over d have another order than torch's. A value halfway between two codes may be rounded to either.
+    Sums over d are computed in another order than torch's. A value halfway between two codes may therefore get either
+    code.
     """
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and slots.shape == (lists,)
@@ -146,12 +147,15 @@ def append_rows(
 
 
 def padded_sizes(layout: Layout) -> dict[str, int]:
-    """Return the sizes of a packed key and value in bytes (KEYS, VALUES), and the sizes that a product needs (K, V)."""
+    """Return the kernel arguments for sizes in bytes: packed key and value (KEYS, VALUES), and rounded up (K, V).
+
+    The matrix products need the rounded sizes.
+    """
     keys, values = layout.key_bytes, layout.value_bytes
     padded = {"K": max(32, triton.next_power_of_2(keys)), "V": max(16, triton.next_power_of_2(values))}
     return {"KEYS": keys, "VALUES": values} | padded
 
 
 def addressed(table: PageTable) -> tuple[torch.Tensor, int, int]:
-    """Return the arguments of `block_of`: addresses, pages per sequence, and the offset of the layer in a page."""
+    """Return the first arguments of `block_of`: table, pages per sequence, and offset of the layer in a page."""
     return table.table, table.table.shape[1], table.offset

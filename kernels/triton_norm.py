@@ -11,7 +11,7 @@ import triton.language as tl
 def _rms_norm(
     x: tl.tensor, weight: tl.tensor, out: tl.tensor, row: tl.tensor, eps: tl.tensor, d: tl.constexpr, D: tl.constexpr
 ) -> None:
-    """Program t: row t. Float32 squares are summed in another order than torch's."""
+    """Normalise row t, in program t. The sum of the float32 squares has another order than torch's."""
     t, column = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     wide = tl.load(x + t * row + column, mask=column < d, other=0.0).to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / d + eps)
@@ -21,7 +21,7 @@ def _rms_norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Run `norm.rms_norm` in one launch. x `[T, D]` and weight must have the same dtype and contiguous rows."""
+    """Run `norm.rms_norm` in one launch. x `[T, D]` and weight `[D]` must have the same dtype and contiguous rows."""
     tokens, d = x.shape
     assert weight.shape == (d,) and weight.dtype == x.dtype and weight.is_contiguous() and x.stride(1) == 1
     out = torch.empty(tokens, d, dtype=x.dtype, device=x.device)

@@ -1,7 +1,7 @@
-"""Decode attention over the KV kept on the device and the KV fetched for this step, in Triton.
+"""Decode attention over resident KV (on the device) and KV fetched for this step, in Triton.
 
-Kept KV is found by address. Each kept and each fetched K and V is read once for all G query heads of its group. A batch
-takes one launch and a merge. Reference: `lists.attend_kept`. Rounding is as in `triton_attention`.
+The resident KV of each sequence is found by its address. Each K and V is read once for all G query heads of its group.
+A batch takes one launch and a merge. Reference: `lists.attend_kept`. Rounding is as in `triton_attention`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ def _attend(
     d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, s): kept rows [s * PIECE, ...) of list p within its range, or fetched rows if s >= kept_pieces.
+    """Attend to one piece of list p, in program (p, s).
 
-    Writes part s as `triton_attention._attend` does. All strides and addresses are multiples of ALIGN elements.
+    If s < kept_pieces, the piece is rows [s * PIECE, (s + 1) * PIECE) of the resident KV. Otherwise it is a piece of
+    the fetched KV. Part s is stored as in `triton_attention._attend`. All strides and addresses are multiples of ALIGN
+    elements.
     """
     p, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
@@ -44,7 +46,7 @@ def _attend(
         stop = tl.minimum(tl.load(counts + p), begin + PIECE)
         from_k, from_v, k_at, v_at = k, v, p * k_list, p * v_list
         k_step, v_step = k_row.to(tl.int64), v_row.to(tl.int64)
-    # The compiler uses 16-byte loads if it knows the alignment.
+    # The compiler uses 16-byte loads if the alignment is known.
     BYTES: tl.constexpr = ALIGN * q.dtype.element_ty.primitive_bitwidth // 8
     from_k, from_v = tl.multiple_of(from_k + k_at, BYTES), tl.multiple_of(from_v + v_at, BYTES)
     k_step, v_step = k_step // ALIGN * ALIGN, v_step // ALIGN * ALIGN
@@ -62,7 +64,10 @@ def attend_kept(
     counts: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `lists.attend_kept` in one launch and a merge. All tensors have one dtype: float32, float16 or bfloat16."""
+    """Run `lists.attend_kept` in one launch and a merge.
+
+    All tensors must have the same dtype: float32, float16 or bfloat16.
+    """
     (lists, group, d), room = q.shape, kept.tensors[0].shape[1]
     assert kept.lists == 2 * lists and kept.dtype == q.dtype and starts.shape == stops.shape == (lists,)
     assert k.shape == v.shape == (lists, k.shape[1], d) and q.dtype == k.dtype == v.dtype and counts.shape == (lists,)

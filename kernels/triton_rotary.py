@@ -1,7 +1,8 @@
-"""Rotary position embedding in Triton, in one launch instead of four.
+"""Rotary position embedding (RoPE) in Triton, in one launch instead of four.
 
-Rounds exactly like the reference `rotary.rotate_halves`. Keys can be as large as 100 (Qwen's, because of their biases).
-Other rounding would then change scores by whole units, and results would differ from transformers.
+Results are rounded exactly like those of the reference `rotary.rotate_halves`. Keys can be as large as 100 (in Qwen,
+because of its biases). With other rounding, scores would change by whole units, and results would differ from
+transformers.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ def _rotate(
     x: tl.tensor, cos: tl.tensor, sin: tl.tensor, out: tl.tensor, head_step: tl.tensor, token_step: tl.tensor,
     tokens: tl.tensor, d: tl.constexpr, D: tl.constexpr, ROUNDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (h, t): head h of token t. With ROUNDED, the products are rounded to the dtype of x before they are
-    added."""
+    """Rotate head h of token t, in program (h, t).
+
+    With ROUNDED, both products are rounded to the dtype of x before they are added.
+    """
     h, t, column = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.arange(0, D)
     at, real = x + h * head_step + t * token_step, column < d
     partner = tl.where(column < d // 2, column + d // 2, column - d // 2)

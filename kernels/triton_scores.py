@@ -1,8 +1,8 @@
-"""Score one query per head with compressed keys in Triton.
+"""Score compressed keys with one query per head in Triton.
 
-Each block also returns its maximum, for thresholds, and its sum of exponentials, for group scores, without a second
-pass. Traffic per token and KV head: reads r elements (partial) or bits * d / 8 bytes (packed), writes 4 * G bytes.
-References: `lists.partial_scores`, `lists.quantised_scores`.
+The same pass computes two statistics of each block: its maximum, for thresholds, and its sum of exponentials, for group
+scores. Memory traffic per token and KV head: reads r elements (partial keys) or bits * d / 8 bytes (packed keys),
+writes 4 * G bytes. References: `lists.partial_scores`, `lists.quantised_scores`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from .pointer_table import ALIGNED, FIELDS, PointerTable
 from .triton_append import triton_dtype
 
 _BLOCK = 256
-"""Tokens per program for packed keys. Tensor cores need at least 16 rows."""
+"""Number of tokens per program for packed keys. Tensor cores need at least 16 rows."""
 
 _WIDE = 1024
-"""Tokens per program for partial keys. Each thread handles 8 of them: 16 bytes of a column in half precision."""
+"""Number of tokens per program for partial keys. Each thread handles 8 tokens: 16 bytes of a column in half precision.
+"""
 
 _FIELDS = tl.constexpr(FIELDS)
 
 
 @triton.jit
 def _rint(x: tl.tensor) -> tl.tensor:
-    """Round half to even for |x| < 2^22 as torch does: adding 1.5 * 2^23 leaves no fraction bits."""
+    """Round |x| < 2^22 half to even, as torch does. Adding 1.5 * 2^23 leaves no fraction bits."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -36,9 +37,10 @@ def store_scores(
     blocks: tl.tensor, tokens: tl.tensor,
     scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the scores acc `[GROUP, n]` of `token` `[n]`, -inf outside [start, stop), and the statistics of the block.
+    """Store the scores acc `[GROUP, n]` of the tokens `token` `[n]`, and the statistics of the block.
 
-    These are the maximum and the sum of exp(score - maximum) of each head, -inf and 0 if no token is inside.
+    Scores outside [start, stop) are stored as -inf. The statistics are the maximum and the sum of exp(score - maximum)
+    of each head, or -inf and 0 if no token is inside.
     """
     head = tl.arange(0, GROUP)
     acc = tl.where(((token >= start) & (token < stop))[None, :], acc, float("-inf"))
@@ -55,9 +57,9 @@ def store_scores(
 def _own(
     table: tl.tensor, p: tl.tensor, heads: tl.tensor, KEYS: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the start of list p and the distance between its rows, in elements of type KEYS.
+    """Return the address of list p and the distance between its rows, in elements of type KEYS.
 
-    The start is a multiple of BYTES bytes, the distance a multiple of ALIGN elements.
+    The address is a multiple of BYTES bytes, the distance a multiple of ALIGN elements.
     """
     own = table + p // heads * _FIELDS
     begin = tl.load(own).to(tl.pointer_type(KEYS)) + p % heads * tl.load(own + 1)
@@ -71,10 +73,10 @@ def _partial(
     KEYS: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr,
     R: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, b): tokens [b * BLOCK, ...) of list p, column by column.
+    """Score tokens [b * BLOCK, (b + 1) * BLOCK) of list p column by column, in program (p, b).
 
-    Blocks outside the range read no keys. The last block reads up to the next multiple of ALIGN tokens, which every
-    list has space for.
+    A program without tokens in [start, stop) reads no keys. The last block reads up to the next multiple of ALIGN
+    tokens; every list has memory for this.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
@@ -94,7 +96,7 @@ def _partial(
 def _field_sums(
     weights: tl.tensor, raw: tl.tensor, total: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr
 ) -> tl.tensor:
-    """Sum weights int8 `[GROUP, D]` times field FIELD of the bytes raw int8 `[n, D]` over the columns.
+    """Multiply weights int8 `[GROUP, D]` by field FIELD of the bytes raw int8 `[n, D]`, and sum over the columns.
 
     Returns integers below 2^24 as float32 `[GROUP, n]`.
     """
@@ -115,7 +117,10 @@ def _packed(
     d: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, block): score one block of packed keys of list p. Rows have W bytes, but only the first d count."""
+    """Score the packed keys of block b of list p, in program (p, b).
+
+    Only the first d of the W bytes of a row are used.
+    """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
     F: tl.constexpr = 8 // BITS
@@ -125,8 +130,8 @@ def _packed(
     if (block * BLOCK < stop) & (block * BLOCK + BLOCK > start):
         keys, row_step = _own(table, p, heads, tl.int8, ALIGN, ALIGN)
         of_head, known = (p % heads) * d + column, column < d
-        # Every program quantises the query again: G * d numbers are few compared to BLOCK * d * BITS / 8 bytes of keys.
-        # Columns from d on may contain anything; their weights are 0.
+        # Every program quantises the query again. These are G * d numbers, few compared to BLOCK * d * BITS / 8 bytes
+        # of keys. Columns from d on may contain arbitrary bytes, because their weights are 0.
         query = tl.load(q + (p * G + head)[:, None] * d + column[None, :],
                         mask=(head < G)[:, None] & known[None, :], other=0.0)  # fmt: skip
         weight = query * tl.load(step + of_head, mask=known, other=0.0)[None, :]
@@ -153,7 +158,7 @@ def _packed(
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:
-    """Run `lists.partial_scores` in one launch. Scores are float32 for every dtype of the keys."""
+    """Run `lists.partial_scores` in one launch. Scores are float32, whatever the dtype of the keys."""
     lists, group, r = q.shape
     assert keys.lists == lists and keys.tensors[0].shape[1] == r and q.is_contiguous() and q.dtype == torch.float32
     assert starts.shape == stops.shape == (lists,)

@@ -1,11 +1,12 @@
-"""Decode attention over runs of KV in Triton: segments shared by several sequences, and each sequence's own KV.
+"""Decode attention of a batch whose sequences share KV, in Triton.
 
-Kernels find the KV by address and read it in place, so the KV is not concatenated first. The KV of every run is read
-once per 64 of its queries. The table takes 88 bytes per run.
+A run is contiguous KV with the sequences that attend to it (`segments.Run`). Kernels find KV by address and read it in
+place, so KV is not concatenated first. The KV of a run is read once per 64 of its queries. The table takes 88 bytes per
+run.
 
-There is one launch for shared runs (up to 64 queries per program, tensor-core products), one for runs of a single
-sequence, and one merge in float32. Long runs are cut into pieces, so that few sequences fill the device. Reference:
-`segments.attend_runs`. Rounding is as in `triton_attention`.
+Runs of several sequences are computed in one launch, with up to 64 queries per program and tensor-core products. Runs
+of a single sequence take a second launch. Both are merged in float32. Long runs are cut into pieces, so that a few
+sequences occupy all multiprocessors. Reference: `segments.attend_runs`. Rounding is as in `triton_attention`.
 """
 
 from __future__ import annotations
@@ -20,15 +21,20 @@ from .segments import Run
 from .triton_attention import attend_rows, merge_parts, steps
 
 _PIECE, _PIECES = 256, 64
-"""KV vectors per piece, and maximum pieces per run. Longer runs have larger pieces."""
+"""Minimum number of KV vectors per piece, and maximum number of pieces per run. Longer runs have larger pieces."""
 
 _QUERY_BYTES = 1 << 14
-"""Maximum size in bytes of the queries per program for a shared run (16 to 64 queries). Queries and KV together fit
-the shared memory of a consumer card."""
+"""Maximum size in bytes of a program's queries for a run of several sequences (16 to 64 queries).
+
+Queries and KV together fit the shared memory of a consumer card.
+"""
 
 _FIELDS = tl.constexpr(11)
-"""Fields of a run in the table: addresses of k and v, strides of head and row of k and of v, number of rows, first and
-stop of its sequences, its first slot among the parts, rows per piece."""
+"""Number of fields of a run in the table.
+
+Fields: addresses of k and v; head and row strides of k and of v; number of rows; first and stop of its sequences; its
+first slot among the parts; rows per piece.
+"""
 
 
 @triton.jit(do_not_specialize=["batch", "heads", "kv_heads"])
@@ -38,10 +44,10 @@ def _attend(
     d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
     ALIGN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (run, piece, head and block of queries): one KV head of a piece, with an online softmax.
+    """Attend with one block of queries to one piece of a run, in program (run, piece, KV head and query block).
 
-    Writes the out `[d]` and lse of each query to its part, if the run has this piece and query. All strides are
-    multiples of ALIGN elements, so that the compiler knows which loads can be 16 bytes wide.
+    Stores the output `[d]` and the lse of each query in its part, if the run has this piece and this query. All strides
+    are multiples of ALIGN elements, so that the compiler can use 16-byte loads.
     """
     run, piece = table + tl.program_id(0) * _FIELDS, tl.program_id(1)
     head, block = tl.program_id(2) % kv_heads, tl.program_id(2) // kv_heads
@@ -68,7 +74,7 @@ def _attend(
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `segments.attend_runs` in two launches and a merge.
 
-    q and all KV are on one device and have one dtype: float32, float16 or bfloat16.
+    q and all KV must be on the same device and have the same dtype: float32, float16 or bfloat16.
     """
     heads, batch, d = q.shape
     q = q.contiguous()
@@ -99,7 +105,10 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
 
 
 def max_queries(d: int, itemsize: int) -> int:
-    """Return the maximum queries per program for a shared run. float32 products do not use tensor cores and get 16."""
+    """Return the maximum number of queries per program for a run of several sequences.
+
+    It is 16 for float32, whose products do not use tensor cores.
+    """
     if itemsize == 4:
         return 16
     width: int = triton.next_power_of_2(d)
@@ -107,10 +116,10 @@ def max_queries(d: int, itemsize: int) -> int:
 
 
 def _row(run: Run, slots: list[int]) -> list[int]:
-    """Return the fields of a run and assign its parts to the next free slots of its sequences.
+    """Return the table fields of a run. Assign its parts to the next free slots of its sequences.
 
-    `slots[b]` of each sequence is advanced. Runs of a tree must be passed parents first, so that all sequences of a run
-    have the same next slot.
+    `slots[b]` is the next free slot of sequence b and is advanced. If runs form a tree, pass parents before their
+    children. Then all sequences of a run have the same next slot.
     """
     k, v, n = run.k, run.v, run.k.shape[1]
     assert k.stride(2) == v.stride(2) == 1 and k.shape == v.shape and run.stop <= len(slots)
@@ -124,12 +133,12 @@ def _row(run: Run, slots: list[int]) -> list[int]:
 
 
 def _alignment(rows: Sequence[Sequence[int]]) -> int:
-    """Return 8 elements (16 bytes in half precision) if all addresses and strides allow it, else 1."""
+    """Return 8 (elements: 16 bytes in half precision) if all addresses and strides are multiples of it, else 1."""
     aligned = all(address % 16 == 0 for row in rows for address in row[:2])
     return 8 if aligned and all(stride % 8 == 0 for row in rows for stride in row[2:6]) else 1
 
 
 def _on_device(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Copy the table int64 `[runs, fields]` to the device without synchronising."""
+    """Copy the table to the device, int64 `[runs, fields]`, without synchronising."""
     table = torch.tensor(rows, dtype=torch.int64)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -2,12 +2,12 @@
 
 Eight launches over `[P, N]`:
 
-* One reduces the maxima and sums of the blocks to one maximum and sum per head.
-* One marks passing tokens and computes the *order* of each token: its score as an integer that sorts in the same way
-  (int32 `[P, N]`, which stays in the L2 cache).
-* Four histograms of 256 bins determine the n-th largest value digit by digit.
+* The first reduces the maxima and sums of the blocks to one maximum and one sum per head.
+* The second marks the tokens that pass the threshold of any head, and computes the *order* of each token: an integer
+  that sorts like its score (int32 `[P, N]`, which stays in the L2 cache).
+* Four build histograms of 256 bins, which determine the n-th largest order byte by byte.
 * One counts the selected tokens of each block.
-* One writes the tokens.
+* The last writes the selected tokens.
 
 Only integers are added atomically, so the result does not depend on the order of programs. Reference:
 `lists.select_tokens`. The same scores give the same result, including ties.
@@ -22,29 +22,30 @@ import triton.language as tl
 from .lists import Scores
 
 _BLOCK = 1024
-"""Tokens per program."""
+"""Number of tokens per program."""
 
 _MARKED = 256
-"""Tokens per program of `_mark`. A program handles all heads of a layer, so larger blocks would leave most of a device
-idle.
+"""Number of tokens per program of `_mark`.
+
+A program handles all heads of a layer, so larger blocks would leave most multiprocessors idle.
 """
 
 _ABSENT = tl.constexpr(-(1 << 31))
-"""Value below the order of every float: a token that passed no head."""
+"""The order of a token that passed no head. It is below the order of every float."""
 
 _DIGITS = tl.constexpr(4)
 
 
 @triton.jit
 def _ordered(x: tl.tensor) -> tl.tensor:
-    """Map float32 to int32 in the same order. -0 equals +0."""
+    """Map float32 to int32 numbers that sort in the same order. -0 and +0 get the same number."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _digit(order: tl.tensor, DIGIT: tl.constexpr) -> tl.tensor:
-    """Return byte DIGIT of an order as an unsigned number, the highest byte first."""
+    """Return digit DIGIT (one byte, 0 is the highest) of an order as an unsigned number."""
     return ((order ^ -2147483648) >> (24 - 8 * DIGIT)) & 255
 
 
@@ -53,7 +54,7 @@ def _whole(
     maxima: tl.tensor, sums: tl.tensor, peaks: tl.tensor, logs: tl.tensor, parts: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program p: reduce the maxima and sums `[G, parts]` of the blocks of list p.
+    """Reduce the maxima and sums `[G, parts]` of the blocks of list p, in program p.
 
     Stores the largest score of each head, and the logarithm of its sum of exponentials (0 if there are no tokens).
     """
@@ -76,10 +77,10 @@ def _mark(
     tokens: tl.tensor, kv_heads: tl.tensor, blocks: tl.tensor, lists: tl.tensor, alpha: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (b, i): tokens [i * BLOCK, ...) of sequence b, all heads.
+    """Mark the tokens [i * BLOCK, (i + 1) * BLOCK) of sequence b that pass a head, in program (b, i).
 
-    Stores the number of passes, summed over tokens and heads, in `passing[b, i]`, and the orders of tokens that pass
-    any head of the layer. The first block of a sequence clears its histograms.
+    Stores in `passing[b, i]` how often a token passes a head, summed over tokens and heads. Stores the order of each
+    token that passes at least one head of the layer. The first block of a sequence clears its histograms.
     """
     b, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
@@ -111,7 +112,7 @@ def _count(
     passing: tl.tensor, limits: tl.tensor, b: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     MARKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return n of sequence b as `selection.token_count` does, at most `cap`."""
+    """Return the number of tokens to select for sequence b (`selection.token_count`), at most `cap`."""
     block = tl.arange(0, MARKED)
     passes = tl.sum(tl.load(passing + b * marked + block, mask=block < marked, other=0), 0)
     return tl.minimum(tl.minimum((passes + heads - 1) // heads, tl.load(limits + b)), cap)
@@ -119,7 +120,10 @@ def _count(
 
 @triton.jit
 def _bound(histograms: tl.tensor, p: tl.tensor, lists: tl.tensor, rank: tl.tensor, KNOWN: tl.constexpr) -> tl.tensor:
-    """Return the first KNOWN digits of the rank-th largest order, and its rank among the orders with these digits."""
+    """Return the first KNOWN digits of the rank-th largest order, and its rank among the orders with these digits.
+
+    This prefix is called the bound.
+    """
     prefix = rank * 0
     for digit in tl.static_range(KNOWN):
         bins = tl.load(histograms + (digit * lists + p) * 256 + 255 - tl.arange(0, 256))
@@ -135,7 +139,10 @@ def _histogram(
     kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor,
     cap: tl.tensor, marked: tl.tensor, DIGIT: tl.constexpr, MARKED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i): histogram of digit DIGIT of the orders in the block whose higher digits equal the bound."""
+    """Build the histogram of digit DIGIT over block i of list p, in program (p, i).
+
+    Only orders whose higher digits equal the bound are counted.
+    """
     p, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
     counted = order != _ABSENT
@@ -156,7 +163,7 @@ def _tally(
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     blocks: tl.tensor, MARKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i): count the orders of the block above the bound, and the orders equal to the bound."""
+    """Count the orders of block i of list p that are above the bound, and those that equal it, in program (p, i)."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     n = _count(passing, limits, p // kv_heads, heads, cap, marked, MARKED)
@@ -176,9 +183,10 @@ def _write(
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     blocks: tl.tensor, MARKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i): write the selected tokens of block i in ascending order, after the tokens of earlier blocks.
+    """Write the selected tokens of block i of list p in ascending order, in program (p, i).
 
-    If several orders equal the bound, the first tokens are selected. Unused positions of the block are set to 0.
+    They follow the tokens of earlier blocks. If several orders equal the bound, the first tokens are selected. Unused
+    positions of the block are set to 0.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
@@ -205,7 +213,7 @@ def select_tokens(
     limits: torch.Tensor,
     cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `lists.select_tokens` in eight launches. Scores are float32 `[P, G, N]`, contiguous. The cap is at most N."""
+    """Run `lists.select_tokens` in eight launches. Scores are contiguous float32 `[P, G, N]`. `cap` is at most N."""
     (lists, group, tokens), parts, device = found.scores.shape, found.maxima.shape[2], found.scores.device
     assert lists == len(limits) * kv_heads and found.scores.dtype == torch.float32 and 1 <= cap <= tokens
     assert starts.shape == stops.shape == (lists,) and found.scores.is_contiguous()

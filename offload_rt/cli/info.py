@@ -1,4 +1,4 @@
-"""`offload-rt info`."""
+"""`offload-rt info`: show the memory requirements of a model and a context."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from ..models.shape import load_shape
     from ..models.source import find_source, hub_of
     from ..planning.device_plan import costs_for, plan_for, requested_placement
+    from ..planning.host_memory import kv_memory, snapshot_bytes
     from ..planning.memory_model import SystemMemory, disk_plan, obstacles, requirements
     from ..utils.native_libraries import native_status
     from .tables import requirements_table
@@ -37,13 +38,16 @@ def run(args: argparse.Namespace) -> int:
     context = context or shape.geometry.max_positions
     config = replace(config, max_model_len=context)
     disk, geometry = disk_plan(config, shape), shape.geometry
-    machine = SystemMemory.here(config.host_memory, shape.device, None if disk is None else disk.limit)
+    machine = SystemMemory.here(
+        kv_memory(config, geometry, shape.dtype), shape.device, None if disk is None else disk.limit
+    )
     plan = None if config.device_memory is None else plan_for(config, shape)
     shape = shape.placed(requested_placement(config, shape)) if plan is None else plan.costs.shape
     costs, placement = (costs_for(config, shape), shape.placement) if plan is None else (plan.costs, plan.placement)
     # A growing sequence captures one graph for each length bucket. Buckets up to 512 tokens have one block each.
     graphs = min(-(-context // BLOCK_SIZE), max_graphs(config, shape.device, streams=bool(placement)))
     needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, context, graphs)
+    needed = replace(needed, snapshots=snapshot_bytes(config, geometry, shape.dtype))
     Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk, shape))
     found, notes = obstacles(needed, machine, shape.host_bytes if plan is None else plan.host_bytes), []
     if find_source(args.model).gguf is not None and shape.packing is None:

@@ -19,12 +19,14 @@ from ..kv_cache.arena import read_in_place
 from ..kv_cache.disk.disk_tier import DiskTier
 from ..kv_cache.machine import memory_limit
 from ..kv_cache.pool import HostPool
+from ..kv_cache.state_pool import StatePool
 from ..models.checkpoint import resolve_device
 from ..models.loading import LoadedModel, load_model
 from ..models.shape import load_shape
 from ..models.source import hub_of
 from ..models.weights import ON_DEVICE, Placement
 from ..planning.device_plan import DevicePlan, plan_for, requested_placement
+from ..planning.host_memory import snapshot_slots
 from ..policies.base import Policy
 from ..policies.registry import ArtifactLoader, make_policy, options_class
 from ..skewing.artifact import SkewArtifact
@@ -94,13 +96,18 @@ def _load(
 
 def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> HostPool:
     """Return a KV cache for the model. Its memory limit is the fraction `share` of the configured memory."""
-    adapter, host, on_disk = loaded.adapter, config.host_memory, config.disk_limit
+    adapter, host, on_disk, states = loaded.adapter, config.host_memory, config.disk_limit, None
     if share < 1:
         host = int(memory_limit(host, at_most=LIMITLESS) * share)
         on_disk = None if on_disk is None else int(on_disk * share)
     disk = None if config.disk is None else DiskTier(config.disk, on_disk)
     pin = adapter.device.type == "cuda"
-    return HostPool(adapter.geometry, adapter.dtype, host, kv_cache_dtype=config.kv_cache_dtype, pin=pin, disk=disk)
+    if snapshots := snapshot_slots(config, adapter.geometry, adapter.dtype):
+        states = StatePool(adapter.geometry, adapter.dtype, snapshots, pin=pin)
+        host = memory_limit(host, at_most=LIMITLESS) - states.bytes
+    return HostPool(
+        adapter.geometry, adapter.dtype, host, kv_cache_dtype=config.kv_cache_dtype, pin=pin, disk=disk, states=states
+    )
 
 
 def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | None, float]:

@@ -48,19 +48,18 @@ class CacheManager:
     The block tables belong to the sequences; this class only changes them.
     """
 
-    def __init__(self, pool: HostPool, policy: Policy, config: EngineConfig, *, recurrent: bool = False) -> None:
-        """`recurrent` tells whether the model has recurrent layers."""
-        self._pool, self._policy, self._config, self._recurrent = pool, policy, config, recurrent
+    def __init__(self, pool: HostPool, policy: Policy, config: EngineConfig) -> None:
+        self._pool, self._policy, self._config = pool, policy, config
 
     @property
     def shares(self) -> bool:
         """Whether prefixes are shared.
 
         Quantised KV is not shared, because the result of a request would then depend on earlier requests. KV of hybrid
-        models is not shared, because the recurrent state at the end of a prefix is not kept.
+        models is not shared if the pool keeps no snapshots of recurrent state.
         """
         shared = self._config.enable_prefix_caching and self._pool.format.exact
-        return shared and not self._recurrent
+        return shared and self._pool.keeps_states
 
     @property
     def evicts(self) -> bool:

@@ -111,7 +111,7 @@ class Engine:
 
         Engines on several threads lock their shared pool for one step at a time. An engine waits briefly if the pool
         has no room for any of its requests. Requests that end are written to disk before their last output is returned.
-        The pool is not locked meanwhile, so a slow disk delays only this engine.
+        The pool is not locked during writing, so a slow disk delays only this engine.
 
         Raises:
             OffloadError: A request has failed, and there is no `on_failure`. The failed request has left the queue, and

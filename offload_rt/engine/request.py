@@ -48,6 +48,8 @@ class Request(ABC):
     Attributes:
         sequences: Sequences of the request. Decode steps advance each of them by one token.
         cached_tokens: Number of prompt tokens whose KV was cached when the request first started.
+        recomputed_tokens: Number of prompt tokens that were computed although their KV was cached (hybrid models, see
+            `Stats.recomputed_tokens`).
         prompt_logprobs: Log-probabilities of the prompt's tokens, or None if not requested.
     """
 
@@ -61,7 +63,7 @@ class Request(ABC):
         self.prompt, self.params = prompt, params
         self.sequences: list[Sequence] = []
         self.finish_reason: FinishReason | None = None
-        self.cached_tokens = 0
+        self.cached_tokens = self.recomputed_tokens = 0
         self.prompt_logprobs: list[Logprobs | None] | None = None
         self.metrics = RequestMetrics()
         self._tokenizer = tokenizer
@@ -193,6 +195,7 @@ def request_output(request: Request, ids: list[int], text: str | None = None, na
         outputs=request.completions(),
         finished=finished,
         num_cached_tokens=request.cached_tokens,
+        num_recomputed_tokens=request.recomputed_tokens,
         metrics=request.metrics if finished else replace(request.metrics, finished_time=None),
     )
 
@@ -286,6 +289,7 @@ class SampledRequest(Request):
         if self._trace is None:
             sequence.trace.recorder = self._recorder
             self.cached_tokens = sequence.trace.reused_tokens
+            self.recomputed_tokens = sequence.trace.recomputed_tokens
             return
         # Cached KV that this request itself computed before a preemption is not counted as reused.
         missing = max(0, self.cached_tokens - self._trace.reused_tokens)

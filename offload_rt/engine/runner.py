@@ -1,59 +1,43 @@
-"""Run sequences of one model with one policy: prefill, decode, fork, free.
+"""Run sequences of one model with one policy: prefill and decode steps.
 
 The engine (`engine.py`) queues requests and samples tokens; the runner only computes logits.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
 from ..config import EngineConfig
-from ..core import BLOCK_SIZE, BlockTable
 from ..errors import EngineError
 from ..kernels.team import engine_threads
-from ..kv_cache.disk.file_arena import DiskUse
 from ..kv_cache.pool import HostPool
-from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.batch import DecodeBatch
 from ..model_runner.batched import StepModes
 from ..model_runner.cuda_graphs import steps_for
 from ..model_runner.prefill import Prefill, segment_tokens
 from ..model_runner.rebalance import rebalance
-from ..model_runner.sequence import Sequence, key_reader
+from ..model_runner.sequence import Sequence
 from ..model_runner.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
 from ..model_runner.shared_rows import learn_from_others
-from ..model_runner.trace import Trace
 from ..models.loading import LoadedModel
-from ..models.recurrent import StateSlots
 from ..planning.device_plan import DevicePlan, prefill_slices
 from ..policies.base import Policy
 from ..transfer.base import Transfer
 from ..transfer.streams import device_guard
 from ..transfer.weights.host_weights import NOTHING_USED, HostWeights, WeightUse
 from ..utils.allocator import give_back
-from .cache_manager import SHARED_BEHIND, CacheManager, retry_after_reclaim
-from .checks import check_drafts, check_evictable, check_positions, check_token_ids
+from .cache_manager import SHARED_BEHIND
 from .pool_order import PoolOrder
+from .sequence_manager import SequenceManager
 from .thread_choice import ThreadChoice
 
-T = TypeVar("T")
 
-MISSED_MASS_EVERY = 16  # decode steps between measurements; default on a CPU if all keys are in host memory
-
-
-class Runner:
-    """Own the KV cache and the transfers of one model, and run sequences on them.
-
-    The caller must call `free` for every sequence. Between calls, the block table, the resident KV and the policy state
-    of a sequence describe the same tokens.
-    """
+class Runner(SequenceManager):
+    """Run prefill and decode steps for the sequences of one model. The runner owns the weights and the CUDA graphs."""
 
     def __init__(
         self,
@@ -75,229 +59,20 @@ class Runner:
             draft: Runner of the draft model, or None without speculative decoding by a draft model.
             order: Order of requests, shared by all runners that use `pool`. None creates a new one.
         """
-        self.model, self.policy, self.pool, self.transfer, self.config = model, policy, pool, transfer, config
-        self.plan, self.weights, self.draft = plan, weights, draft
+        super().__init__(model, policy, pool, transfer, config, plan)
+        self.weights, self.draft = weights, draft
         self.order = order or PoolOrder()
-        self.adapter = model.adapter
+        self.reclaimables = self.order.reclaimables
         best = prefill_slices(config, self.adapter.device)[0]
         self.slice_tokens = best if plan is None else plan.costs.slice
-        usual = MISSED_MASS_EVERY if self.adapter.device.type == "cpu" and pool.file is None else 0
-        self._missed_mass_every = usual if config.missed_mass_every is None else config.missed_mass_every
-        self.cache_manager = CacheManager(pool, policy, config, recurrent=bool(self.adapter.geometry.states))
         self._threads = ThreadChoice()
-        self._ids = itertools.count()
-        self._open: dict[int, Sequence] = {}
-        geometry = self.adapter.geometry
-        self.states = StateSlots(geometry, self.adapter.dtype, self.adapter.device) if geometry.states else None
         self.modes = StepModes()
         self.steps = steps_for(config, self.adapter.device, self.modes, streams=weights is not None)
-        self.reclaimables = self.order.reclaimables
         # Shared prefixes are not attended to jointly if KV is quantised (each sequence has an unquantised window), or
         # if KV is on disk (it is read block by block).
         pays_from = PAYS_FROM_BYTES if pool.format.exact and pool.file is None else NEVER_PAYS
+        geometry = self.adapter.geometry
         self.prefixes = SharedPrefixes(geometry.kv_bytes(1, self.adapter.dtype) // geometry.layers, pays_from)
-        if config.eviction is not None:
-            check_evictable(policy)
-        if config.exact is not None:
-            check_drafts(policy, config, geometry)
-
-    @property
-    def approximates(self) -> bool:
-        """Whether decoding a token gives other KV than its prefill, because of the policy or the KV cache format."""
-        return self.provenance_key != EXACT or not self.pool.format.exact
-
-    @property
-    def provenance_key(self) -> str:
-        """KV provenance key of decoded tokens: `EXACT` if full attention verifies them, else the policy's key."""
-        return self.policy.provenance_key if self.config.exact is None else EXACT
-
-    def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
-        """Return a sequence of `tokens` with room for `capacity` tokens.
-
-        The first `reuse` tokens use cached blocks if an exact prefill with the same `provenance` computed these blocks.
-        The last of the `reuse` tokens is always computed again.
-
-        Raises:
-            InputError: A token id is not in the vocabulary.
-            PoolFullError: There are too few free blocks. (`check_fits` tells whether a sequence can ever fit.)
-        """
-        check_token_ids(tokens, self.model)
-        provenance = self.model.weights_provenance() + provenance
-        diverged_at = self.cache_manager.diverges(tokens[:reuse], provenance)
-        blocks = self.cache_manager.block_table(tokens[:reuse], capacity, len(tokens), provenance)
-        known = blocks.length
-        sequence = self._create(blocks, tokens, known=known, exact=known, shift=0, provenance=provenance)
-        sequence.trace.diverged_at = diverged_at
-        return sequence
-
-    def check_fits(self, tokens: int) -> None:
-        """Raise ModelError or PoolFullError if a sequence of `tokens` tokens cannot fit the model or an empty pool."""
-        check_positions(tokens, self.model)
-        if self.plan is not None:
-            self.plan.check([tokens])
-        if not self.cache_manager.evicts:
-            self.pool.check_fits(tokens)
-
-    def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """Call `action`.
-
-        While the call raises PoolFullError, reclaim memory (for example of idle sessions) and retry.
-        """
-        return retry_after_reclaim(action, self.reclaimables)
-
-    def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
-        """Reserve slots for the next `tokens` tokens. Raise PoolFullError.
-
-        With eviction, a sequence overwrites KV of its own tokens if the pool is full. PoolFullError then means that the
-        device is full, or that a fork still uses blocks that have left a sliding window.
-        """
-        if not self.cache_manager.evicts:
-            self.pool.reserve(sequence.blocks, sequence.position + tokens)
-        self.cache_manager.slide(sequence, self.transfer.storage, sequence.position + tokens)
-        self._check_device()
-
-    def _check_device(self) -> None:
-        """Raise DeviceFullError if the open sequences could need more device memory than the limit allows."""
-        if self.plan is not None:
-            self.plan.check([sequence.blocks.capacity for sequence in self._open.values()])
-
-    @device_guard
-    def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
-        """Announce that `sequence`, and `forks` future forks of it, may grow to `tokens` tokens.
-
-        The pool allocates and pins host memory for these tokens now, so that no decode step waits for it. No blocks are
-        reserved.
-        """
-        sequence.expected, sequence.forks = tokens, forks
-        self._prepare()
-
-    def _prepare(self) -> None:
-        self.pool.prepare(BLOCK_SIZE * sum(sequence.blocks_ahead for sequence in self._open.values()))
-
-    @device_guard
-    @torch.inference_mode()
-    def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
-        """Return a sequence that shares the computed tokens of `sequence`, with room for `capacity` tokens.
-
-        Full blocks are shared. A partly filled last block is copied. With `same_trace`, the statistics of the fork
-        continue those of `sequence`. Otherwise the fork's statistics start at zero and count the shared tokens as
-        reused.
-
-        Raises PoolFullError.
-        """
-        self.transfer.storage.settle(sequence.blocks)
-        shared, position = self.pool.fork(sequence.blocks), sequence.position
-        blocks = self.cache_manager.reserved(shared, capacity, position, min(capacity, position + 1))
-        sequence.forks = max(0, sequence.forks - 1)
-        with self.cache_manager.released_on_error(blocks):
-            keys = key_reader(self.pool, self.transfer.storage, blocks)
-            fork = replace(
-                sequence, id=next(self._ids), tokens=list(sequence.tokens), blocks=blocks, slots=sequence.slots.fork(),
-                keys=keys, state=sequence.state.fork(keys),
-                trace=sequence.trace.copy() if same_trace else sequence.trace.restart(reused=position),
-                interrupted=False, forks=0, draft_start=None, drafter=None,
-            )  # fmt: skip
-            self._register(fork, sequence)
-        return fork
-
-    def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0, *, exact_only: bool = False) -> BlockTable:
-        """Return cached blocks of a session's tokens that were computed exactly or with this policy.
-
-        The blocks never cover all of `tokens`: at least one token is left to compute.
-
-        Args:
-            tokens: Tokens of the session.
-            provenance: Part of the KV provenance key that describes the cache salt and truncations.
-            floor: Index of the first token that sliding layers can see.
-            exact_only: Return only blocks that were computed exactly.
-        """
-        if not self.cache_manager.shares:
-            return BlockTable(floor=floor)
-        keys = [EXACT + provenance, *([] if exact_only else [self.provenance_key + provenance])]
-        return self.pool.match(tokens, *keys, floor=floor)
-
-    def adopt(
-        self,
-        tokens: Seq[int],
-        blocks: BlockTable,
-        *,
-        capacity: int,
-        known: int,
-        exact: int,
-        shift: int = 0,
-        provenance: str = "",
-    ) -> Sequence:
-        """Return a sequence that owns `blocks`, for example blocks of a stored session.
-
-        `blocks` contains the KV of the first `blocks.length` tokens. The KV of all tokens up to `known` was computed
-        before; the caller loads the missing part before the next prefill reaches the layer it belongs to. If
-        PoolFullError is raised, `blocks` is released.
-
-        Args:
-            capacity: Number of tokens to reserve slots for.
-            known: Number of tokens whose KV was computed before.
-            exact: Number of tokens at the start whose KV an exact prefill computed.
-            shift: Number of earlier tokens that were truncated from the start of the text.
-            provenance: Part of the KV provenance key that describes the cache salt and truncations.
-        """
-        assert self.states is None, "recurrent state of earlier tokens is not kept (check_keeps_no_state)"
-        self.cache_manager.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
-        with self.cache_manager.released_on_error(blocks):
-            self.pool.commit(blocks, known)
-        return self._create(blocks, tokens, known=known, exact=exact, shift=shift, provenance=provenance)
-
-    @device_guard
-    def reload(self, sequence: Sequence) -> None:
-        """Copy resident KV from the pool to the device again, after other code has overwritten KV in the pool."""
-        self.transfer.storage.close(sequence.blocks)
-        self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
-
-    def relearn(self, sequence: Sequence) -> None:
-        """Copy resident KV to the device again and reset the policy state.
-
-        The next prefill rebuilds the policy state.
-        """
-        self.reload(sequence)
-        sequence.state, sequence.learned = self.policy.new_state(sequence.keys), 0
-        sequence.unlearned = sequence.position
-        sequence.interrupted = False
-
-    @device_guard
-    @torch.inference_mode()
-    def _create(
-        self, blocks: BlockTable, tokens: Seq[int], *, known: int, exact: int, shift: int, provenance: str
-    ) -> Sequence:
-        """Return a sequence that owns `blocks`, with `known` computed tokens. Release the blocks on an error."""
-        with self.cache_manager.released_on_error(blocks):
-            keys = key_reader(self.pool, self.transfer.storage, blocks)
-            used = None if self.pool.file is None else self.pool.file.use.since(DiskUse())
-            layers, every = self.adapter.geometry.layers, self._missed_mass_every
-            sequence = Sequence(
-                id=next(self._ids), tokens=list(tokens), blocks=blocks, slots=self.cache_manager.slots(), keys=keys,
-                state=self.policy.new_state(keys), trace=Trace(layers, every, reused_tokens=known, disk_before=used),
-                position=known, exact=exact, unlearned=known, shift=shift, provenance=provenance,
-            )  # fmt: skip
-            self._register(sequence, None)
-        return sequence
-
-    def _register(self, sequence: Sequence, origin: Sequence | None) -> None:
-        """Open the device storage of a sequence. If `origin` is given, copy its storage.
-
-        On an error, the storage is closed again.
-        """
-        self._open[sequence.id] = sequence
-        try:
-            self._check_device()
-            self._prepare()
-            blocks = None if origin is None else origin.blocks
-            self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent, blocks)
-            if self.states is not None:
-                sequence.state_slot = self.states.take(None if origin is None else origin.state_slot)
-                sequence.state_slots = self.states
-        except BaseException:
-            del self._open[sequence.id]
-            self.transfer.storage.close(sequence.blocks)
-            raise
 
     @device_guard
     def free(self, sequence: Sequence) -> None:
@@ -310,24 +85,7 @@ class Runner:
             self.draft.free(sequence.drafter)
             sequence.drafter = None
         self.modes.release()
-        self.transfer.storage.close(sequence.blocks)
-        try:
-            self._publish(sequence)
-        finally:
-            self.pool.release(sequence.blocks)
-        if self.states is not None:
-            self.states.release(sequence.state_slot)
-        del self._open[sequence.id]
-
-    def _publish(self, sequence: Sequence) -> None:
-        """Add full blocks of a sequence to the prefix tree.
-
-        If the KV of the whole sequence is exact, the blocks get the exact provenance key, else the policy's key. All KV
-        of the sequence must already be in the pool.
-        """
-        if self.cache_manager.shares:
-            provenance_key = EXACT if sequence.position == sequence.exact else self.provenance_key
-            self.pool.publish(sequence.blocks, sequence.tokens, provenance_key + sequence.provenance)
+        super().free(sequence)
 
     @device_guard
     @torch.inference_mode()
@@ -367,6 +125,7 @@ class Runner:
             before_layer=before_layer,
             after_layer=after_layer,
             every_logits=every_logits,
+            capture=None if self.snapshots is None else self.snapshots.capture(sequence, stop),
         )
 
     @device_guard
@@ -429,6 +188,8 @@ class Runner:
             sequence.check_state()
             sequence.trace.decode_seconds += seconds
             self.pool.commit(sequence.blocks, sequence.slots.context)
+            if self.snapshots is not None and not self.approximates:
+                self.snapshots.after_step(sequence)
         batch[0].trace.step_weights += self.weight_use.since(used)
         return logits
 
@@ -437,19 +198,10 @@ class Runner:
         """Totals of weights copied to the device so far."""
         return NOTHING_USED if self.weights is None else self.weights.use
 
-    @property
-    def scoring_bytes(self) -> int:
-        """Size in bytes of the scoring keys and approximate KV of all sequences on the device."""
-        return sum(one.state.device_bytes for one in self._open.values())
-
     def check_integrity(self) -> None:
         """Assert that the pool, the sequences and the policy states are consistent."""
-        self.pool.check_integrity()
-        self.transfer.check_integrity()
+        super().check_integrity()
         if self.weights is not None:
             self.weights.check_integrity()
-        for sequence in self._open.values():
-            sequence.check_integrity()
-        assert self.states is None or self.states.used == len(self._open)
         if self.draft is not None:
             self.draft.check_integrity()

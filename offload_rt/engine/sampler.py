@@ -160,7 +160,7 @@ def logprobs_of(
 ) -> list[Logprobs]:
     """Return the log-probabilities at each position of `tokens`, given logits `[n, V]`.
 
-    Each result contains the token's own log-probability and the `count` largest ones (-1: of the whole vocabulary).
+    Each result contains the token's own log-probability and the `count` largest ones (-1: all).
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     there = torch.tensor(tokens, device=logprobs.device)[:, None]

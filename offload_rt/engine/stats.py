@@ -88,6 +88,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         native_code=str(native_status()),
         prompt_tokens=trace.prompt_tokens,
         reused_tokens=trace.reused_tokens,
+        recomputed_tokens=trace.recomputed_tokens,
         diverged_at=trace.diverged_at,
         new_tokens=len(sequence.tokens) - trace.prompt_tokens,
         prefill_seconds=trace.prefill_seconds,

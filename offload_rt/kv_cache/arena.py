@@ -1,4 +1,4 @@
-"""Memory of the KV cache: address space reserved once, slabs activated on demand."""
+"""Memory of the KV cache: address space that is reserved once, in slabs that are activated on demand."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .layout import PAGE, ArenaLayout
 
 
 class Arena:
-    """KV storage in host memory: one address range for the whole limit.
+    """KV storage in host memory. Its one address range has the size of the memory limit.
 
-    The kernel allocates pages on first write, so an unused pool needs no memory. Slabs are activated one by one. With
-    `pin`, `activate` page-locks the slab and registers it with CUDA, which allocates all its pages and takes a large
-    part of a second per gigabyte. Call `activate` when a sequence is admitted, not during decoding. Without `pin`, it
-    only counts slabs.
+    The operating system allocates memory pages on first write, so an unused pool needs no memory. The range is divided
+    into slabs, which are activated one by one. With `pin`, `activate` page-locks a slab and registers it with CUDA.
+    This allocates all its pages and takes up to a second per gigabyte, so call `activate` when a sequence is admitted,
+    not during decoding. Without `pin`, `activate` only counts slabs.
 
-    The range uses huge pages, for fewer page faults and fewer TLB misses in gathers. A slab in use may therefore take
-    its whole size, which the limit includes. The memory is unregistered and unmapped when the arena and all views of
-    it are gone.
+    The range uses huge pages, for fewer page faults and fewer TLB misses in gathers. A partly used slab may therefore
+    occupy memory of its full size; the memory limit accounts for this. The memory is unregistered and unmapped when the
+    arena and all views of it have been deleted.
     """
 
     def __init__(self, layout: ArenaLayout, dtype: torch.dtype, *, pin: bool = False) -> None:
@@ -34,20 +34,20 @@ class Arena:
         self.layout = layout
         self.pin = pin
         self.active = 0
-        # No huge pages in an unpinned first slab: a short prompt would touch many of them (SmolLM2, 30 tokens: 360 MB
-        # to clear, one second on a virtual machine).
+        # The first slab has no huge pages unless it is pinned. A short prompt would write to many of them, and the
+        # kernel clears each one (SmolLM2, 30 tokens: 360 MB, one second on a virtual machine).
         start = 0 if pin else layout.slab_rows * layout.head_dim * layout.itemsize
         memory = reserve(layout.bytes, "the KV cache", huge_from=start)
         self.rows = torch.frombuffer(memory, dtype=dtype).view(layout.rows, layout.head_dim)
-        """`[R, d]`: all vectors of the arena by row id."""
+        """All stored vectors `[R, d]`, by row id."""
         shape = (layout.slabs, layout.layers, layout.kv_heads, 2, layout.plane_rows, layout.head_dim)
         steps = (layout.slab_rows, layout.layer_rows, layout.head_rows, layout.plane_rows, 1)
         self.planes = self.rows.as_strided(shape, (*(layout.head_dim * step for step in steps), 1))
-        """`[slab, L, Hkv, 2, slab_blocks * 64, d]`: the same memory by slab, layer, head, K or V, and slot."""
+        """The same memory as a tensor `[slab, L, Hkv, 2 (K, V), slab_blocks * 64, d]`."""
         assert PAGE % mmap.PAGESIZE == 0 == self.rows.data_ptr() % mmap.PAGESIZE
 
     def activate(self) -> None:
-        """Activate the next slab. Raise MemoryLimitError if it cannot be pinned."""
+        """Activate the next slab. Raise MemoryLimitError if it cannot be page-locked."""
         assert self.active < self.layout.slabs
         if self.pin:
             slab = self.rows.narrow(0, self.active * self.layout.slab_rows, self.layout.slab_rows)
@@ -55,18 +55,24 @@ class Arena:
         self.active += 1
 
     def view(self, slab: int, place: int, offset: int, size: int) -> KVPart:
-        """Return views of K and V `[Hkv, size, width]` for contiguous slots of a slab, in one layer."""
+        """Return views of K and V `[Hkv, size, width]` for `size` contiguous slots of a slab, from slot `offset` on.
+
+        `place` is the index of the layer within a block.
+        """
         planes = self.planes[slab, place].narrow(2, offset, size)
         return KVPart(planes[:, 0], planes[:, 1])
 
     def fill(self, slab: int, place: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k, v `[Hkv, n, width]` to contiguous slots of a slab in one layer. Waits for the copy."""
+        """Write encoded k and v `[Hkv, n, width]` to n contiguous slots of a slab, from slot `offset` on.
+
+        `place` is the index of the layer within a block. Return when the copy is complete.
+        """
         part = self.view(slab, place, offset, k.shape[1])
         part.k.copy_(k)
         part.v.copy_(v)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` slots of block `source` to block `target` in all layers."""
+        """Copy the first `tokens` slots of block `source` to block `target`, in all layers of a block."""
         (a, i), (b, j) = (divmod(block, self.layout.slab_blocks) for block in (source, target))
         old = self.planes[a, :, :, :, i * BLOCK_SIZE : i * BLOCK_SIZE + tokens]
         self.planes[b, :, :, :, j * BLOCK_SIZE : j * BLOCK_SIZE + tokens].copy_(old)
@@ -77,8 +83,8 @@ def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:
 
     Args:
         size: Size in bytes.
-        what: Purpose, for the error message.
-        huge_from: Byte from which on huge pages are requested, a multiple of `PAGE`.
+        what: Purpose of the memory, for the error message.
+        huge_from: Offset in bytes from which huge pages are requested; a multiple of `PAGE`.
 
     Raises:
         MemoryLimitError: The limits of the process do not allow this size.
@@ -91,22 +97,24 @@ def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:
             f"host_memory, or raise this process's limits (ulimit -v, vm.overcommit_memory)"
         ) from error
     if huge_from < size:
-        with contextlib.suppress(OSError, AttributeError):  # the kernel or the platform may not support huge pages
+        with contextlib.suppress(OSError, AttributeError):  # The kernel or the platform may not support huge pages.
             memory.madvise(mmap.MADV_HUGEPAGE, huge_from)
     return memory
 
 
 def page_lock(slab: torch.Tensor, owner: object) -> None:
-    """Page-lock the memory of `slab` for asynchronous copies and direct reads by kernels, until `owner` is deleted.
+    """Page-lock the memory of `slab` until `owner` is deleted, for asynchronous copies and direct reads by kernels.
 
-    Raises MemoryLimitError if CUDA refuses.
+    Raises:
+        MemoryLimitError: If CUDA refuses to page-lock the memory.
     """
     size = slab.numel() * slab.itemsize
     cuda: Any = torch.cuda  # cudart() is untyped in some of torch's versions
     code = int(cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0))
     if code != 0:
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # clears the error, which the next launch would report otherwise
+            # clears CUDA's error state; otherwise the next kernel launch would report the error
+            torch.zeros(1, device="cuda")
         raise MemoryLimitError(
             f"cannot pin {format_size(size)} of host memory for CUDA (cudaHostRegister gave error {code}): lower "
             f"host_memory, or raise the limit on locked memory (ulimit -l)"
@@ -115,10 +123,12 @@ def page_lock(slab: torch.Tensor, owner: object) -> None:
 
 
 def read_in_place() -> bool:
-    """Return whether kernels of the current CUDA device can read page-locked memory at its host address.
+    """Return whether kernels on the current CUDA device can read page-locked memory at its host address.
 
-    This function locks a page and queries the driver. On WSL 2, for example, kernels cannot read it. Raises
-    MemoryLimitError if no page can be locked.
+    The function page-locks a test page and queries the driver. On WSL 2, for example, the result is False.
+
+    Raises:
+        MemoryLimitError: If no page can be locked.
     """
     page = torch.frombuffer(mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     page_lock(page, page)

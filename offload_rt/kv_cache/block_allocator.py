@@ -7,20 +7,21 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockAllocator:
-    """Allocates block ids and counts their references. It does not allocate memory.
+    """Allocates ids of blocks and counts their references. It does not allocate memory.
 
-    Slab `i` has the ids [i * slab_blocks, (i + 1) * slab_blocks). Runs never span two slabs, because slabs are not
-    contiguous in memory.
+    A run is a sequence of consecutive ids. Slab `i` has the ids [i * slab_blocks, (i + 1) * slab_blocks). Runs never
+    span two slabs, because slabs are not contiguous in memory.
 
-    Free runs are in two sorted lists: by start, to merge neighbours, and by size, to choose one. Each operation takes
-    two bisections and two list insertions per run, a few microseconds with 100,000 blocks.
+    Free runs are in two sorted lists: one by start, for merging adjacent runs, and one by size, for finding the best
+    fit. Each operation takes two bisections and two list insertions per run, a few microseconds with 100,000 blocks.
 
-    Not thread-safe. Before it calls `decref`, the caller must make sure that no transfer uses the blocks any more: the
-    next call may allocate them again.
+    Not thread-safe. Before the caller drops a reference with `decref`, all transfers of the block must have ended,
+    because the next call may allocate it again.
 
     Args:
-        slab_blocks: Blocks per slab.
-        on_free: Called with blocks that lost their last reference, before they can be allocated again.
+        slab_blocks: Number of blocks per slab.
+        on_free: Function that is called with the blocks whose last reference was dropped, before they can be allocated
+            again.
     """
 
     def __init__(self, slab_blocks: int, on_free: Callable[[Sequence[int]], None] = lambda blocks: None) -> None:
@@ -58,7 +59,7 @@ class BlockAllocator:
     def best_fit(self, count: int) -> list[int]:
         """Allocate `count` blocks in as few runs as possible, each from the smallest free run that fits.
 
-        Use it for sequences of known length.
+        Used for sequences of known length.
         """
         assert 0 <= count <= self.free
         taken: list[int] = []
@@ -69,17 +70,21 @@ class BlockAllocator:
         return taken
 
     def extend(self, last: int, count: int) -> list[int]:
-        """Allocate up to `count` free blocks directly after block `last` in its slab, possibly none."""
+        """Allocate up to `count` blocks with the ids directly after `last` in the same slab.
+
+        Return their ids, possibly none.
+        """
         start = last + 1
         if start % self.slab_blocks == 0:
             return []
         return self._take(start, min(count, self._size.get(start, 0)))
 
     def roomy(self, count: int) -> list[int]:
-        """Allocate `count` blocks with free space after them, for sequences that keep growing.
+        """Allocate `count` blocks with free ids after them, for sequences that keep growing.
 
-        Takes the middle of the longest free run, or its start if no preceding block can grow into it. Sequences that
-        grow concurrently, one block at a time, thus get long runs instead of interleaved blocks.
+        The blocks are taken from the middle of the longest free run, or from its start if no sequence can grow into
+        that run. Sequences that grow at the same time, one block each, thus get long runs instead of interleaved
+        blocks.
         """
         assert 0 <= count <= self.free
         taken: list[int] = []
@@ -97,7 +102,7 @@ class BlockAllocator:
             self._refs[block] += 1
 
     def decref(self, blocks: Sequence[int]) -> list[int]:
-        """Drop a reference on each of `blocks`. Return the blocks that became free, in ascending order."""
+        """Drop one reference to each of `blocks`. Return the blocks that became free, in ascending order."""
         freed = []
         for block in blocks:
             assert self._refs[block] > 0, f"block {block} is released twice"
@@ -126,7 +131,7 @@ class BlockAllocator:
             assert (start + size) % self.slab_blocks == 0 or start + size not in self._size, "two runs touch"
 
     def _take(self, start: int, count: int) -> list[int]:
-        """Allocate `count` blocks from `start` on, all within one free run."""
+        """Allocate `count` blocks with ids from `start` on. All of them must be in one free run."""
         if count == 0:
             return []
         first = self._starts[bisect_right(self._starts, start) - 1]

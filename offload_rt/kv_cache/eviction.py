@@ -1,6 +1,6 @@
-"""Eviction of tokens from a full KV cache (InfiniGen §4.4): per-slot state and ranking of victims.
+"""Eviction of tokens from a full KV cache (InfiniGen §4.4): state of each slot, and the order of eviction.
 
-Uses only tensor operations on the state's device, without synchronisation and without a loop over slots.
+The module uses only tensor operations on the state's device, without synchronisation and without a loop over slots.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ _NEVER = torch.iinfo(torch.int64).max
 class SlotState:
     """Eviction state of one sequence: tensors `[L, slots]`, modified in place.
 
-    After overwrites, a slot may hold different tokens in different layers.
+    After evictions, the same slot may contain different tokens in different layers.
 
     Attributes:
-        position: int64, position of the token in the slot; -1 if the slot is empty.
-        since: int64, first step in which the token could be selected. Before it, the token was in the recent window.
-        last_used: int64, last step in which the slot was written or selected by any head.
-        counter: uint8, number of steps in which any head selected the slot. If a counter saturates, all counters of
-            its layer are halved.
+        position: int64, position in the text of the slot's token; -1 if the slot is empty.
+        since: int64, first decode step in which the token could be selected. In earlier steps, the token was in the
+            recent window.
+        last_used: int64, last decode step in which the slot was written, or selected by any head.
+        counter: uint8, number of decode steps in which any head selected the slot. If a counter saturates, all counters
+            of its layer are halved.
     """
 
     position: torch.Tensor
@@ -50,11 +51,11 @@ class SlotState:
         return grown
 
     def cut(self, slots: int) -> SlotState:
-        """Return an independent copy of the first `slots` slots."""
+        """Return an independent copy of the state of the first `slots` slots."""
         return SlotState(*(table[:, :slots].clone() for table in self._tables()))
 
     def follow(self, layer: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Apply moves of a layer in order. A move is a pair (source slot, target slot)."""
+        """Apply token moves of a layer in order. A move is a pair (source slot, target slot)."""
         for table in self._tables():
             for slot, target in moves:
                 table[layer, target] = table[layer, slot]
@@ -66,9 +67,10 @@ class SlotState:
         return self.position, self.since, self.last_used, self.counter
 
     def fill(self, tokens: range, step: int, recent: int) -> None:
-        """Record that token t of `tokens` was written to slot t of every layer.
+        """Record that token t of `tokens` was written to slot t in every layer.
 
-        `step` is the first step that selects tokens. The newest `recent` tokens are never selected.
+        `step` is the first decode step that can select the tokens. The last `recent` of them are in the recent window,
+        and each can be selected only after it has left the window.
         """
         at = torch.arange(tokens.start, tokens.stop, device=self.position.device)
         self.position[:, tokens.start : tokens.stop] = at
@@ -77,14 +79,14 @@ class SlotState:
         self.counter[:, tokens.start : tokens.stop] = 0
 
     def move(self, source: int, targets: torch.Tensor) -> None:
-        """Copy the state of slot `source` to slot `targets[l]` of each layer l; `targets` is int64 `[L]`."""
+        """Copy the state of slot `source` to slot `targets[l]` in each layer l. `targets` is int64 `[L]`."""
         for table in self._tables():
             table.scatter_(1, targets[:, None], table[:, source : source + 1].clone())
 
     def place(self, slots: torch.Tensor, position: int, step: int, recent: int) -> None:
-        """Record that the token at `position` was written to slot `slots[l]` of each layer l in step `step`.
+        """Record that the token at `position` was written in decode step `step`, to slot `slots[l]` of each layer l.
 
-        `slots` is int64 `[L]`. The token can be selected `recent` steps later.
+        `slots` is int64 `[L]`. The token can be selected `recent` steps later, when it has left the recent window.
         """
         index = slots[:, None]
         self.position.scatter_(1, index, position)
@@ -93,7 +95,10 @@ class SlotState:
         self.counter.scatter_(1, index, 0)
 
     def touch(self, layer: int, slots: torch.Tensor, step: int) -> None:
-        """Record a selection of `slots` in a layer: int64, any shape. Repeated slots count once per step."""
+        """Record that a layer selected `slots` in decode step `step`. `slots` is int64 of any shape.
+
+        Repeated slots count once per step.
+        """
         used = torch.zeros_like(self.counter[layer], dtype=torch.bool).index_fill_(0, slots.flatten(), True)
         self.last_used[layer].masked_fill_(used, step)
         counter = self.counter[layer] + used
@@ -101,9 +106,9 @@ class SlotState:
 
 
 def _used_share(state: SlotState, step: int) -> torch.Tensor:
-    """Return the selection rate of each token: selections per step since it left the recent window, in units of 2^-16.
+    """Return the selection rate of each token in units of 2^-16: selections per step since it left the recent window.
 
-    The prior is one selection in `PRIOR_STEPS` steps.
+    As a prior, each token starts with one selection in `PRIOR_STEPS` steps.
     """
     steps = (step - state.since).clamp_min(0) + PRIOR_STEPS
     return ((state.counter.to(torch.int64) + 1) << 16) // steps
@@ -116,11 +121,12 @@ RANKINGS: dict[str, Callable[[SlotState, int], torch.Tensor]] = {
     "lru": lambda state, step: state.last_used,
     "counter": _used_share,
 }
-"""Sort key of each victim policy. The smallest key is evicted first; ties are broken by the oldest position.
+"""Functions (state, step) -> sort keys `[L, slots]`, by eviction policy. The token with the smallest key is evicted
+first. Among equal keys, the token with the lowest position is evicted first.
 
-"counter" divides by the number of steps. The paper compares raw counts, but then a token that leaves the recent window
-starts at zero and is evicted before it could be selected. Perplexity of each policy: `make paper`, table
-`perplexity_with_a_bounded_pool.md`.
+"counter" divides the selection count by the number of steps. The paper compares the counts themselves. A token that
+leaves the recent window would then start at zero and be evicted before it can be selected. Perplexity of each policy:
+`make paper`, table `perplexity_with_a_bounded_pool.md`.
 """
 
 
@@ -130,12 +136,12 @@ def victims(policy: str, state: SlotState, protected: torch.Tensor, step: int, c
     Args:
         policy: A key of `RANKINGS`.
         state: Eviction state. Positions must be below 2**32. Empty slots are never returned.
-        protected: bool `[L, slots]`, slots that must not be evicted.
-        step: Current step.
-        count: Number of slots per layer.
+        protected: Whether a slot must not be evicted, bool `[L, slots]`.
+        step: Current decode step.
+        count: Number of slots to return per layer.
 
     Returns:
-        int64 `[L, count]` in eviction order; -1 if a layer has no more candidates.
+        Slots int64 `[L, count]` in eviction order. -1 if a layer has no more slots to evict.
     """
     key = (RANKINGS[policy](state, step) << 32) + state.position
     key = key.masked_fill(protected | (state.position < 0), _NEVER)

@@ -1,7 +1,8 @@
 """Storage formats of the KV cache: the model's dtype, or integers with a scale per group.
 
-Quantisation is group-wise and asymmetric as in FlexGen (§4.3: groups of 64 elements, minimum and maximum kept exact).
-Host-to-device transfers use the storage format. Vectors are decoded where attention is computed.
+Quantisation is group-wise and asymmetric as in FlexGen (§4.3): groups of 64 elements, whose minimum and maximum are
+represented exactly. Host-to-device transfers use the storage format. Vectors are decoded on the device that computes
+attention.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ GROUP = 64  # maximum number of elements that share a scale
 
 @dataclass(frozen=True)
 class Native:
-    """Stores the model's dtype. `encode` and `decode` return their argument."""
+    """Format that stores vectors in the model's dtype. `encode` and `decode` return their argument."""
 
     dtype: torch.dtype
     head_dim: int
 
-    exact = True  # the stored vectors equal the originals, so that attention can read them in place
+    exact = True  # Stored vectors equal the originals, so attention can read them in place.
 
     @property
     def name(self) -> str:
@@ -37,7 +38,7 @@ class Native:
 
     @property
     def width(self) -> int:
-        """Stored elements per vector."""
+        """Number of stored elements per vector."""
         return self.head_dim
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -49,11 +50,11 @@ class Native:
 
 @dataclass(frozen=True)
 class Quantised:
-    """Integers of `bits` (8, 4 or 2) with a float16 minimum and step for each group.
+    """Format that stores integers of 8, 4 or 2 bits, with a float16 minimum and step for each group of elements.
 
-    A vector takes ceil(d * bits / 8) + 4 * groups bytes. If the groups do not divide d, the last group is the smallest.
-    The error of an element is at most half a step, (max - min) / (2 * (2^bits - 1)), plus the rounding of minimum and
-    step to float16.
+    A vector of d elements takes ceil(d * bits / 8) + 4 * groups bytes. If d is not a multiple of the group size, the
+    last group is smaller. The error of an element is at most half a step, (max - min) / (2 * (2^bits - 1)), plus the
+    rounding of minimum and step to float16.
     """
 
     bits: int
@@ -69,12 +70,12 @@ class Quantised:
 
     @property
     def groups(self) -> int:
-        """Groups per vector: as few as possible with at most `GROUP` elements each."""
+        """Number of groups per vector: as few as possible, with at most `GROUP` elements each."""
         return math.ceil(self.head_dim / GROUP)
 
     @property
     def width(self) -> int:
-        """Bytes per vector."""
+        """Number of bytes per vector."""
         return self._code_bytes + 4 * self.groups
 
     @property
@@ -86,8 +87,8 @@ class Quantised:
         return math.ceil(self.head_dim / self.groups)
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Encode rows `[..., d]` as bytes `[..., width]`: the packed codes, then minimum and step of each group."""
-        # Pad the last group with the last element of the row, which changes neither its minimum nor its maximum.
+        """Encode vectors `[..., d]` as bytes `[..., width]`: the packed codes, then minimum and step of each group."""
+        # Pad the last group with the last element of the vector, which changes neither its minimum nor its maximum.
         filling = rows[..., -1:].expand(*rows.shape[:-1], self.groups * self._group_size - self.head_dim)
         grouped = torch.cat((rows, filling), dim=-1).float().unflatten(-1, (self.groups, self._group_size))
         low, high = grouped.aminmax(dim=-1, keepdim=True)
@@ -99,7 +100,7 @@ class Quantised:
         return torch.cat((self._pack(codes.flatten(-2)[..., : self.head_dim]), scales), dim=-1)
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Decode bytes `[..., width]` to rows `[..., d]` of the model's dtype."""
+        """Decode bytes `[..., width]` to vectors `[..., d]` in the model's dtype."""
         codes = _resize(self._unpack(stored[..., : self._code_bytes]), self.groups * self._group_size)
         grouped = codes.float().unflatten(-1, (self.groups, self._group_size))
         scales = (
@@ -113,7 +114,7 @@ class Quantised:
         return rows[..., : self.head_dim].to(self.dtype)
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
-        """Pack codes `[..., d]`, 8 / bits adjacent codes per byte, the first in the lowest bits."""
+        """Pack 8 / bits adjacent codes of `codes` `[..., d]` into each byte, the first code in the lowest bits."""
         fields = 8 // self.bits
         split = _resize(codes, self._code_bytes * fields).unflatten(-1, (-1, fields))
         packed: torch.Tensor = split[..., 0].clone()
@@ -128,17 +129,24 @@ class Quantised:
 
 
 KVFormat = Native | Quantised
-"""Converts vectors `[..., d]` of the model's dtype to stored elements `[..., width]` (`encode`) and back (`decode`)."""
+"""A storage format. `encode` converts vectors `[..., d]` of the model's dtype to stored elements `[..., width]`.
+
+`decode` converts stored elements to vectors.
+"""
 
 
 def _resize(codes: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the first `count` codes of each row, followed by zeros if there are fewer."""
+    """Return the first `count` codes of each vector. If there are fewer codes, append zeros."""
     missing = count - codes.shape[-1]
     return torch.nn.functional.pad(codes, (0, missing)) if missing > 0 else codes[..., :count]
 
 
 def make_kv_format(name: KVFormatName, dtype: torch.dtype, head_dim: int) -> KVFormat:
-    """Return the format `name` for vectors of `head_dim` elements of `dtype`. Raise ConfigError if it is unknown."""
+    """Return the storage format `name` for vectors of `head_dim` elements of `dtype`.
+
+    Raises:
+        ConfigError: If the format does not exist.
+    """
     check_choice("kv_cache_dtype", name, ("auto", "int8", "int4", "int2"))
     if name == "auto":
         return Native(dtype, head_dim)

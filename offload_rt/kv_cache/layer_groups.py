@@ -1,4 +1,4 @@
-"""Grouping of layers into blocks: full-attention layers share blocks; sliding-window layers have separate ones."""
+"""Assignment of layers to blocks. Full-attention layers share blocks; sliding-window layers have separate blocks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ..core import BLOCK_SIZE, ModelGeometry
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """Assignment of a model's layers to groups of at most `layers` layers. A block holds 64 tokens of one group.
+    """Assignment of a model's layers to groups of at most `layers` layers. A block has 64 tokens of one group.
 
     Group 0 contains the full-attention layers, with one block per 64 tokens of a sequence. Sliding-window layers form
-    the groups 1 to `sliding`, with one block each per 64 tokens inside a window; the blocks of the last group may have
-    unused space. All blocks have the same size, so one arena, limit and allocator serve all groups. If all layers use
-    sliding windows, group 0 has no layers, and its block ids have no memory.
+    the groups 1 to `sliding`. Each of these groups has one block per 64 tokens inside a window. Blocks of the last
+    group may have unused space. All blocks have the same size, so one arena, limit and allocator serve all groups. If
+    all layers use sliding windows, group 0 has no layers, and its block ids have no memory.
 
     Attributes:
-        layers: Layers per block.
-        group: Group of each layer, `[L]`.
-        place: Index of each layer within its block, `[L]`.
-        sliding: Number of groups with sliding windows.
-        window: Tokens of the longest sliding window; 0 if there is none.
+        layers: Number of layers per block.
+        group: Group number of each layer, `[L]`.
+        place: Index of each layer within its blocks, `[L]`.
+        sliding: Number of groups of sliding-window layers.
+        window: Length in tokens of the longest sliding window; 0 if there is none.
     """
 
     layers: int
@@ -55,20 +55,20 @@ class LayerGroups:
         return [layer for layer, own in enumerate(self.group) if own == group]
 
     def first_seen(self, position: int, floor: int = 0) -> int:
-        """Return the first token that the token at `position` can see in a sliding-window layer."""
+        """Return the first token that the token at `position` sees in a sliding-window layer, at least `floor`."""
         return max(floor, 0, position + 1 - self.window)
 
     @property
     def window_blocks(self) -> int:
-        """Maximum number of consecutive blocks that a window overlaps."""
+        """Maximum number of consecutive 64-token blocks that a sliding window overlaps."""
         return (self.window + BLOCK_SIZE - 2) // BLOCK_SIZE + 1 if self.sliding else 0
 
     def blocks(self, tokens: int) -> int:
-        """Return the maximum number of blocks, over all groups, for a sequence of `tokens` tokens."""
+        """Return the maximum number of blocks, over all groups, that a sequence of `tokens` tokens needs."""
         places = -(-tokens // BLOCK_SIZE)
         return self.full * places + self.sliding * min(places, self.window_blocks)
 
     @property
     def blocks_at_once(self) -> int:
-        """Number of blocks, in all groups, that 64 more tokens need."""
+        """Number of blocks, over all groups, that 64 additional tokens of a sequence need."""
         return self.full + self.sliding

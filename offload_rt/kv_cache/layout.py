@@ -1,13 +1,14 @@
-"""Memory layout of the KV cache in host memory: arithmetic on row ids and bytes.
+"""Memory layout of the KV cache in host memory. Only arithmetic on row ids and bytes, no memory.
 
 The pool is one tensor of equal slabs, each
 
     [layer, kv_head, 2 (K, V), slab_blocks * 64, d]
 
-For consecutive blocks of one slab, K of a (layer, head) is one contiguous matrix `[tokens, d]`, and so is V. CPU
-attention reads them in place. If K and V of a token were adjacent, its matrix products would read strided rows, which
-is slower. The disadvantage is that a selected token is fetched with two reads of `d` elements instead of one of `2d`,
-and that a layer of a block consists of `2 * Hkv` contiguous pieces of `64 * d` elements instead of one.
+For consecutive blocks of one slab, K of one layer and head is a contiguous matrix `[tokens, d]`, and V is another. CPU
+attention reads both in place. If K and V of a token were adjacent, matrix products would read strided rows, which is
+slower. The layout has two disadvantages. A selected token is fetched with two reads of `d` elements instead of one read
+of `2d` elements. One layer of a block consists of `2 * Hkv` contiguous pieces of `64 * d` elements instead of one
+piece.
 
 Transfers address KV vectors by *row id*: the index of `d` elements in the flat view `[R, d]` of the pool.
 """
@@ -24,22 +25,25 @@ from ..errors import MemoryLimitError
 from ..utils.units import format_size
 from .layer_groups import LayerGroups
 
-SLAB_TOKENS = 16_384  # maximum token slots per slab, which is pinned in one call and limits contiguous runs
+# Maximum number of token slots per slab. A slab is pinned in one call, and contiguous runs of blocks end at its end.
+SLAB_TOKENS = 16_384
 
-# Alignment of slabs, because pinned ranges must not share a page. 64 KiB is the largest base page (ARM servers).
+# Alignment of slabs in bytes, because pinned ranges must not share a page. 64 KiB is the largest base page (ARM
+# servers).
 PAGE = 1 << 16
 
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Shape of the arena. Block `c` is slot `c % slab_blocks` of slab `c // slab_blocks`.
+    """Shape of the arena. Block `c` is block `c % slab_blocks` of slab `c // slab_blocks`.
 
     Attributes:
-        layers: Layers per block (`layer_groups`); all layers of a model without sliding windows.
-        kv_heads: KV heads of the model (Hkv).
-        head_dim: Stored elements per vector (d).
-        itemsize: Bytes per element.
-        slab_blocks: Blocks per slab.
+        layers: Number of layers per block (`layer_groups`). Without sliding windows, this is the number of layers of
+            the model.
+        kv_heads: Number of KV heads of the model (Hkv).
+        head_dim: Number of stored elements per vector (d).
+        itemsize: Size in bytes of a stored element.
+        slab_blocks: Number of blocks per slab.
         slabs: Number of slabs.
     """
 
@@ -59,8 +63,10 @@ class ArenaLayout:
     ) -> ArenaLayout:
         """Return the layout with the most blocks within `limit_bytes`, in equal slabs of at most `slab_tokens` slots.
 
-        Because slabs are equal, up to `slabs - 1` blocks that would fit in the limit stay unused. Raises
-        MemoryLimitError if not even one block fits.
+        Because slabs are equal, up to `slabs - 1` blocks that would fit in the limit are not used.
+
+        Raises:
+            MemoryLimitError: If not even one block fits.
         """
         assert slab_tokens >= BLOCK_SIZE
         layers = LayerGroups.of(geometry).layers
@@ -77,22 +83,25 @@ class ArenaLayout:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the whole arena."""
+        """Number of blocks of the whole arena."""
         return self.slabs * self.slab_blocks
 
     @property
     def row_bytes(self) -> int:
-        """Size in bytes of a row: K or V for one token, layer and head."""
+        """Size in bytes of a row: K or V of one token, layer and head."""
         return self.head_dim * self.itemsize
 
     @property
     def block_bytes(self) -> int:
-        """Size in bytes of K and V in all layers of a block."""
+        """Size in bytes of a block: K and V of 64 tokens in all its layers."""
         return 2 * self.layers * self.kv_heads * BLOCK_SIZE * self.row_bytes
 
     @property
     def plane_rows(self) -> int:
-        """Rows of a plane (K or V of one layer and head in a slab). Also the distance from a K row to its V row."""
+        """Number of rows of a plane: K or V of one layer and head in a slab.
+
+        Also the distance from a K row to its V row.
+        """
         return self.slab_blocks * BLOCK_SIZE
 
     @property
@@ -105,22 +114,25 @@ class ArenaLayout:
 
     @property
     def slab_rows(self) -> int:
-        """Distance in rows from one slab to the next: all layers of a block, padded to whole pages."""
+        """Distance in rows from one slab to the next. A slab has all its blocks, padded to whole pages."""
         unit = math.lcm(PAGE, self.row_bytes) // self.row_bytes
         return math.ceil(self.layers * self.layer_rows / unit) * unit
 
     @property
     def rows(self) -> int:
-        """R, rows of the whole arena including padding."""
+        """R, the number of rows of the whole arena, including padding."""
         return self.slabs * self.slab_rows
 
     @property
     def bytes(self) -> int:
-        """Address space of the arena in bytes, including the padding of each slab (less than a page plus a row)."""
+        """Size in bytes of the arena's address space, including the padding of each slab.
+
+        The padding of a slab is less than a page plus a row.
+        """
         return self.rows * self.row_bytes
 
     def row(self, place: int, head: int, kv: int, offset: int = 0) -> int:
-        """Return the row of token slot `offset` relative to the first row of its slab.
+        """Return the row of token slot `offset`, counted from the first row of its slab.
 
         `place` is the index of the layer within a block. `kv` is 0 for K and 1 for V.
         """

@@ -1,4 +1,4 @@
-"""Available host memory, and the error for a full pool."""
+"""The available host memory, and the error for a full KV pool."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from ..utils.units import format_size
 
 _FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _SECOND = ("memory.max", "memory.current", "inactive_file")
-"""Files with the limit and the usage, and the field of memory.stat with reclaimable page cache (cgroup v1 and v2)."""
+"""Names in cgroup v1 and v2: the file with the limit, the file with the usage, and the field of memory.stat.
+
+The field of memory.stat counts reclaimable page cache.
+"""
 
 
 def available_memory() -> int:
     """Return the bytes that can be allocated without swapping.
 
-    This is the minimum of the available system memory and the remaining limits of all control groups of this process
-    (a container or batch job).
+    This is the minimum of the available system memory and the remaining memory of all control groups of this process
+    (for example, a container or a batch job).
     """
     return int(min([psutil.virtual_memory().available, *_cgroup_headroom(ROOT, MEMBERSHIP)]))
 
 
 def memory_limit(wanted: int | None, at_most: int) -> int:
-    """Return `wanted` or, if None, half of the available memory up to `at_most`, in bytes.
+    """Return a memory limit in bytes: `wanted`, or, if it is None, half of the available memory but at most `at_most`.
 
-    Raises MemoryLimitError if `wanted` exceeds the available memory.
+    Raises:
+        MemoryLimitError: If `wanted` exceeds the available memory.
     """
     available = available_memory()
     if wanted is None:
@@ -45,14 +49,15 @@ def pool_full(count: int, missing: int, usable: int, room: tuple[int, int], limi
     """Create the error for a full pool.
 
     Args:
-        count: Blocks needed.
-        missing: Blocks that are missing.
-        usable: Blocks that are free or can be evicted.
+        count: Number of blocks needed.
+        missing: Number of blocks that cannot be provided.
+        usable: Number of blocks that are free or can be evicted.
         room: Capacity of the pool: number of blocks, and bytes per block.
         limit: Limit of the pool in bytes.
         disk: Whether the pool is on a disk.
     """
-    from ..core import BLOCK_SIZE  # imports torch, which checks of the command line avoid
+    # Imported here because the module imports torch. Checks of the command line avoid the import.
+    from ..core import BLOCK_SIZE
 
     blocks, size = room
     lack = missing * size
@@ -66,7 +71,7 @@ def pool_full(count: int, missing: int, usable: int, room: tuple[int, int], limi
 
 
 def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:
-    """Yield the remaining memory of each control group of this process that has a limit (versions 1 and 2).
+    """Yield the remaining memory in bytes of each control group of this process that has a limit (versions 1 and 2).
 
     Reclaimable page cache counts as unused.
     """
@@ -77,7 +82,7 @@ def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:
 
 
 def _headroom(folder: Path, limit: str, usage: str, cache: str) -> int | None:
-    """Return the remaining memory of one group, or None if it has no limit or cannot be read.
+    """Return the remaining memory of one control group in bytes, or None if it has no limit or cannot be read.
 
     A container sees only its own group, at the root.
     """

@@ -1,4 +1,4 @@
-"""The prefix tree: maps token prefixes to the full blocks that hold their KV."""
+"""The prefix tree, which maps token prefixes to the full blocks with their KV."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ EXACT = "exact"
 
 
 def root_key(namespace: str) -> bytes:
-    """Return the parent key of the first block of a sequence: a digest of `namespace` (the model and its KV format)."""
+    """Return the parent key of the first block of a sequence: a digest of `namespace`.
+
+    The namespace names the model and the KV format.
+    """
     return hashlib.blake2b(namespace.encode(), digest_size=16, person=b"offload-rt root").digest()
 
 
@@ -26,9 +29,9 @@ def block_key(parent: bytes, provenance_key: str, tokens: bytes) -> bytes:
     """Return the key of a block: a digest of 32 bytes, the same in every process.
 
     Args:
-        parent: Key of the previous block. It covers the namespace and all earlier tokens.
+        parent: Key of the previous block, which depends on the namespace and all earlier tokens.
         provenance_key: KV provenance key.
-        tokens: Up to 64 tokens as little-endian int64.
+        tokens: Up to 64 token ids as little-endian int64.
     """
     name = provenance_key.encode()
     digest = hashlib.blake2b(parent, digest_size=32, person=b"offload-rt chunk")
@@ -37,53 +40,61 @@ def block_key(parent: bytes, provenance_key: str, tokens: bytes) -> bytes:
 
 
 def pack_tokens(tokens: Sequence[int], stop: int) -> list[bytes]:
-    """Return tokens [0, stop) as one bytes object per block (little-endian int64). The last block may be partial."""
+    """Return the token ids [0, stop) as one bytes object per block (little-endian int64).
+
+    The last block may be partial.
+    """
     data = np.asarray(tokens[:stop], dtype="<i8").tobytes()
     size = BLOCK_SIZE * TOKEN_BYTES
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
 def _same_tokens(block: bytes, other: bytes) -> int:
-    """Return the number of leading tokens that both blocks share. `other` must not be longer than `block`."""
+    """Return how many leading tokens are equal in both blocks. `other` must not be longer than `block`."""
     return next((i for i in range(0, len(other), 8) if block[i : i + 8] != other[i : i + 8]), len(other)) // 8
 
 
 @dataclass(eq=False)
 class _Node:
-    """One block in the tree."""
+    """A block in the tree."""
 
     key: bytes
     parent: _Node | None
     provenance_key: str
     tokens: bytes
     block: int
-    used: int  # clock of the last match, publication or release
-    worth: int = 0  # number of blocks of the longest sequence that has used it
-    idle: bool = False  # only the tree holds the block
-    queued: bool = False  # the eviction queue has an entry for it
+    used: int  # value of the tree's clock at the last match, publication or release
+    worth: int = 0  # number of blocks of the longest sequence that has used the block
+    idle: bool = False  # only the tree references the block
+    queued: bool = False  # the eviction queue has an entry for the block
     children: dict[bytes, _Node] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
-        """Rank in the eviction order. A block of a sequence of n blocks counts as used n operations later."""
+        """Rank in the eviction order: time of the last use plus `worth`. The lowest rank is evicted first.
+
+        Recomputing a block of a long sequence is expensive, so it counts as used more recently.
+        """
         return self.used + self.worth
 
 
 class PrefixTree:
-    """A trie of full blocks, by id.
+    """A trie of full blocks. Each node is one block, found by its id or by the tokens of its path.
 
-    Nodes are found by digest and then compared by tokens, parent and provenance, so a digest collision is a miss. The
-    tree owns one reference on each of its blocks. The caller counts these references: it adds one to each block that
-    `insert` returns, and drops one from each block that `evict` and `unkey` return.
+    Nodes are looked up by digest. Then tokens, parent and provenance are compared, so a digest collision is a miss. The
+    tree owns one reference to each of its blocks. The caller counts these references: it adds one for each block that
+    `insert` returns, and drops one for each block that `evict` and `unkey` return.
 
-    Invariant: a sequence that holds a block of the tree also holds all its ancestors. A match takes the whole path, a
-    fork takes all blocks, and `insert` exchanges a block only if no fork keeps the old path. Descendants of an idle
-    block are therefore idle, and eviction from the leaves can free exactly `idle` blocks.
+    A block is idle if no sequence references it. Invariant: a sequence that references a block of the tree also
+    references all its ancestors. `match` returns the whole path, a fork references all blocks, and `insert` exchanges a
+    block only if no fork uses the old path. Descendants of an idle block are therefore idle, and eviction from the
+    leaves can free exactly `idle` blocks.
 
     Idle leaves wait in a heap, with at most one entry each, in the order of last use and recomputation cost
     (`_Node.rank`). A short request, such as one for a title, therefore does not evict a long conversation. `evict`
-    validates entries lazily: it drops nodes that are no longer idle leaves (they are queued again when they become idle
-    leaves) and requeues nodes that were used since. Finding the idle leaf of the lowest rank takes O(log n) on average.
+    validates entries lazily. It drops entries of nodes that are no longer idle leaves; such a node is queued again when
+    it becomes an idle leaf. It requeues nodes that have been used since they were queued. Finding the idle leaf of the
+    lowest rank takes O(log n) on average.
 
     Not thread-safe.
     """
@@ -103,17 +114,22 @@ class PrefixTree:
     def __contains__(self, block: int) -> bool:
         return block in self._of
 
+    @property
+    def blocks(self) -> Iterable[int]:
+        """All blocks of the tree."""
+        return self._of.keys()
+
     def match(
         self, tokens: Sequence[int], *provenance_keys: str, usable: Callable[[Sequence[int]], int] = len
     ) -> list[int]:
-        """Return the blocks of the longest known prefix of `tokens`, leaving at least one token to compute.
+        """Return the blocks of the longest prefix of `tokens` in the tree. At least one token is left to compute.
 
-        The caller must take a reference on each block.
+        The caller must add a reference to each block.
 
         Args:
             tokens: Token ids of the prompt.
-            *provenance_keys: Accepted KV provenance keys. The first one that matches is used at each block.
-            usable: Returns how many of the matched blocks can be used.
+            *provenance_keys: Accepted KV provenance keys. For each block, the first key that matches is used.
+            usable: Function that returns how many of the matched blocks, from the first on, can be used.
         """
         self._clock += 1
         path: list[_Node] = []
@@ -132,16 +148,17 @@ class PrefixTree:
         return [node.block for node in path]
 
     def known_tokens(self, tokens: Sequence[int], *provenance_keys: str) -> int:
-        """Return the length of the longest known prefix in tokens, including a part of the last block.
+        """Return how many leading tokens of `tokens` are in the tree, including a part of the last block.
 
-        `match` returns only its full blocks. The caller takes no references.
+        In contrast, `match` returns full blocks only. The caller adds no references.
         """
         parent, known = None, 0
         for data in pack_tokens(tokens, len(tokens)):
             node = next((n for key in provenance_keys if (n := self._find(parent, key, data)) is not None), None)
             if node is None:
                 children = self._tops if parent is None else parent.children
-                # Blocks with other provenance keys may belong to another client (cache salt): do not reveal them.
+                # Blocks with other provenance keys may belong to another client (cache salt), so their tokens must not
+                # be revealed.
                 mine = (child for child in children.values() if child.provenance_key in provenance_keys)
                 return known + max((_same_tokens(child.tokens, data) for child in mine), default=0)
             parent, known = node, known + BLOCK_SIZE
@@ -150,18 +167,18 @@ class PrefixTree:
     def insert(
         self, tokens: Sequence[int], blocks: Sequence[int], provenance_key: str, alone: Callable[[int], bool]
     ) -> tuple[list[int], dict[int, int]]:
-        """Insert the full blocks of a sequence, which hold `tokens`.
+        """Insert the full blocks of a sequence with the tokens `tokens`.
 
         Args:
             tokens: Tokens of the sequence, from its start.
-            blocks: The block ids. Blocks that are already in the tree are not changed.
+            blocks: Ids of its full blocks. Blocks that are already in the tree stay unchanged.
             provenance_key: KV provenance key of the new blocks.
-            alone: Returns whether only this sequence holds a block.
+            alone: Function that returns whether only this sequence references a block.
 
         Returns:
-            The new blocks, and a dict from index to the block that the tree already had for the same tokens and
-            provenance. The caller adds the tree's reference to the new blocks, and replaces its own blocks with the
-            blocks in the dict.
+            The blocks that are new in the tree, and a dict. The dict maps the index of a block to the block that the
+            tree already has for the same tokens and provenance. The caller adds a reference for the tree to each new
+            block. It replaces its own blocks with the blocks in the dict.
         """
         self._clock += 1
         known = next((i for i in range(len(blocks), 0, -1) if blocks[i - 1] in self._of), 0)
@@ -174,11 +191,12 @@ class PrefixTree:
             node = self._find(parent, provenance_key, data)
             if node is None:
                 if key in self._nodes:
-                    break  # digest collision: no further block can be shared
+                    break  # digest collision: the blocks from here on cannot be shared
                 node = self._add(_Node(key, parent, provenance_key, data, blocks[i], self._clock))
                 fresh.append(blocks[i])
             elif not alone(blocks[i]):
-                break  # a fork that keeps the old block would later hold a block of the tree without its ancestors
+                # A fork that keeps the old block would later reference a block of the tree without its ancestors.
+                break
             else:
                 instead[i] = node.block
                 self.idle -= node.idle
@@ -188,7 +206,10 @@ class PrefixTree:
         return fresh, instead
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Mark `blocks` as idle (held only by the tree). Blocks that are not in the tree are ignored."""
+        """Mark `blocks` as idle, because no sequence references them any more.
+
+        Blocks that are not in the tree are ignored.
+        """
         self._clock += 1
         for block in blocks:
             node = self._of.get(block)
@@ -199,7 +220,7 @@ class PrefixTree:
                 self._queue(node)
 
     def evict(self, count: int) -> list[int]:
-        """Remove up to `count` idle blocks, leaves of the lowest rank first. Return their ids."""
+        """Remove up to `count` idle blocks from the tree, leaves with the lowest rank first. Return their ids."""
         gone: list[int] = []
         while len(gone) < count and self._leaves:
             rank, _, node = heapq.heappop(self._leaves)
@@ -213,7 +234,10 @@ class PrefixTree:
         return gone
 
     def unkey(self, block: int) -> list[int]:
-        """Remove `block` and its descendants, because its content changes or is lost. Return their ids."""
+        """Remove `block` and its descendants, because its content changes or is lost.
+
+        Return the ids of all removed blocks.
+        """
         return self._remove(self._of[block])
 
     def check_integrity(self, refs: Callable[[int], int]) -> None:
@@ -250,7 +274,7 @@ class PrefixTree:
         return self._tops if parent is None else parent.children
 
     def _queue(self, node: _Node) -> None:
-        """Add a node to the eviction queue if it is an idle leaf without an entry."""
+        """Add a node to the eviction queue if it is an idle leaf and has no entry yet."""
         if node.idle and not node.children and not node.queued:
             node.queued = True
             heapq.heappush(self._leaves, (node.rank, node.key, node))
@@ -260,7 +284,7 @@ class PrefixTree:
         if node.parent is not None:
             self._queue(node.parent)
         gone = [node]
-        for other in gone:  # breadth-first: the list grows while it is iterated
+        for other in gone:  # The loop is breadth-first: it appends to the list that it iterates over.
             gone += other.children.values()
             self.idle -= other.idle
             del self._nodes[other.key], self._of[other.block]

@@ -1,4 +1,4 @@
-"""A lock that detects use in a forked process."""
+"""A lock that detects its use in a forked process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from ..errors import InputError
 
 
 class ProcessLock:
-    """A re-entrant lock that raises InputError if a forked child enters it.
+    """A re-entrant lock that raises InputError if a forked child process enters it.
 
-    After `os.fork`, the child has none of the threads (savers, loaders) and shares the parent's locks on stores.
+    After `os.fork`, the child has none of the parent's threads (savers, loaders) but shares the parent's file locks on
+    stores.
     """
 
     def __init__(self) -> None:

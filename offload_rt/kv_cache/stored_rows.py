@@ -1,4 +1,7 @@
-"""Read and write the KV of block tables in the arena. `pool.py` controls allocation and access."""
+"""Reads and writes of KV in the arena, by block table, layer and token.
+
+`pool.py` controls allocation and access.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from .layer_groups import LayerGroups
 
 
 class SlotSpan(NamedTuple):
-    """Contiguous token slots of one slab: `size` slots from `offset` on."""
+    """Contiguous token slots of one slab: `size` slots from slot `offset` on."""
 
     slab: int
     offset: int
@@ -22,9 +25,9 @@ class SlotSpan(NamedTuple):
 
 
 class StoredRows:
-    """Accesses the KV of an arena by block table, layer and token, in the storage format `format`.
+    """Reads and writes the KV of an arena by block table, layer and token, in the storage format `format`.
 
-    Does not allocate blocks or count references.
+    The class neither allocates blocks nor counts references.
     """
 
     def __init__(self, arena: Arena | FileArena, groups: LayerGroups, format: KVFormat) -> None:
@@ -32,13 +35,13 @@ class StoredRows:
 
     @property
     def rows(self) -> torch.Tensor:
-        """`[R, width]`, the stored vectors by row id (`ArenaLayout`). Only for a pool in memory."""
+        """All stored vectors `[R, width]` by row id (`ArenaLayout`). Only for a pool in memory."""
         assert isinstance(self._arena, Arena)
         return self._arena.rows
 
     @property
     def file(self) -> FileArena | None:
-        """The file arena of a pool on disk, else None."""
+        """The file arena of a pool on disk; None for a pool in memory."""
         return self._arena if isinstance(self._arena, FileArena) else None
 
     @property
@@ -50,11 +53,14 @@ class StoredRows:
         return not lost or lost.isdisjoint([*blocks.ids, *(one for own in blocks.windows.values() for one in own)])
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k, v `[Hkv, n, d]` of tokens [start, start + n) of one layer, on any device. Waits for the copy."""
+        """Write k and v `[Hkv, n, d]`, on any device, as KV of the tokens [start, start + n) in one layer.
+
+        Return when the copy is complete.
+        """
         self.fill(blocks, layer, start, self.format.encode(k), self.format.encode(v))
 
     def fill(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k, v `[Hkv, n, width]` that are already encoded."""
+        """Write k and v `[Hkv, n, width]`, already encoded, as KV of the tokens [start, start + n) in one layer."""
         done = 0
         for span in self.spans(blocks, self.groups.group[layer], range(start, start + k.shape[1])):
             own = slice(done, done + span.size)
@@ -62,7 +68,7 @@ class StoredRows:
             done += span.size
 
     def fill_span(self, layer: int, span: SlotSpan, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k, v `[Hkv, size, width]` to the slots of a span in one layer."""
+        """Write encoded k and v `[Hkv, size, width]` to the slots of `span` in one layer."""
         self._arena.fill(span.slab, self.groups.place[layer], span.offset, k, v)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
@@ -70,31 +76,34 @@ class StoredRows:
         self.fill(blocks, layer, target, row.k, row.v)
 
     def blocks_of(self, blocks: BlockTable, group: int, places: range) -> list[int]:
-        """Return the ids of the blocks of a layer group at the indices `places`. Omits missing window blocks."""
+        """Return the ids of a layer group's blocks at the indices `places` of the block table.
+
+        Skip missing window blocks.
+        """
         if group == 0:
             return blocks.ids[places.start : places.stop]
         return [blocks.windows[place][group - 1] for place in places if place in blocks.windows]
 
     def window_start(self, blocks: BlockTable, stop: int) -> int:
-        """Return the first token from which all tokens up to `stop` have slots in sliding-window layers."""
+        """Return the first token t such that all tokens [t, stop) have slots in sliding-window layers."""
         place = -(-stop // BLOCK_SIZE)
         while place - 1 in blocks.windows:
             place -= 1
         return min(place * BLOCK_SIZE, stop)
 
     def kept(self, blocks: BlockTable, layer: int, tokens: range) -> range:
-        """Return the part of `tokens` for which `layer` has slots.
+        """Return the part of `tokens` that has slots in `layer`.
 
-        A full-attention layer has slots for all of them. A sliding-window layer has slots for the last ones.
+        In a full-attention layer, these are all tokens. In a sliding-window layer, these are the last tokens.
         """
         if self.groups.group[layer] == 0:
             return tokens
         return range(max(tokens.start, self.window_start(blocks, tokens.stop)), tokens.stop)
 
     def spans(self, blocks: BlockTable, group: int, tokens: range) -> list[SlotSpan]:
-        """Return the slots of `tokens` in a layer group, in token order, in as few spans as possible."""
+        """Return the slots of `tokens` in a layer group, in token order, as the smallest number of contiguous spans."""
         assert tokens.step == 1 and tokens.start >= 0
-        if not tokens:  # a sliding-window layer may have no slots there
+        if not tokens:  # a sliding-window layer may have no slots for the requested tokens
             return []
         first = tokens.start // BLOCK_SIZE
         held = self.blocks_of(blocks, group, range(first, blocks_for(tokens.stop)))
@@ -111,26 +120,29 @@ class StoredRows:
         return spans
 
     def view(self, layer: int, span: SlotSpan) -> KVPart:
-        """Return stored K and V `[Hkv, size, width]` of one layer and span: views if in memory, else copies."""
+        """Return the stored K and V `[Hkv, size, width]` of one layer and span: views in memory, copies from a disk."""
         return self._arena.view(span.slab, self.groups.place[layer], span.offset, span.size)
 
     def stored(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
-        """Return the stored K and V `[Hkv, n, width]` of `tokens` in one layer, one part per contiguous run.
+        """Return the stored K and V `[Hkv, n, width]` of `tokens` in one layer, one part per contiguous run of slots.
 
-        In memory, the `[n, width]` of each head is contiguous. For several layers of a group, call `spans` once and
-        `view` for each layer.
+        In memory, the vectors `[n, width]` of each head are contiguous. For several layers of a group, it is faster to
+        call `spans` once and `view` for each layer.
         """
         return [self.view(layer, span) for span in self.spans(blocks, self.groups.group[layer], tokens)]
 
     def runs(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
-        """Return K and V `[Hkv, n, d]` per contiguous run: views if the format is exact, else decoded copies."""
+        """Return K and V `[Hkv, n, d]` of `tokens` in one layer, one part per contiguous run of slots.
+
+        The parts are views if vectors are stored in the model's dtype, else decoded copies.
+        """
         parts = self.stored(blocks, layer, tokens)
         if self.format.exact:
             return parts
         return [KVPart(self.format.decode(part.k), self.format.decode(part.v)) for part in parts]
 
     def row_base(self, blocks: BlockTable) -> torch.Tensor:
-        """Return the row id of the first token of each block of group 0 (layer index 0, head 0, K), int64 `[blocks]`.
+        """Return the row id at which each block of group 0 begins: K of head 0 in layer index 0, int64 `[blocks]`.
 
         In full-attention layer l, token t of head h is row
         `row_base[t // 64] + t % 64 + layout.row(groups.place[l], h, kv)`.
@@ -145,9 +157,9 @@ def blocks_for(tokens: int) -> int:
 
 
 def _run_length(blocks: list[int]) -> int:
-    """Return the number of leading blocks with consecutive ids."""
+    """Return how many of the leading ids in `blocks` are consecutive numbers."""
     first = blocks[0]
-    # Usually all ids are consecutive, and a list comparison runs in C.
+    # Usually all ids are consecutive, and comparing lists runs in C.
     if blocks == list(range(first, first + len(blocks))):
         return len(blocks)
     return next(i for i, block in enumerate(blocks) if block != first + i)

@@ -1,4 +1,4 @@
-"""Cache of window blocks (KV of sliding-window layers) for published blocks in the prefix tree."""
+"""Cache of window blocks, which contain the KV of sliding-window layers, for published blocks in the prefix tree."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from .layer_groups import LayerGroups
 
 
 class WindowBlocks:
-    """Maps each published block to the window blocks with the sliding-window layers' KV of the same 64 tokens.
+    """Maps each published block to its window blocks: the KV of the same 64 tokens in sliding-window layers.
 
-    A sequence frees its window blocks when they leave its windows. This cache holds a reference on each, so that
-    another sequence can continue after any prefix whose last window is complete. Window blocks that no sequence holds
-    are idle. They are evicted oldest first if memory is needed, or when their published block leaves the tree.
+    A sequence frees its window blocks when its window has moved past them. This cache has its own reference to each of
+    them, so that another sequence can continue after any prefix whose last window is complete. Window blocks that no
+    sequence references are idle. They are evicted oldest first if memory is needed, or when their published block
+    leaves the tree.
 
     Not thread-safe.
     """
@@ -30,21 +31,21 @@ class WindowBlocks:
         return len(self._idle) * self._groups.sliding
 
     def keep(self, block: int, window: tuple[int, ...]) -> None:
-        """Cache the window blocks of a published block, unless it already has some."""
+        """Cache the window blocks `window` of a published block, unless the cache already has window blocks for it."""
         if block not in self._kept:
             self._table.incref(window)
             self._kept[block] = window
             self._of[window[0]] = block
 
     def usable(self, blocks: Sequence[int], floor: int) -> int:
-        """Return the length of the longest prefix of `blocks` after which a sequence can continue.
+        """Return how many of `blocks`, from the first on, a new sequence can reuse as its prefix.
 
-        All window blocks that the next token sees must be cached. `blocks` is a path from the root of the tree. Tokens
-        before `floor` are never visible.
+        All window blocks that the next token after the prefix sees must be cached. `blocks` is a path from the root of
+        the tree. Tokens before `floor` are never visible.
         """
         if not self._groups.sliding:
             return len(blocks)
-        first = len(blocks)  # start of the gapless run that ends at the current block
+        first = len(blocks)  # start of the run without gaps that ends at the current block
         starts = []
         for i, block in enumerate(blocks):
             first = (first if i and blocks[i - 1] in self._kept else i) if block in self._kept else i + 1
@@ -54,7 +55,10 @@ class WindowBlocks:
         return next(fits, 0)
 
     def take(self, blocks: Sequence[int], floor: int) -> dict[int, tuple[int, ...]]:
-        """Return the window blocks needed to continue after `blocks`, by index, with a reference on each."""
+        """Return the window blocks that a sequence needs to continue after `blocks`, by block index.
+
+        A reference to each of them is added.
+        """
         if not self._groups.sliding or not blocks:
             return {}
         first = self._groups.first_seen(len(blocks) * BLOCK_SIZE, floor) // BLOCK_SIZE
@@ -65,7 +69,7 @@ class WindowBlocks:
         return found
 
     def release(self, window: tuple[int, ...]) -> None:
-        """Drop the references of a sequence on the window blocks of one block index."""
+        """Drop a sequence's references to its window blocks `window` of one block index."""
         self._table.decref(window)
         block = self._of.get(window[0])
         if block is not None and self._table.refs(window[0]) == 1:
@@ -82,13 +86,13 @@ class WindowBlocks:
         self.forget([block for block, window in self._kept.items() if not lost.isdisjoint(window)])
 
     def evict(self, count: int) -> None:
-        """Evict idle window blocks, oldest first, until `count` blocks are free or none is left."""
+        """Evict idle window blocks, oldest first, until `count` blocks are free or no idle window block is left."""
         while count > 0 and self._idle:
             self.forget([next(iter(self._idle))])
             count -= self._groups.sliding
 
     def check_integrity(self, known: Callable[[int], bool]) -> None:
-        """Assert that all entries belong to published blocks and that idle ones have no other holder."""
+        """Assert that all entries belong to published blocks, and that no sequence references idle window blocks."""
         assert self._of == {window[0]: block for block, window in self._kept.items()}
         for block, window in self._kept.items():
             refs = {self._table.refs(one) for one in window}

@@ -1,1 +1,1 @@
-"""Run batches through the layers of a model: prefill, decode, attention."""
+"""Computation of batches through the layers of a model: prefill, decode, attention."""

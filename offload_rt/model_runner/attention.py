@@ -1,4 +1,4 @@
-"""Decode attention of one sequence over KV in several parts."""
+"""Decode attention of one sequence over KV that is in several parts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from ..kernels.segments import Run
 def attend(
     q: torch.Tensor, parts: list[KVPart], scale: float, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute exact attention over the union of the disjoint `parts`. At least one part must not be empty.
+    """Compute exact attention over all KV entries of the disjoint `parts`. At least one part must not be empty.
 
     Args:
-        q: Queries `[H, d]`.
+        q: Query `[H, d]` of one token.
+        parts: KV entries of one layer.
+        scale: Factor by which scores q·k are multiplied.
         softcap: Soft cap of the scores, or None.
 
     Returns:
-        out `[H, d]` and lse `[H]` (natural log), in float32 (float64 for float64).
+        out `[H, d]` and lse `[H]` (natural log), in float32 (float64 for float64 inputs).
     """
     heads, d = q.shape
     if q.is_cuda and softcap is None and all(part.counts is None for part in parts):
@@ -36,7 +38,10 @@ def attend(
 
 
 def _known(part: KVPart) -> KVPart:
-    """Remove the padding of a part. Waits for the device if the part has `counts`."""
+    """Return the part without entries that are invalid according to `counts`.
+
+    If it has `counts`, wait for the device.
+    """
     if part.counts is None:
         return part
     valid = int(part.counts[0])
@@ -58,9 +63,10 @@ def _attend_part(
 
 
 def give_to_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Scale out `[..., d]` for the learned attention sinks, which add to the softmax denominator.
+    """Scale the attention output for learned attention sinks, which add to the softmax denominator.
 
-    lse `[...]` is the log-sum-exp without the sinks. Returns `out` unchanged if `sinks` is None.
+    `out` is `[..., d]`, lse `[...]` is the log-sum-exp of the scores without the sinks. If `sinks` is None, `out` is
+    returned unchanged.
     """
     return out if sinks is None else (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
 
@@ -68,8 +74,8 @@ def give_to_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | No
 def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None = None) -> torch.Tensor:
     """Return the natural log of sum(exp(scale * q·k)) over all keys, `[H]`, from q `[H, d]` and k `[Hkv, n, d]`.
 
-    Computed on the device of the keys. The difference to the lse of the attended tokens gives the missed attention
-    mass.
+    The result is computed on the device of the keys. Its difference to the lse of the attended tokens gives the missed
+    attention mass.
     """
     grouped = q.to(k.device).view(k.shape[0], -1, k.shape[2])
     return attention_weights(grouped, k, scale, softcap)[1].flatten()
@@ -78,9 +84,9 @@ def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | 
 def group_weights(
     q: torch.Tensor, parts: list[KVPart], scale: float, lse: torch.Tensor, softcap: float | None = None
 ) -> torch.Tensor:
-    """Return softmax weights `[Hkv, n]` for all tokens in `parts`, summed over the query heads of a KV head.
+    """Return softmax weights `[Hkv, n]` of all n tokens in `parts`, summed over the query heads of each KV head.
 
-    q is `[H, d]`. lse `[H]` is the log-sum-exp over all parts together, as `attend` returns it.
+    q is `[H, d]`. lse `[H]` is the log-sum-exp over all parts together, as returned by `attend`.
     """
     kv_heads, d = parts[0].shape[0], q.shape[1]
     grouped, whole = q.view(kv_heads, -1, d), lse.view(kv_heads, -1)

@@ -1,4 +1,4 @@
-"""The batch of a decode step, and the protocol of its two modes: `per_sequence` and `batched` selection."""
+"""The batch of a decode step, and the interface of its two selection modes (`per_sequence` and `batched`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .shared_prefix import Sharing
 
 
 class DecodeBatch:
-    """Sequences of one decode step, in the order of `sharing`, with model, policy and transfers."""
+    """Sequences of one decode step with model, policy and transfers. The sequences are in the order of `sharing`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class DecodeBatch:
 
     @property
     def positions(self) -> list[int]:
-        """The positions of the newest tokens."""
+        """Positions of the newest tokens in `tokens`."""
         return [s.position + s.shift for s in self.sequences]
 
     def state(self) -> RecurrentState | None:
@@ -53,7 +53,10 @@ class DecodeBatch:
         return sequence.slots.context <= self.policy.dense_until
 
     def learns(self, layer: int) -> bool:
-        """Return whether the policy selects in this layer, now or in a later step, and needs its new KV."""
+        """Return whether the policy selects in this layer, now or in a later step.
+
+        If so, the policy needs the layer's new KV.
+        """
         return layer < self.geometry.layers and layer not in self.policy.dense_layers
 
     def selects(self, layer: int) -> bool:
@@ -67,7 +70,7 @@ class DecodeBatch:
         return [s.slots.newest for s in self.sequences]
 
     def visible(self, layer: int) -> list[VisibleTokens]:
-        """Return the tokens that each sequence's newest token can attend to. Cached per window size."""
+        """Return the tokens that the newest token of each sequence can attend to. Results are cached by window size."""
         window = self.geometry.windows[layer]
         if window not in self._visible:
             sinks, recent = self.geometry.resident(layer, self.policy.sinks, self.policy.recent)
@@ -84,32 +87,38 @@ class LayerFetch(Protocol):
     """A pending fetch of the KV that one layer attends to."""
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        """Return the attention output `[B, H * d]` of the true queries q `[H, B, d]`. Call `append` first."""
+        """Return the attention output `[B, H * d]` of the true queries q `[H, B, d]`.
+
+        `append` must have been called.
+        """
         ...
 
 
 class StepMode(Protocol):
-    """Interface of a mode, which stores new KV and selects tokens in each layer of a step."""
+    """Interface of a selection mode, which stores new KV and selects tokens in each layer of a step."""
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and positions of the step on the device, int64 `[B]` each."""
         ...
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v `[Hkv, B, d]` of the newest tokens: on the device, in the pool, and in the policy's state."""
+        """Store k and v `[Hkv, B, d]` of the newest tokens on the device, in the KV pool, and in the policy's state."""
         ...
 
     def fetch(self, layer: int, q: torch.Tensor) -> LayerFetch:
-        """Select tokens with the queries q `[H, B, d]` of `layer`, speculated or true, and start fetching them.
+        """Select tokens with the predicted or true queries q `[H, B, d]` of `layer`, and start fetching their KV.
 
-        Each sequence has a separate selection. KV in shared blocks is fetched once.
+        Each sequence selects separately. KV in blocks that sequences share is fetched once.
         """
         ...
 
     def fetch_all(self, layer: int) -> LayerFetch | None:
-        """Start fetching all visible tokens of a dense layer. If it returns None, the decode step fetches them."""
+        """Start fetching the KV of all visible tokens of a dense layer.
+
+        Return None if the mode leaves this to the decode step.
+        """
         ...
 
     def finish(self) -> None:
-        """Record selections and transfers in the traces, after the last layer."""
+        """Record the step's selections and transfers in the traces of the sequences. Called after the last layer."""
         ...

@@ -1,4 +1,4 @@
-"""Select tokens for a whole batch at once: one chain of launches per layer, without waiting for the device.
+"""Batched selection: one chain of kernel launches per layer serves all sequences, and the host never waits.
 
     append     newest KV -> resident KV, newest KV -> pool, newest keys -> scoring keys (KV -> approximate KV)
     fetch      scores of all sequences -> tokens and counts -> KV (prefetch stream)
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -35,29 +36,45 @@ from .trace import TransferUse
 def selects_together(batch: DecodeBatch) -> bool:
     """Return whether the policy can select for the whole batch at once, and every sequence is long enough to select.
 
-    False for models with capped scores: they attend sequence by sequence.
+    False for models with soft-capped scores, which attend sequence by sequence.
     """
     selects = any(batch.selects(layer) for layer in range(batch.geometry.layers)) and batch.geometry.softcap is None
     ready = all(s.position > 0 and s.state.scoring_keys and not batch.sees_all(s) for s in batch.sequences)
     return batch.policy.rule is not None and selects and ready
 
 
-# Slot and visible tokens of padding rows.
+# slot and visible range of padding rows, which stand for no sequence
 NOWHERE = -1
 NOTHING = VisibleTokens(range(0), range(0), range(0))
 
 
-class StepInputs:
-    """Kernel inputs of a step for `size` sequences of up to `capacity` tokens, at fixed addresses.
+class StepShape(NamedTuple):
+    """Properties of a batch on which the launches of a step depend.
 
-    `load` writes the values before a step. A smaller batch is padded with rows that see no tokens and are not stored.
+    Attributes:
+        size: Number of sequences, including padding.
+        capacity: Upper bound of the tokens of a sequence.
+        overlapping: Whether sequences share blocks. Selected tokens of shared blocks are then fetched once.
+        joined: Whether they share so many blocks that dense layers fetch shared tokens once, too.
     """
 
-    def __init__(
-        self, policy: Policy, rows: RowLists, rule: Rule, geometry: ModelGeometry, size: int, capacity: int
-    ) -> None:
-        device = rows.device
-        self.rows, self.size, self.capacity, self._rule, self._policy = rows, size, capacity, rule, policy
+    size: int
+    capacity: int
+    overlapping: bool = False
+    joined: bool = False
+
+
+class StepInputs:
+    """Kernel inputs of the steps of one shape, at fixed addresses.
+
+    `load` writes the values before a step. A batch with fewer than `size` sequences is padded with rows that see no
+    tokens and whose KV is not stored.
+    """
+
+    def __init__(self, policy: Policy, rows: RowLists, rule: Rule, geometry: ModelGeometry, shape: StepShape) -> None:
+        device, size, capacity = rows.device, shape.size, shape.capacity
+        self.rows, self.shape, self.size, self.capacity = rows, shape, size, capacity
+        self._rule, self._policy = rule, policy
         self._heads = geometry.kv_heads
         selecting = [layer for layer in range(geometry.layers) if layer not in policy.dense_layers]
         self._selecting = selecting[0]
@@ -75,7 +92,7 @@ class StepInputs:
         self.resident = resident[0], resident[1]
 
     def load(self, batch: DecodeBatch) -> None:
-        """Write the addresses of the KV and scoring keys of a batch, and its visible tokens."""
+        """Write the addresses of KV and scoring keys, and the visible tokens, of the sequences in `batch`."""
         padding = self.size - len(batch.sequences)
         held = [*batch.sequences, *[batch.sequences[0]] * padding]
         slots = [s.slots.newest for s in held]
@@ -99,21 +116,23 @@ class StepInputs:
     def attended(
         self, q: torch.Tensor, resident: PointerTable, fetched: KVPart, tokens: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the attention weights of a layer by token `[P, capacity]`, and which tokens were attended.
+        """Return a layer's attention weights by token index, `[P, capacity]`, and whether each token was attended.
+
+        A list belongs to one KV head of one sequence; P = B * Hkv.
 
         Args:
             q: Scaled queries `[P, G, d]`.
-            resident: Resident KV.
+            resident: KV entries that stay on the device.
             fetched: Fetched KV `[P, n, d]` with its counts.
             tokens: Token indices of the fetched KV `[P, n]`.
-            lse: Log-sum-exp `[P, G]` of the attention.
+            lse: Log-sum-exp `[P, G]` of the attention scores.
         """
         (sinks, recent), lists = (self._policy.sinks, self._policy.recent), len(q)
         first, stop = (x.unsqueeze(1) for x in self.resident)
         kept = dispatch.read_lists(resident, resident.tensors[0].shape[1], stop[:: self._heads, 0])
         at = torch.arange(kept.shape[1], device=q.device)
         newest = self.slots_by_head.unsqueeze(1)
-        # Index `at` of the ring holds the last token t <= newest with t = at (mod recent).
+        # Slot `at` of the ring buffer has the last token t <= newest with t = at (mod recent).
         there = torch.where(at < sinks, at, newest - (newest - at) % recent)
         place = torch.arange(tokens.shape[1], device=q.device)
         assert fetched.counts is not None
@@ -126,57 +145,61 @@ class StepInputs:
         return dense[:, :-1], torch.zeros_like(dense, dtype=torch.bool).scatter_(1, index, True)[:, :-1]
 
     def release(self) -> None:
-        """Drop references to the sequences until the next `load`."""
+        """Drop all references to sequences. `load` must be called before the next use."""
         self.rows.release()
         self.keys.release()
 
     @property
     def static(self) -> bool:
-        """Whether launches depend only on these tensors: the host copies no KV, and there is no working set."""
+        """Whether kernel launches depend only on the tensors of this object, so that they can be captured.
+
+        This requires that the host copies no KV and that there is no working set.
+        """
         return self.rows.in_place and not self.rows.working
 
 
 class BatchedMode:
-    """Select for the whole batch at once. The launches depend only on `inputs` and the model."""
+    """Selection mode that selects for the whole batch at once. Its launches depend only on `inputs` and the model."""
 
     def __init__(self, batch: DecodeBatch, inputs: StepInputs, *, dense: bool = False) -> None:
-        """Create the mode of one step.
+        """Create the mode for one step of `batch`.
 
-        Args:
-            dense: Also fetch dense layers as lists, with one gather for the batch.
+        If `dense`, also fetch dense layers with one gather for the batch.
         """
         self._batch, self._inputs, self._dense = batch, inputs, dense
         self.selected: list[LayerSelection] = []
-        self._newest = inputs.rows.rows_of(inputs.slots)
+        self._newest: torch.Tensor | None = None
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and positions on the device, int64 `[B]` each."""
         return self._inputs.tokens, self._inputs.positions
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store the newest k and v `[Hkv, B, d]` with one launch for KV and one for scoring keys.
+        """Store the newest k and v `[Hkv, B, d]` with one launch for KV and one launch for scoring keys.
 
-        KV of sliding layers is in other blocks and is stored sequence by sequence.
+        KV of sliding-window layers is in other blocks and is stored sequence by sequence.
         """
         inputs = self._inputs
         if self._batch.geometry.windows[layer] is not None:
             append_each(self._batch, layer, k, v)
             return
+        if self._newest is None:
+            self._newest = inputs.rows.rows_of(inputs.slots)
         k, v = (rows.transpose(0, 1).reshape(-1, rows.shape[2]) for rows in (k, v))
         inputs.rows.append(layer, k, v, inputs.places, self._newest)
         if self._batch.selects(layer):
             inputs.keys.append(layer, k, v, inputs.slots_by_head)
 
     def fetch(self, layer: int, q: torch.Tensor) -> BatchedFetch:
-        """Select with q `[H, B, d]` and start one gather. The counts stay on the device."""
+        """Select tokens with q `[H, B, d]` and start one gather of their KV. The counts stay on the device."""
         batch, inputs = self._batch, self._inputs
         tokens, counts = inputs.keys.select(layer, q, inputs.candidates)
-        pending = inputs.rows.fetch(layer, tokens, counts, overlapping=batch.sharing.overlapping)
+        pending = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.overlapping)
         self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], pending.tally))
         return BatchedFetch(batch, inputs, layer, counts, pending, tokens)
 
     def fetch_all(self, layer: int) -> BatchedFetch | None:
-        """Start one gather of all candidates, padded to the capacity. Return None without `dense`."""
+        """Start one gather of all candidates of a dense layer, padded to the capacity. Return None if not `dense`."""
         batch, inputs = self._batch, self._inputs
         if not self._dense:
             return None
@@ -184,24 +207,27 @@ class BatchedMode:
         slots = torch.arange(inputs.capacity, device=candidates.starts.device)
         tokens = (slots + candidates.starts.unsqueeze(1)).clamp_(max=inputs.capacity - 1)
         counts = candidates.stops - candidates.starts
-        pending = inputs.rows.fetch(layer, tokens, counts, overlapping=False)
+        pending = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.joined)
+        if pending.tally is not None:
+            self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], pending.tally))
         return BatchedFetch(batch, inputs, layer, counts, pending)
 
     def finish(self) -> None:
-        """Record the step in the traces. Waits for the device only if eviction or a recorder needs the selection."""
+        """Record the step in the traces. If eviction or a recorder needs the selected tokens, wait for the device."""
         batch, rows = self._batch, self._inputs.rows
         seeing_all = batch.geometry.layers - len(batch.geometry.sliding)
         for sequence in batch.sequences:
             sequence.trace.bytes_to_host += seeing_all * rows.token_bytes
         for selection in self.selected:
             self._enter(selection)
-        for layer in batch.policy.dense_layers if self._dense else ():
+        entered = {selection.layer for selection in self.selected}
+        for layer in batch.policy.dense_layers - entered if self._dense else ():
             for sequence, visible in zip(batch.sequences, batch.visible(layer), strict=True):
                 sequence.trace.bytes_requested += len(visible.candidates) * rows.token_bytes
                 sequence.trace.enter_rows(layer, visible, len(visible.candidates))
 
     def _enter(self, selection: LayerSelection) -> None:
-        """Record a layer's selection in traces, slot tables and recorders."""
+        """Record a layer's selection in the traces, slot tables and recorders of the sequences."""
         batch, layer, rows = self._batch, selection.layer, self._inputs.rows
         tallies = None if selection.tally is None else selection.tally.unbind()
         counts = selection.counts[: len(batch.sequences)].unbind()
@@ -219,9 +245,10 @@ class BatchedMode:
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """Selected token indices of a layer, int64 `[P, n]`, padded. The first `counts[b]` entries of each list are valid.
+    """Selected token indices of a layer, int64 `[P, n]`, padded. The first `counts[p]` entries of each list are valid.
 
-    `tally` is `PendingBatchFetch.tally`: numbers of transferred entries and of working-set hits.
+    A dense layer that fetches shared tokens once selects all candidates. `tally` is `PendingBatchFetch.tally`: numbers
+    of transferred entries and of working-set hits.
     """
 
     layer: int
@@ -232,9 +259,9 @@ class LayerSelection:
 
 @dataclass(frozen=True)
 class BatchedFetch:
-    """A pending fetch of a whole batch. The first `counts` `[P]` entries of each list are valid.
+    """A pending fetch of a whole batch. The first `counts[p]` entries of each list are valid.
 
-    `selected` `[P, n]` holds their token indices if a layer selected them.
+    `selected` `[P, n]` has the token indices of the entries if the layer selected them. P = B * Hkv.
     """
 
     batch: DecodeBatch
@@ -270,14 +297,14 @@ class BatchedFetch:
         return out.to(q.dtype).view(inputs.size, -1)
 
 
-MAX_CACHED = 8  # batch sizes and buckets whose inputs and graphs are kept
+MAX_CACHED = 8  # maximum number of combinations of batch size and bucket whose inputs and graphs are kept
 
 
 class StepModes:
-    """Choose the mode of each step, and cache the inputs of the latest batch sizes and buckets."""
+    """Chooses the selection mode of each step. The inputs of the latest batch sizes and context buckets are cached."""
 
     def __init__(self) -> None:
-        self.inputs: dict[tuple[int, int], StepInputs] = {}
+        self.inputs: dict[StepShape, StepInputs] = {}
 
     def mode(self, batch: DecodeBatch) -> StepMode:
         """Return a `BatchedMode` if policy and transfer support it, else a `PerSequenceMode`."""
@@ -285,25 +312,27 @@ class StepModes:
         return PerSequenceMode(batch) if inputs is None else BatchedMode(batch, inputs)
 
     def load(self, batch: DecodeBatch, size: int | None = None) -> StepInputs | None:
-        """Load the batch into inputs for `size` sequences and return them. None means the batch size.
+        """Load the batch into inputs for `size` sequences and return them.
 
-        Return None if the policy or the transfer cannot select for a batch at once.
+        None means the number of sequences in the batch. Return None if the policy or the transfer does not support
+        batched selection.
         """
         rule, transfer = batch.policy.rule, batch.transfer.batched
         if rule is None or transfer is None or not selects_together(batch):
             return None
         size = len(batch.sequences) if size is None else size
-        key = size, capacity = size, bucket(max(s.slots.context for s in batch.sequences))
-        if key not in self.inputs:
+        capacity, sharing = bucket(max(s.slots.context for s in batch.sequences)), batch.sharing
+        shape = StepShape(size, capacity, sharing.overlapping, bool(sharing.segments))
+        if shape not in self.inputs:
             rows = transfer.row_lists(size, capacity)
-            self.inputs[key] = StepInputs(batch.policy, rows, rule, batch.geometry, size, capacity)
-        self.inputs[key] = self.inputs.pop(key)
+            self.inputs[shape] = StepInputs(batch.policy, rows, rule, batch.geometry, shape)
+        self.inputs[shape] = self.inputs.pop(shape)
         while len(self.inputs) > MAX_CACHED:
             self.inputs.pop(next(iter(self.inputs)))
-        self.inputs[key].load(batch)
-        return self.inputs[key]
+        self.inputs[shape].load(batch)
+        return self.inputs[shape]
 
     def release(self) -> None:
-        """Drop references to sequences that may have ended."""
+        """Drop all references to sequences, which may have ended."""
         for inputs in self.inputs.values():
             inputs.release()

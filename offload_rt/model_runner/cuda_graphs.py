@@ -1,12 +1,12 @@
 """Capture decode steps as CUDA graphs, one per batch size and bucket of context lengths, and replay them.
 
-Sequences, lengths and tokens are data in `batched.StepInputs`, so that a graph serves all batches of its size. Batch
-sizes are rounded up; the remaining rows are padding. A launch takes the host 5 to 25 µs, and a step of an 8B model has
-1,500 launches. On an H100, a replayed step takes 10.6 ms instead of 67 ms (`eval/results/gpu`).
+Sequences, lengths and tokens are data in `batched.StepInputs`, so that one graph serves all batches of its size. Batch
+sizes are rounded up, and the additional rows are padding. A launch takes the host 5 to 25 µs, and a step of an 8B model
+has 1,500 launches. On an H100, a replayed step takes 10.6 ms instead of 67 ms (`eval/results/gpu`).
 
 A step runs eagerly if a launch depends on more than the inputs (policies without a `rule`, columns chosen from the
-prompt, working sets, shared blocks, eviction, streamed weights), or if the host must read values during the step
-(recorders, measurement of missed attention mass). The first step of each size is eager too, because it compiles
+prompt, working sets, eviction, streamed weights), or if the host must read values during the step (recorders,
+measurement of missed attention mass). The first step of each size is eager too, because it compiles
 kernels. If a capture fails, all later steps are eager, and one warning is logged.
 """
 
@@ -32,26 +32,29 @@ _log = logging.getLogger(__name__)
 
 
 class Graph(Protocol):
-    """A recorded sequence of kernel launches. The graph owns the memory that they allocate."""
+    """A recorded sequence of kernel launches. The graph owns the memory that its kernels allocate."""
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
         """Capture the launches of `body`. Return its results, which are valid after `replay`."""
         ...
 
     def replay(self) -> None:
-        """Launch everything on the compute stream, and overwrite the results."""
+        """Run all recorded launches on the compute stream. This overwrites the results of the previous replay."""
         ...
 
 
 class CudaGraph:
-    """A `Graph` on CUDA. It includes streams that the body forks from the compute stream and joins again."""
+    """A `Graph` on CUDA. It also captures streams that the body forks from the compute stream and joins again."""
 
     def __init__(self, pool: Any) -> None:
-        """`pool` is the memory pool for allocations during capture."""
+        """Create an empty graph. `pool` is the memory pool for allocations during capture."""
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
-        """Capture `body` in this thread only, because the saver thread may wait for write-backs during the capture."""
+        """Capture `body`.
+
+        Only launches of this thread are captured, because the saver thread may wait for write-backs meanwhile.
+        """
         with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             return body()
 
@@ -61,39 +64,41 @@ class CudaGraph:
 
 
 class _Captured:
-    """A captured step and its results: logits `[B, V]`, and counts `[B]` for each layer that selects."""
+    """A captured step and its results: logits `[B, V]`, and the counts of each selecting layer, `[B]`."""
 
     def __init__(self, graph: Graph, batch: DecodeBatch, inputs: StepInputs) -> None:
         self._graph = graph
-        self._layers = [layer for layer in range(batch.geometry.layers) if batch.selects(layer)]
+        self._layers: list[int] = []
         # A graph cannot wait for earlier write-backs, so the compute stream waits for them before the capture.
         inputs.rows.join()
         inputs.rows.written(behind=False)
-        self._logits, *self._counts = graph.capture(lambda: _body(batch, inputs))
+        self._logits, self._counts, *self._tallies = graph.capture(lambda: self._body(batch, inputs))
+
+    def _body(self, batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
+        """Launch a step. All streams are joined at its end."""
+        mode = BatchedMode(batch, inputs, dense=True)
+        logits = DecodeStep(batch, mode).compute()
+        inputs.rows.join()
+        self._layers = [selection.layer for selection in mode.selected]
+        tallies = [selection.tally for selection in mode.selected if selection.tally is not None]
+        counts = torch.stack([selection.counts for selection in mode.selected])
+        return (logits, counts, torch.stack(tallies)) if tallies else (logits, counts)
 
     def replay(self, mode: BatchedMode, inputs: StepInputs) -> torch.Tensor:
-        """Replay the step in `inputs`. Return float32 logits `[size, V]`, and set `mode.selected`."""
+        """Replay the step with the values in `inputs`. Return float32 logits `[size, V]` and set `mode.selected`."""
         inputs.rows.join()
         self._graph.replay()
         inputs.rows.written(behind=True)
-        # Copy counts and logits: the next replay overwrites them.
-        counts = torch.stack(self._counts).unbind()
-        mode.selected = [
-            LayerSelection(layer, own.new_empty(0), own, None) for layer, own in zip(self._layers, counts, strict=True)
-        ]
+        # Copy the results: the next replay overwrites them.
+        counts = self._counts.clone().unbind()
+        tallies: list[torch.Tensor | None] = [tally for own in self._tallies for tally in own.clone().unbind()]
+        each = zip(self._layers, counts, tallies or [None] * len(counts), strict=True)
+        mode.selected = [LayerSelection(layer, own[:0], own, tally) for layer, own, tally in each]
         return self._logits.clone()
 
 
-def _body(batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
-    """Launch a step. All streams are joined at its end."""
-    mode = BatchedMode(batch, inputs, dense=True)
-    logits = DecodeStep(batch, mode).compute()
-    inputs.rows.join()
-    return logits, *(selection.counts for selection in mode.selected)
-
-
 class Steps(Protocol):
-    """Runner of decode steps."""
+    """Interface for running decode steps: eagerly or with CUDA graphs."""
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
         """Run a decode step. Return float32 logits `[B, V]`."""
@@ -101,7 +106,7 @@ class Steps(Protocol):
 
 
 class EagerSteps:
-    """Decode steps launched by the host."""
+    """Runs decode steps eagerly: the host launches every kernel."""
 
     def __init__(self, modes: StepModes) -> None:
         self._modes = modes
@@ -112,14 +117,17 @@ class EagerSteps:
 
 
 class GraphSteps:
-    """Decode steps that replay CUDA graphs if possible. At most `most` graphs are kept, because each holds memory."""
+    """Runs decode steps by replaying CUDA graphs if possible.
+
+    At most `most` graphs are kept, because each uses memory.
+    """
 
     def __init__(self, modes: StepModes, make: Callable[[], Graph], most: int = MAX_CACHED) -> None:
         self._modes, self._make, self._most, self._refused = modes, make, most, False
         self._captured: weakref.WeakKeyDictionary[StepInputs, _Captured | None] = weakref.WeakKeyDictionary()
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
-        """Run a decode step, eagerly the first time for each size. Return float32 logits `[B, V]`."""
+        """Run a decode step. The first step of each size is eager. Return float32 logits `[B, V]`."""
         sequences = len(batch.sequences)
         capturable = not self._refused and _capturable(batch)
         inputs = self._modes.load(batch, padded_batch(sequences)) if capturable else None
@@ -150,31 +158,32 @@ class GraphSteps:
             return None
 
     def _capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured:
-        """Capture a step of `inputs`. The oldest graph is dropped if there are too many."""
+        """Capture a step with `inputs`. If there are too many graphs, drop the oldest."""
         held = [each for each, graph in self._captured.items() if graph is not None]
         for oldest in held[: len(held) + 1 - self._most]:
             self._captured[oldest] = None
-        # Reinsert the key, so that the dictionary stays ordered by age.
+        # Reinsert the inputs, so that the dictionary stays ordered by age.
         del self._captured[inputs]
         self._captured[inputs] = captured = _Captured(self._make(), batch, inputs)
         return captured
 
 
 def _capturable(batch: DecodeBatch) -> bool:
-    """Return whether the launches of a step depend only on the inputs, and the host reads no values."""
+    """Return whether the launches of a step depend only on its inputs and the host reads no values during the step."""
     own = (batch.policy.rule is not None and batch.policy.rule.own_bases) or batch.geometry.sliding
-    # Layers implemented by transformers may launch anything, and slots of recurrent state may move.
+    # Layers that transformers implements may launch any kernel, and recurrent state may change its slot.
     opaque = batch.geometry.experts or batch.geometry.states
-    alone = not (batch.sharing.overlapping or opaque or own)
     watched = any(s.slots.listens or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
-    return alone and not watched
+    return not (opaque or own or watched)
 
 
 def steps_for(config: EngineConfig, device: torch.device, modes: StepModes, *, streams: bool) -> Steps:
-    """Return the runner of decode steps for a configuration.
+    """Return the object that runs decode steps for a configuration.
 
-    `streams` is True if the host copies weights in every step. Then all steps are eager. Raises ConfigError if graphs
-    are requested on a device that does not support them.
+    `streams` is True if the host copies weights to the device in every step. Then all steps are eager.
+
+    Raises:
+        ConfigError: If graphs are requested on a device that does not support them.
     """
     most = max_graphs(config, device, streams=streams)
     if not most:
@@ -183,9 +192,9 @@ def steps_for(config: EngineConfig, device: torch.device, modes: StepModes, *, s
 
 
 def max_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:
-    """Return the maximum number of graphs; 0 for eager steps. Raises ConfigError like `steps_for`.
+    """Return the maximum number of CUDA graphs; 0 if all steps are eager. Raise ConfigError like `steps_for`.
 
-    With `device_memory`, only one graph is kept, and its memory is part of the plan (`DeviceCosts.graphs`).
+    With `device_memory`, only one graph is kept, and its memory is part of the memory plan (`DeviceCosts.graphs`).
     """
     if config.cuda_graphs and device.type != "cuda":
         raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this is {str(device)!r}: remove the option")

@@ -1,8 +1,9 @@
 """One decode step of a batch: the layer loop, top to bottom.
 
-While layer l computes, the KV of layer l + 1 is being fetched. Its tokens are speculated from layer l's attention
-input, or from the residual after its attention (InfiniGen §4.3). A dense layer needs no speculation and is fetched
-first. `per_sequence.py` and `batched.py` implement the selection.
+While layer l computes, the KV of layer l + 1 is being fetched. The tokens to fetch are selected with a query predicted
+from layer l's attention input, or from the residual after its attention (InfiniGen §4.3). If layer l + 1 is dense, it
+attends to all tokens, so its fetch starts first and needs no prediction. `per_sequence.py` and `batched.py` implement
+the selection.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from .shared_prefix import Segment
 
 
 class DecodeStep:
-    """Compute token `tokens[position]` of each sequence of a batch, and return the logits after it.
+    """Computes token `tokens[position]` of each sequence of a batch and returns the logits for the next token.
 
-    `slots.begin_step` must have reserved a slot, and the caller commits the token afterwards. The result of a sequence
-    does not depend on the other sequences. Shared KV is fetched once, and read once in dense layers.
+    Before the step, `slots.begin_step` must have reserved a slot for the token. After the step, the caller commits the
+    token. The result of a sequence does not depend on the other sequences. Shared KV is fetched once. In dense layers,
+    it is also read only once.
     """
 
     def __init__(self, batch: DecodeBatch, mode: StepMode) -> None:
@@ -41,13 +43,16 @@ class DecodeStep:
         return logits
 
     def begin(self) -> None:
-        """Start the step in the traces, and evict tokens. Called before the first launch."""
+        """Record the start of the step in the traces, and evict tokens if the pool is full.
+
+        Called before the first launch.
+        """
         for sequence in self.batch.sequences:
             sequence.trace.begin_step()
             self._evict(sequence)
 
     def compute(self) -> torch.Tensor:
-        """Run the layers and return float32 logits `[B, V]`."""
+        """Run all layers and return float32 logits `[B, V]`."""
         adapter, mode = self.adapter, self.mode
         x = self._through_stages(-1, adapter.embed(self.tokens, self.positions))
         fetched = self._fetch_dense(0)
@@ -73,13 +78,16 @@ class DecodeStep:
         return adapter.logits(x)
 
     def _through_stages(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """Run the decoder layers without attention that follow `layer`, on `x` `[B, D]`."""
+        """Run the decoder layers without attention that follow attention layer `layer` on `x` `[B, D]`."""
         for stage in self.adapter.stages(layer):
             x = stage.run(x)
         return x
 
     def _evict(self, sequence: Sequence) -> None:
-        """If the pool is full, move the token that leaves the window to the evicted slot, before any layer selects."""
+        """If the pool is full, move KV of the token that leaves the recent window to the slot of the evicted token.
+
+        This happens in all layers before any layer selects.
+        """
         for layer in range(self.batch.geometry.layers):
             if (moved := sequence.slots.displaced(layer)) is not None:
                 self.transfer.storage.displace(sequence.blocks, layer, *moved)
@@ -87,12 +95,18 @@ class DecodeStep:
                     sequence.state.on_moved(layer, *moved)
 
     def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> LayerFetch:
-        """Select with the query projected from a predicted `attention_input` `[B, D]`."""
+        """Select tokens with the query that results from the predicted `attention_input` `[B, D]`.
+
+        Start fetching them.
+        """
         guess = self.batch.policy.correct_guess(layer, attention_input)
         return self.mode.fetch(layer, self.adapter.query(layer, guess, self.positions))
 
     def _fetch_dense(self, layer: int) -> LayerFetch | None:
-        """Fetch all visible tokens if `layer` exists and is dense: shared segments first, then private parts."""
+        """Start fetching all visible tokens of `layer`: shared segments first, then the private part of each sequence.
+
+        Return None if `layer` does not exist or selects tokens.
+        """
         batch = self.batch
         if layer >= batch.geometry.layers or batch.selects(layer):
             return None
@@ -101,7 +115,7 @@ class DecodeStep:
         visible, segments = batch.visible(layer), batch.sharing.segments
         block_tables = [s.blocks for s in batch.sequences]
         if batch.geometry.windows[layer] is not None or batch.geometry.softcap is not None:
-            segments = ()  # sliding windows differ per sequence, and segments do not support capped scores
+            segments = ()  # Sliding windows differ between sequences, and segments do not support soft-capped scores.
         shared = [
             (segment, self.transfer.rows.fetch_range(block_tables[segment.first], layer, segment.tokens))
             for segment in segments
@@ -119,7 +133,7 @@ class DecodeStep:
 
 @dataclass(frozen=True)
 class SharedPrefixFetch:
-    """A pending fetch of a dense layer: shared segments, and the private part of each sequence."""
+    """A pending fetch for a dense layer: shared segments, and the private part of each sequence."""
 
     scale: float
     sinks: torch.Tensor | None

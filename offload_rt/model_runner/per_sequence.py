@@ -1,4 +1,4 @@
-"""Select tokens sequence by sequence: on a CPU, and for policies without batched selection. Nothing is padded."""
+"""Selection sequence by sequence, without padding: on a CPU, and for policies without batched selection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .sequence import Sequence
 
 @dataclass(frozen=True)
 class SequenceFetch:
-    """A pending fetch of one sequence in one layer. Without a `selection` it covers all visible tokens."""
+    """A pending fetch of one sequence in one layer. If `selection` is None, it covers all visible tokens."""
 
     visible: VisibleTokens
     selection: Selection | None
@@ -28,7 +28,10 @@ class SequenceFetch:
 def enter_fetches(
     batch: DecodeBatch, layer: int, pending_fetches: Seq[PendingFetch], selections: Seq[Selection | None]
 ) -> list[SequenceFetch]:
-    """Record attended tokens and transferred bytes of `layer` in each sequence's trace."""
+    """Record the attended tokens and transferred bytes of `layer` in each sequence's trace.
+
+    Return the pending fetches.
+    """
     fetches = []
     for sequence, visible, pending, selection in zip(
         batch.sequences, batch.visible(layer), pending_fetches, selections, strict=True
@@ -52,7 +55,7 @@ def append_each(batch: DecodeBatch, layer: int, k: torch.Tensor, v: torch.Tensor
 
 
 class PerSequenceMode:
-    """Select for one sequence after the other, each with its policy state."""
+    """Selection mode that selects for one sequence after the other, each with its own policy state."""
 
     def __init__(self, batch: DecodeBatch) -> None:
         self._batch = batch
@@ -69,7 +72,10 @@ class PerSequenceMode:
         append_each(self._batch, layer, k, v)
 
     def fetch(self, layer: int, q: torch.Tensor) -> PerSequenceFetch:
-        """Select with q `[H, B, d]` and start a fetch per sequence. Tokens in shared blocks are fetched once."""
+        """Select tokens with q `[H, B, d]` and start one fetch per sequence.
+
+        Tokens in shared blocks are fetched once.
+        """
         batch, rows = self._batch, self._batch.transfer.rows
         visible, block_tables = batch.visible(layer), [s.blocks for s in batch.sequences]
         selections = [self._select(layer, s, q[:, b], visible[b]) for b, s in enumerate(batch.sequences)]
@@ -82,15 +88,15 @@ class PerSequenceMode:
         return PerSequenceFetch(batch, layer, enter_fetches(batch, layer, pending_fetches, selections))
 
     def fetch_all(self, layer: int) -> None:
-        """Return None: the decode step fetches dense layers, including shared prefixes."""
+        """Return None, so that the decode step fetches dense layers, including shared prefixes."""
 
     def finish(self) -> None:
         """No-op, because fetches are recorded when they start."""
 
     def _select(self, layer: int, sequence: Sequence, q: torch.Tensor, visible: VisibleTokens) -> Selection | None:
-        """Return the selection for q `[H, d]`, or None to attend to all tokens.
+        """Return the selection for the query q `[H, d]` of one sequence. None means to attend to all tokens.
 
-        Waits for the counts on the device only if eviction or a recorder needs them.
+        If eviction or a recorder needs the selected tokens, wait for the device.
         """
         if self._batch.sees_all(sequence):
             return None
@@ -104,7 +110,7 @@ class PerSequenceMode:
 
 @dataclass(frozen=True)
 class PerSequenceFetch:
-    """A `LayerFetch` with one part per sequence."""
+    """A `LayerFetch` that consists of one fetch per sequence."""
 
     batch: DecodeBatch
     layer: int
@@ -116,7 +122,7 @@ class PerSequenceFetch:
         return torch.stack(outs).flatten(1).to(q.dtype)
 
     def _attend(self, sequence: Sequence, q: torch.Tensor, fetch: SequenceFetch) -> torch.Tensor:
-        """Return the attention output `[H, d]` of q `[H, d]`, in float32 or wider."""
+        """Return the attention output `[H, d]` of one sequence for its query q `[H, d]`, in float32 or wider."""
         batch, layer = self.batch, self.layer
         scale, parts = batch.geometry.scales[layer], fetch.pending.wait()
         softcap, sinks = batch.geometry.softcap, batch.adapter.sinks(layer)

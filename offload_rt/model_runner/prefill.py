@@ -1,12 +1,14 @@
-"""Exact prefill: one layer at a time over all new tokens. K and V of a layer are copied to the host slice by slice.
+"""Exact prefill, one layer at a time over all new tokens. K and V are copied to the host in slices of tokens.
 
-In addition to the weights, the device holds one hidden state `[T, D]`, updated in place slice by slice, K and V of one
-layer, and queries, attention and MLP of one slice.
+In addition to the weights, the device memory contains the hidden states `[T, D]` of all T new tokens, K and V of one
+layer, and temporary tensors of one slice. Each layer updates the hidden states in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from itertools import pairwise
 
 import torch
 
@@ -18,19 +20,20 @@ from ..models.full_attention import keys_and_values, residual_after_attention, s
 from ..policies.base import Policy, PolicyState
 from ..transfer.base import KVStorage, PrefilledLayer
 from .sequence import Sequence
+from .state_capture import StateCapture
 
-LOGITS_AT_ONCE = 64  # maximum number of tokens with logits in memory
+LOGITS_AT_ONCE = 64  # maximum number of tokens whose logits are in memory at the same time
 
 
 class Prefill:
-    """Prefill of tokens [block_table.length, stop) of one sequence, one layer per call.
+    """Prefill of tokens [block_table.length, stop) of one sequence. Each call of `run_layer` computes one layer.
 
     Decode steps of other requests run between the calls. KV of a cached prefix is loaded layer by layer and passed to
-    the policy if needed. Reserve the blocks first. After the last layer, `logits` `[n, V]` holds the logits of the last
-    n tokens, and the caller commits the block table.
+    the policy if needed. The caller reserves the blocks before the first call. After the last layer, `logits` `[n, V]`
+    has the logits of the last n tokens, and the caller commits the block table.
 
-    If KV is on disk, the KV of a layer need not fit in memory. The prompt then passes through the layers segment by
-    segment and attends to earlier KV block by block.
+    If the KV cache is on disk, KV of one layer may exceed the memory. The prompt is then divided into segments. Each
+    segment passes through all layers and attends to earlier KV block by block.
     """
 
     def __init__(
@@ -46,26 +49,35 @@ class Prefill:
         before_layer: Callable[[int], None] = lambda layer: None,
         after_layer: Callable[[int], None] = lambda layer: None,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
+        capture: StateCapture | None = None,
     ) -> None:
         """Prepare the prefill.
 
         Args:
-            slice_tokens: Tokens whose attention and MLP are computed together.
-            logits_of: Number n of last tokens whose logits are returned, at most one slice.
-            segment_tokens: Maximum tokens of a segment, a multiple of `slice_tokens`. None means the whole prompt.
-            before_layer: Called with a layer before it is computed. When it returns, KV of earlier tokens must be in
-                the pool.
-            after_layer: Stored for the runner, which calls it after each layer and, for the last layer, after the
-                tokens are committed. This class does not call it.
-            every_logits: Called as `every_logits(t, logits)` at the end of each segment, with logits `[m, V]` of
-                tokens t, t + 1, ..., a few at a time.
+            sequence: The sequence, with reserved blocks.
+            stop: End of the tokens to compute.
+            adapter: The model.
+            storage: Access to the KV pool.
+            slice_tokens: Number of tokens whose attention and MLP are computed together.
+            logits_of: Number n of last tokens whose logits are returned, at most `slice_tokens`.
+            segment_tokens: Maximum number of tokens per segment, a multiple of `slice_tokens`. None means the whole
+                prompt.
+            before_layer: Function that is called with a layer index before the layer is computed. When it returns, KV
+                of earlier tokens must be in the pool.
+            after_layer: Function that the runner calls after each layer. For the last layer, it is called after the
+                tokens have been committed. This class only stores it.
+            every_logits: Function that is called as `every_logits(t, logits)` at the end of each segment, with logits
+                `[m, V]` of the m tokens from t on. Each call covers a few tokens.
+            capture: Takes snapshots of recurrent state. Slices end where it takes one.
         """
         assert sequence.blocks.length < stop <= len(sequence.tokens)
         self.sequence, self.stop = sequence, stop
         self.logits: torch.Tensor | None = None
         self.after_layer = after_layer
         slots = sequence.state_slots
-        self._adapter = adapter.with_state(None if slots is None else slots.view([sequence.state_slot]))
+        self._cuts: Seq[int] = [] if capture is None else capture.places
+        finished = [] if capture is None else [capture.finished]
+        self._adapter = adapter.with_state(None if slots is None else slots.view([sequence.state_slot], *finished))
         self._storage = storage
         self._logits_of, self._before_layer, self._every_logits = logits_of, before_layer, every_logits
         self._slice_tokens, self._segment_tokens = slice_tokens, segment_tokens or stop
@@ -78,7 +90,12 @@ class Prefill:
     def _begin_segment(self, start: int) -> None:
         adapter, stop = self._adapter, min(self.stop, start + self._segment_tokens)
         self._start, self._segment_stop, self._layer = start, stop, 0
-        self._slices = slices_of(stop - start, self._slice_tokens)
+        bounds = [start, *(place for place in self._cuts if start < place < stop), stop]
+        self._slices = [
+            slice(first - start + s.start, first - start + s.stop)
+            for first, end in pairwise(bounds)
+            for s in slices_of(end - first, self._slice_tokens)
+        ]
         self._positions = torch.arange(start, stop, device=adapter.device) + self.sequence.shift
         tokens = torch.tensor(self.sequence.tokens[start:stop], device=adapter.device)
         self._hidden = adapter.embed(tokens, self._positions)
@@ -108,7 +125,7 @@ class Prefill:
         return self.layer == self._adapter.geometry.layers
 
     def run_layer(self) -> None:
-        """Compute one layer for all tokens of the segment."""
+        """Compute the next layer for all tokens of the segment."""
         last = self._adapter.geometry.layers - 1
         assert self._layer <= last
         self._began = True
@@ -139,10 +156,10 @@ class Prefill:
         return keys_and_values(self._adapter, self._layer, inputs, (self._positions[s] for s in self._slices))
 
     def _attention_and_mlp(self, rows: PrefilledLayer, *, last: bool) -> None:
-        """Compute attention and MLP of a layer, slice by slice.
+        """Compute attention and MLP of a layer for one slice of tokens after the other.
 
-        In the last layer, compute only the needed slices (`_computed`). Sliding-window layers are not passed to the
-        policy, because it does not select in them.
+        In the last layer, only the needed slices are computed (`_computed`). KV of sliding-window layers is not passed
+        to the policy, which does not select in them.
         """
         adapter, layer, state, kv = self._adapter, self._layer, self.sequence.state, rows.kv
         slides = adapter.geometry.windows[layer] is not None
@@ -166,20 +183,24 @@ class Prefill:
 
     @property
     def _keeps_state(self) -> bool:
-        """Whether the last layer keeps recurrent state, so that every token must pass it."""
+        """Whether the last layer has recurrent state, which every token must update."""
         geometry = self._adapter.geometry
         return geometry.keeps_state(geometry.layers - 1)
 
     def _computed(self, last: bool) -> list[slice]:
-        """Return the slices whose output is needed: all, but in the `last` layer often only the last slice or none."""
+        """Return the slices whose output is needed.
+
+        These are all slices, except in the last layer. There, they are the slices with requested logits, often only the
+        last slice.
+        """
         if not last or self._every_logits is not None or self._keeps_state:
             return self._slices
         return self._slices[-1:] if self._logits_of and self._last else []
 
     def _attend_past(self, rows: PrefilledLayer, slices: list[slice]) -> None:
-        """Compute attention and MLP of `slices`, reading earlier KV once for all of them, block by block.
+        """Compute attention and MLP of `slices`. Earlier KV is read once for all of them, block by block.
 
-        Earlier KV that the policy state does not cover yet is passed to it.
+        Earlier KV that is not in the policy's state yet is passed to it.
         """
         adapter, layer, state, geometry = self._adapter, self._layer, self.sequence.state, self._adapter.geometry
         attending = []
@@ -197,9 +218,9 @@ class Prefill:
 def go_through(
     parts: Iterable[KVPart], attending: Iterable[BlockedAttention], state: PolicyState, layer: int, start: int
 ) -> None:
-    """Add each part of a layer's KV to every accumulator in `attending`. `parts` can be iterated only once.
+    """Attend to each part of a layer's KV with every accumulator in `attending`. `parts` can be iterated only once.
 
-    KV of tokens from `start` on is passed to the policy's state.
+    KV of tokens from `start` on is also passed to the policy's state.
     """
     at = 0
     for part in parts:
@@ -210,22 +231,22 @@ def go_through(
 
 
 def learn(state: PolicyState, layer: int, rows: KVPart, at: int, start: int) -> None:
-    """Pass KV of tokens from `start` on to the policy's state. The KV in `rows` begins at token `at`."""
+    """Pass the KV in `rows` to the policy's state, except tokens before `start`. `at` is the first token in `rows`."""
     if (known := max(0, start - at)) < rows.k.shape[1]:
         state.on_keys(layer, rows.k[:, known:], at + known)
         state.on_values(layer, rows.v[:, known:], at + known)
 
 
-# Bytes of hidden states, queries and outputs of a segment. Larger segments read earlier KV less often and need more
-# memory.
+# Bytes of hidden states, queries and outputs of a segment. With larger segments, earlier KV is read less often, but
+# more memory is needed.
 SEGMENT_BYTES = {"cpu": 32 << 20, "device": 512 << 20}
 
 
 def segment_tokens(pool: HostPool, policy: Policy, adapter: ModelAdapter, slice_tokens: int) -> int | None:
-    """Return the number of prompt tokens that pass through all layers together; None for the whole prompt.
+    """Return the number of prompt tokens that pass through all layers together. None means the whole prompt.
 
-    The whole prompt is used for KV in memory, for policies that learn from queries (they need all keys at once), and
-    for models with sliding layers (which keep only the last KV).
+    The result is None if KV is in memory. It is also None for policies that observe queries, because they need all keys
+    at once, and for models with sliding-window layers, which keep only recent KV.
     """
     geometry = adapter.geometry
     if pool.file is None or policy.wants_queries or geometry.sliding:

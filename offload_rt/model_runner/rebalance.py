@@ -1,4 +1,4 @@
-"""Rebalance a full pool between sequences that evict in place: the longest one shrinks first."""
+"""Redistribution of blocks between sequences that evict tokens in a full pool: the longest sequence shrinks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from .sequence import Sequence
 
 
 def rebalance(batch: Seq[Sequence], pool: HostPool, storage: KVStorage, policy: Policy) -> None:
-    """Move blocks from the longest sequence of the batch to sequences that need a block when no block is free.
+    """Move blocks from the longest sequence of the batch to sequences that need one, if the pool has no free block.
 
-    The longest sequence stays at least as long as the others. A sequence that gets no block overwrites its own tokens.
+    A sequence is only shrunk while it is at least as long as all others. A sequence that gets no block overwrites its
+    own tokens.
     """
     for sequence in batch:
         if not sequence.slots.grows or sequence.position < sequence.blocks.capacity:
@@ -28,7 +29,7 @@ def rebalance(batch: Seq[Sequence], pool: HostPool, storage: KVStorage, policy: 
 
 
 def _shrink(sequence: Sequence, pool: HostPool, storage: KVStorage, policy: Policy) -> None:
-    """Free the last block of a sequence and evict its least important tokens, if that is possible."""
+    """Evict the least important tokens of a sequence and free its last block, if possible."""
     blocks = sequence.blocks
     moves = sequence.slots.shrink(blocks)
     if moves is None:
@@ -38,6 +39,6 @@ def _shrink(sequence: Sequence, pool: HostPool, storage: KVStorage, policy: Poli
             storage.move(blocks, layer, slot, target)
             if layer not in policy.dense_layers:
                 sequence.state.on_moved(layer, slot, target)
-    storage.close(blocks)  # resident KV has moved to other slots
+    storage.close(blocks)  # resident KV entries have moved to other slots
     pool.shrink(blocks, blocks.capacity - BLOCK_SIZE)
     storage.open(blocks, policy.sinks, policy.recent)

@@ -1,8 +1,8 @@
-"""A running sequence: tokens, blocks, and policy state."""
+"""A running sequence: its tokens, blocks and policy state."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,27 +17,32 @@ from .trace import Trace
 
 @dataclass(eq=False)
 class Sequence:
-    """A running sequence. It owns its block table, slots and policy state, which fork with it.
+    """A running sequence. It owns its block table, slots and policy state, which are forked together with it.
 
     Attributes:
         tokens: Prompt and generated tokens.
         blocks: Block table.
-        slots: Slots of the tokens in `blocks`.
-        position: Number of tokens that are computed in every layer. A decode step computes the next one.
+        slots: Assignment of tokens to slots in `blocks`.
+        position: Number of tokens that have been computed in every layer. A decode step computes the token with this
+            index.
         exact: Number of leading tokens whose KV comes from exact attention.
-        unlearned: Number of leading tokens whose KV was cached. The next prefill passes their keys to the policy state.
-        learned: Number of `unlearned` tokens that the policy state already covers, because it was copied from another
+        unlearned: Number of leading tokens whose KV was cached but is not in the policy state. The next prefill passes
+            their keys to the policy state.
+        learned: Number of `unlearned` tokens that are already in the policy state, because it was copied from another
             sequence.
         shift: Number of tokens removed by truncation. A token t that is not computed yet has position t + shift.
-        provenance: Cache salt and truncations, part of every block's key.
-        interrupted: Whether a step was interrupted. Resident KV and policy state may then be a token ahead in some
-            layers. KV in the pool before `position` is valid.
-        expected: Number of tokens that the sequence may grow to, as far as known.
+        provenance: Text that names weights, cache salt and truncations. It is part of the provenance key of every
+            block.
+        interrupted: Whether a step was interrupted. In some layers, resident KV and policy state may then already
+            include the next token. KV in the pool before `position` is valid.
+        expected: Expected maximum length of the sequence in tokens.
         forks: Number of forks that will be created from this sequence. Each may grow to `expected` tokens.
-        draft_start: First draft token that may be rejected, or None. Its sliding windows are kept until then.
+        draft_start: First draft token that may still be rejected, or None. The sliding windows of this token are kept.
         drafter: Sequence of the same text in the draft model's KV cache.
         state_slots: Recurrent state of all sequences; None if the model has none.
         state_slot: Slot of this sequence in `state_slots`.
+        parted_at: Number of leading tokens whose KV was cached when the sequence began, in full blocks.
+        snapshots: Snapshots of recurrent state that are not published yet: number of tokens to slot of the state pool.
     """
 
     id: int
@@ -60,10 +65,12 @@ class Sequence:
     drafter: Sequence | None = None
     state_slots: StateSlots | None = None
     state_slot: int = -1
+    parted_at: int = 0
+    snapshots: dict[int, int] = field(default_factory=dict)
 
     @property
     def blocks_ahead(self) -> int:
-        """Number of blocks that this sequence and its forks may still take until they have `expected` tokens each."""
+        """Number of blocks that this sequence and its forks may still need until each has `expected` tokens."""
         blocks, shared = -(-self.expected // BLOCK_SIZE), (len(self.tokens) - 1) // BLOCK_SIZE
         return max(0, blocks - len(self.blocks.ids)) + self.forks * max(0, blocks - shared)
 
@@ -75,15 +82,15 @@ class Sequence:
         self.check_state()
 
     def check_state(self) -> None:
-        """Assert that every recurrent layer has seen exactly the computed tokens."""
+        """Assert that every recurrent layer has processed exactly the tokens before `position`."""
         if self.state_slots is not None and not self.interrupted:
             self.state_slots.check(self.state_slot, self.position)
 
 
 def key_reader(pool: HostPool, storage: KVStorage, blocks: BlockTable) -> KeyReader:
-    """Return a function that reads keys `[Hkv, n, d]` from the pool, after pending write-backs.
+    """Return a function that reads keys `[Hkv, n, d]` of a sequence from the pool, after pending write-backs.
 
-    It returns a view if the blocks are contiguous, else a copy.
+    The function returns a view if the blocks are contiguous, else a copy.
     """
 
     def read(layer: int, tokens: range) -> torch.Tensor:

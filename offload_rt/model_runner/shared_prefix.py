@@ -1,7 +1,7 @@
-"""Find prefixes that sequences of a batch share (ChunkAttention, Hydragen).
+"""Shared prefixes of the sequences in a batch (ChunkAttention, Hydragen).
 
-The block lists of the sequences in sorted order form a trie. A *segment* is a maximal run of blocks that the
-same sequences share. `kernels.segments.attend_runs` attends over segments and private parts, and reads shared KV once.
+The block lists of the sequences in sorted order form a trie. A *segment* is a maximal run of blocks that the same
+sequences share. `kernels.segments.attend_runs` attends to segments and private parts and reads shared KV once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from ..core import BLOCK_SIZE, BlockTable, VisibleTokens
 from ..kernels.h2d_copy import to_device
 
 PAYS_FROM_BYTES = 2 << 20
-"""Minimum bytes that a segment must save. Each segment costs one more product and merge (measured on one CPU thread).
+"""Smallest number of bytes a segment must save to be computed separately.
+
+Each segment costs an additional matrix product and a merge (measured on one CPU thread).
 """
 
 NEVER_PAYS = 1 << 62
@@ -25,9 +27,9 @@ NEVER_PAYS = 1 << 62
 
 @dataclass(frozen=True)
 class Segment:
-    """Token slots (whole blocks) that sequences [first, stop) of the batch share.
+    """Token slots, in whole blocks, that the sequences [first, stop) of the batch share.
 
-    They are fetched through the block table of sequence `first`.
+    The slots are fetched through the block table of sequence `first`.
     """
 
     first: int
@@ -37,13 +39,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Shared prefixes of a batch, in tree order.
+    """Shared prefixes of a batch. Sequences are in tree order.
 
     Attributes:
-        order: Permutation of the batch such that sequences with a common block are adjacent; `restore` inverts it.
-        segments: Segments large enough for a separate product, parents before children. Along each sequence they are
-            contiguous and begin at slot 0.
-        private: For each sequence, in tree order, the slot at which its private part starts.
+        order: Tree order: a permutation of the batch in which sequences with a common block are adjacent. `restore`
+            inverts it.
+        segments: Segments that are large enough for a separate product, parents before children. The segments of each
+            sequence are contiguous and begin at slot 0.
+        private: First slot of the private part of each sequence, in tree order.
         overlapping: Whether any two sequences share a block, even if no segment is large enough.
     """
 
@@ -61,7 +64,7 @@ class Sharing:
 
     @classmethod
     def of(cls, block_tables: Seq[BlockTable], token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> Sharing:
-        """Compute the sharing from block ids.
+        """Compute the shared prefixes from block ids.
 
         `token_bytes` is the size of K and V of one token in one layer. Segments that save fewer than `pays_from` bytes
         become part of their children, or of the private parts.
@@ -78,14 +81,17 @@ class Sharing:
         return cls(tuple(order), tuple(segments), tuple(private), bool(tops))
 
     def own(self, b: int, visible: VisibleTokens) -> VisibleTokens:
-        """Return the private part of `visible` for sequence `b` (tree order). `visible` must begin at slot 0."""
+        """Return the private part of `visible` for the sequence at index `b` in tree order.
+
+        `visible` must begin at slot 0.
+        """
         start = self.private[b]
         recent = range(max(start, visible.recent.start), visible.recent.stop)
         return VisibleTokens(range(start, start), range(start, recent.start), recent)
 
 
 def _branches(blocks: Seq[list[int]], first: int, stop: int, depth: int) -> list[tuple[int, int]]:
-    """Return slices [first, stop) of at least two sequences with the same block at `depth`."""
+    """Return the ranges [i, j) within [first, stop) of at least two sequences with the same block at index `depth`."""
     groups = groupby(range(first, stop), key=lambda i: blocks[i][depth] if depth < len(blocks[i]) else ~i)
     slices = [(members[0], members[-1] + 1) for members in (list(group) for _, group in groups)]
     return [(a, b) for a, b in slices if b - a > 1]
@@ -94,9 +100,12 @@ def _branches(blocks: Seq[list[int]], first: int, stop: int, depth: int) -> list
 def _descend(
     blocks: Seq[list[int]], first: int, stop: int, start: int, depth: int, pays_from: int, segments: list[Segment]
 ) -> None:
-    """Add segments of sequences [first, stop), which share a block at `depth`. Blocks before `start` are done."""
+    """Append the segments of sequences [first, stop) and their children.
+
+    The sequences share the block at index `depth`. Blocks before index `start` are already in segments.
+    """
     low, high = blocks[first], blocks[stop - 1]
-    # Sequences are in lexicographic order, so a prefix shared by the first and the last is shared by all between.
+    # Sequences are in lexicographic order. A prefix that the first and the last share is therefore shared by all.
     end = depth + 1
     while end < min(len(low), len(high)) and low[end] == high[end]:
         end += 1
@@ -108,15 +117,15 @@ def _descend(
 
 
 def _saved(sequences: int, tokens: int) -> int:
-    """Return how many token reads a segment saves.
+    """Return how many token reads a segment of `tokens` tokens saves.
 
-    With two or three sequences, count only a quarter, because the joint product is less efficient.
+    For two or three sequences, only a quarter counts, because the joint product is less efficient.
     """
     return (sequences - 1) * tokens // (1 if sequences > 3 else 4)
 
 
 class SharedPrefixes:
-    """Cache the `Sharing` of the latest batch until the batch or its blocks change (ChunkAttention §3.3)."""
+    """Cache of the `Sharing` of the latest batch, valid until the batch or its blocks change (ChunkAttention §3.3)."""
 
     def __init__(self, token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> None:
         self._token_bytes, self._pays_from = token_bytes, pays_from
@@ -124,7 +133,7 @@ class SharedPrefixes:
         self._sharing = Sharing.of([], token_bytes)
 
     def of(self, block_tables: Seq[BlockTable]) -> Sharing:
-        """Return the sharing of a batch with these block tables."""
+        """Return the shared prefixes of a batch with these block tables."""
         blocks = [blocks.ids for blocks in block_tables]
         if blocks != self._tables:
             self._sharing = Sharing.of(block_tables, self._token_bytes, self._pays_from)

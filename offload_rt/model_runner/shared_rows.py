@@ -1,7 +1,8 @@
 """Share policy state, such as approximate KV, between sequences with a common prefix.
 
-State of a token depends on its key and value only (`PolicyState.fork_prefix`), which are equal in shared blocks. Only
-state of tokens that a prefill computed is shared. State is not shared if the KV is quantised or tokens are evicted.
+The state of a token depends only on its key and value (`PolicyState.fork_prefix`), which are equal in shared blocks.
+State is shared only for tokens that were computed by a prefill. State is not shared if KV is quantised or tokens are
+evicted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .sequence import Sequence
 
 
 def learn_from_others(sequence: Sequence, others: Iterable[Sequence]) -> None:
-    """Copy policy state for as many `unlearned` tokens as possible from one of `others` with the same blocks."""
+    """Copy policy state for as many `unlearned` tokens as possible from a sequence in `others` with equal blocks."""
     found = max(
         ((_known(other, sequence), -other.id, other) for other in others if other is not sequence), default=None
     )
@@ -27,7 +28,7 @@ def learn_from_others(sequence: Sequence, others: Iterable[Sequence]) -> None:
 
 
 def _known(other: Sequence, sequence: Sequence) -> int:
-    """Return the number of `sequence.unlearned` tokens that the state of `other` covers."""
+    """Return how many of `sequence.unlearned` tokens are in the policy state of `other` with the same blocks."""
     if other.unlearned or other.interrupted:
         return 0
     pairs = zip(other.blocks.ids, sequence.blocks.ids, strict=False)

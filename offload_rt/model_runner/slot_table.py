@@ -1,8 +1,9 @@
-"""Slots of a sequence's tokens in its block table, and token eviction if the pool is full (InfiniGen §4.4).
+"""Assignment of a sequence's tokens to slots in its block table, and token eviction in a full pool (InfiniGen §4.4).
 
-Slots [0, sinks) hold the first tokens, and the last `recent` slots hold the newest ones, so that a policy selects from
-the slots between them, before and after eviction begins. If the pool is full, the last `recent` slots are a ring: the
-token that leaves the window moves to the slot of a victim, layer by layer, and the newest token takes its place.
+Slots [0, sinks) contain the first tokens, and the last `recent` slots contain the most recent tokens. A policy selects
+from the slots between them. In a full pool, the last `recent` slots are a ring buffer: in each layer, the token that
+leaves the recent window moves to the slot of an evicted token (the victim), and the newest token is written to its
+former slot.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from ..kv_cache.pool import HostPool
 from ..utils.units import format_size
 
 Moves = list[tuple[int, int]]
-"""(slot, target): copy the KV in `slot` to slot `target`."""
+"""Moves of KV in one layer. A pair (slot, target) means to copy the KV in `slot` to slot `target`."""
 
 
 class SlotTable(Protocol):
-    """Slots of one sequence. `begin_step` chooses the newest token's slot; the properties hold for that step."""
+    """Slots of one sequence. `begin_step` chooses the slot of the newest token.
+
+    All properties refer to the current step.
+    """
 
     @property
     def listens(self) -> bool:
-        """Whether `selected` must be called."""
+        """Whether the selected slots must be reported with `selected`."""
         ...
 
     @property
     def newest(self) -> int:
-        """Slot of the token that this step computes."""
+        """Slot of the token that the current step computes."""
         ...
 
     @property
@@ -42,35 +46,35 @@ class SlotTable(Protocol):
 
     @property
     def grows(self) -> bool:
-        """Whether `rebalance` reserves the next block of the sequence when the last one is full."""
+        """Whether `rebalance` reserves the sequence's next block when the last block is full."""
         ...
 
     def displaced(self, layer: int) -> tuple[int, int] | None:
-        """Return (slot, victim), or None.
+        """Return the KV move that must precede the write of the newest token: (its slot, the victim's slot).
 
-        The KV in `slot` must move to slot `victim` before the newest token takes `slot`.
+        The KV in the first slot must be copied to the second. Return None if no move is needed.
         """
         ...
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
-        """Prepare the slot of the token at `position`. Raise PoolFullError if there is no room."""
+        """Choose the slot of the token at `position`. Raise PoolFullError if there is none."""
         ...
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
         """Remove the last block from the slot table, between steps.
 
         Returns:
-            The KV moves of each layer. The caller applies them in order and then frees the block. None, without any
-            change, if the block cannot be removed.
+            The KV moves of each layer. The caller applies them in order and then frees the block. If the block cannot
+            be removed, None is returned and the slot table is unchanged.
         """
         ...
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
-        """Record that `slots` int64 `[Hkv, n]` were selected in this step."""
+        """Record that the current step selected `slots`, int64 `[Hkv, n]`, in `layer`."""
         ...
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Return the positions of the tokens in `slots` (any shape) of a layer, during this step."""
+        """Return the positions in the text of the tokens in `slots` (any shape) of a layer, in the current step."""
         ...
 
     def fork(self) -> SlotTable:
@@ -79,7 +83,7 @@ class SlotTable(Protocol):
 
 
 class AppendOnly:
-    """Token t stays in slot t. A full pool is an error."""
+    """Slot table without eviction: token t stays in slot t. If the pool is full, an error is raised."""
 
     grows = False
 
@@ -121,11 +125,11 @@ class AppendOnly:
 
 
 class InPlaceEviction:
-    """Token t stays in slot t while the pool has room. Then new tokens overwrite victims of their own sequence.
+    """Slot table with eviction: when the pool is full, new tokens overwrite victims of the same sequence.
 
-    From then on the sequence does not grow. It may shrink block by block for shorter sequences. Sinks (unless
-    `protect="none"`) and the recent window are never overwritten, nor are blocks of other sequences. Overwritten blocks
-    leave the prefix tree. The caller moves the KV.
+    Until then, token t is in slot t. Afterwards, the sequence does not grow, but may shrink block by block in favour of
+    shorter sequences. The sinks (unless `protect="none"`), the recent window, and blocks shared with other sequences
+    are never overwritten. Overwritten blocks are removed from the prefix tree. The caller moves the KV.
     """
 
     listens = True
@@ -135,14 +139,14 @@ class InPlaceEviction:
         self._sinks = sinks if options.protect == "window" else 0
         self._recent = recent
         groups = pool.groups
-        # Sliding layers keep token t in slot t and free their blocks by age.
+        # In sliding-window layers, token t stays in slot t, and blocks outside of the window are freed.
         self._seeing_all = [layer for layer, group in enumerate(groups.group) if group == 0]
         self._place = {layer: groups.place[layer] for layer in self._seeing_all}
         self._layers, self._all_layers = len(self._seeing_all), len(groups.group)
         self._state = SlotState.empty(self._layers, 0)
         self._known = 0
         self._victims: list[int] | None = None
-        self._ring_start = 0  # position of a token in the first slot of the ring
+        self._ring_start = 0  # position of a token that is in the first slot of the ring buffer
         self.newest = -1
         self.context = 0
 
@@ -152,15 +156,21 @@ class InPlaceEviction:
         return self._victims is None
 
     def displaced(self, layer: int) -> tuple[int, int] | None:
-        """Return the newest token's slot and this step's victim in `layer`; None while the sequence grows."""
+        """Return the slot of the newest token and the slot of this step's victim in `layer`.
+
+        None while the sequence grows.
+        """
         if self._victims is None or layer not in self._place:
             return None
         return self.newest, self._victims[self._place[layer]]
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
-        """Use the next slot if the pool has room. Otherwise choose a victim in every layer and a slot in the ring.
+        """Use the next slot if the pool has a free one.
 
-        Raises PoolFullError if no token can be overwritten.
+        Otherwise choose a victim in every layer and a slot in the ring buffer.
+
+        Raises:
+            PoolFullError: If no token can be overwritten.
         """
         if self._victims is None and not self._grow(blocks, position):
             self._need(blocks.capacity > self._sinks + self._recent, blocks)
@@ -171,9 +181,9 @@ class InPlaceEviction:
             self._overwrite(blocks, position)
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
-        """Evict victims in every layer.
+        """Evict as many tokens in every layer as the last block has slots.
 
-        Tokens that remain of the last block fill the freed slots, and the ring moves.
+        The other tokens of the last block are moved to the freed slots, and the ring buffer is moved forward.
         """
         remaining, used = blocks.capacity - BLOCK_SIZE, self.context
         first, dropped = remaining - self._recent, used - remaining
@@ -195,15 +205,15 @@ class InPlaceEviction:
         return moves
 
     def _owns(self, blocks: BlockTable, first: int) -> bool:
-        """Return whether the blocks from slot `first` on belong to this sequence alone. Claims them if possible."""
+        """Return whether all blocks from slot `first` on are exclusive to this sequence. Claims them if possible."""
         return all(self._pool.claim(blocks, index) for index in range(first // BLOCK_SIZE, len(blocks.ids)))
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
-        """Record the use of `slots` int64 `[Hkv, n]` for the ranking of victims."""
+        """Record the use of `slots`, int64 `[Hkv, n]`, for the ranking of victims."""
         self._state.touch(self._place[layer], slots.to(self._state.position.device), self._known - 1)
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Return the positions int64 of the tokens in `slots` (any shape)."""
+        """Return the positions int64 of the tokens in `slots` (any shape) of a layer."""
         return self._state.position[self._place[layer]][slots.to(self._state.position.device)]
 
     def fork(self) -> InPlaceEviction:
@@ -215,7 +225,7 @@ class InPlaceEviction:
         return twin
 
     def _grow(self, blocks: BlockTable, position: int) -> bool:
-        """Reserve a slot at the end. Return False if there is no room."""
+        """Reserve the next slot at the end. Return False if the pool has no free block."""
         try:
             self._pool.reserve(blocks, position + 1)
         except PoolFullError:
@@ -239,9 +249,10 @@ class InPlaceEviction:
         self._victims = chosen[:, 0].tolist()
 
     def _protected(self, blocks: BlockTable, first: int) -> torch.Tensor:
-        """Return bool `[slots]`: sinks, the ring from slot `first` on, and blocks of other sequences.
+        """Return which slots must not be overwritten, bool `[slots]`.
 
-        Blocks of the ring must belong to this sequence, which writes to them.
+        These are the sinks, the ring buffer from slot `first` on, and blocks shared with other sequences. Blocks of the
+        ring buffer must be exclusive to this sequence, because it writes to them.
         """
         protected = torch.zeros(blocks.capacity, dtype=torch.bool)
         protected[: self._sinks] = True

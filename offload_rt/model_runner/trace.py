@@ -1,4 +1,4 @@
-"""Counters of one sequence, which `engine.stats` summarises."""
+"""Counters of one sequence, from which `engine.stats` computes the statistics of a request."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from ..kv_cache.disk.file_arena import DiskUse
 from ..transfer.base import PendingFetch
 from ..transfer.weights.host_weights import NOTHING_USED, WeightUse
 
-MAX_PENDING = 4096  # counts left on the device before they are read: about a hundred steps of a large model
+# number of counts that may stay on the device before they are read: about a hundred steps of a large model
+MAX_PENDING = 4096
 
 
 class Recorder(Protocol):
-    """Receives the selected tokens of one sequence."""
+    """Receiver of the tokens that one sequence selects."""
 
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-        """Record that the token at `position` selects positions `tokens` `[Hkv, n]`. Layers come in ascending order."""
+        """Record that the token at `position` selected the tokens at positions `tokens`, int64 `[Hkv, n]`, in `layer`.
+
+        Layers come in ascending order.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class TransferUse:
-    """Transfer size of a selection: `pair_bytes` per selected token and KV head (`heads`).
+    """Transferred bytes of a selection: `pair_bytes` per selected token and KV head. `heads` is the number of KV heads.
 
     Attributes:
-        tally: int64 `[2]` on the device: number of entries that were transferred, and number of working-set hits. None
-            if every entry is transferred.
+        tally: int64 `[2]` on the device: number of transferred entries, and number of working-set hits. None if every
+            entry is transferred.
     """
 
     heads: int
@@ -41,7 +45,7 @@ class TransferUse:
 
 @dataclass(frozen=True)
 class _PendingCount:
-    """Number of tokens per KV head that a layer selected in a step, as a scalar `count` that is still on the device."""
+    """Number of tokens per KV head that a layer selected in a step. `count` is a scalar that is still on the device."""
 
     step: int
     layer: int
@@ -53,26 +57,30 @@ class _PendingCount:
 
 @dataclass
 class Trace:
-    """Counters of one sequence. Fractions refer to the tokens that are visible in a layer, including the newest.
+    """Counters of one sequence. Fractions are relative to the tokens that are visible in a layer, including the newest.
 
     Attributes:
-        attended: Fractions attended exactly, `[steps][layers]`, for decode steps and verification passes.
-        fetched: Fractions fetched, `[steps][layers]`.
+        attended: Fraction of tokens attended exactly, `[steps][layers]`. A step is a decode step or a verification
+            pass.
+        fetched: Fraction of tokens fetched, `[steps][layers]`.
         drafted: Number of draft tokens.
         accepted: Number of accepted draft tokens.
         draft_steps: Number of decode steps that computed draft tokens.
         alone_seconds: Estimated decode time of the same tokens without drafts; infinite if unknown.
+        recomputed_tokens: Prompt tokens with cached KV that are computed again, because no snapshot of the recurrent
+            state is nearer (hybrid models).
         diverged_at: First prompt token that was not cached. None without a cache look-up.
-        missed: (step, missed attention mass `[layers]`) of sampled steps. The mass is a mean over query heads, and 0 in
-            dense layers.
+        missed: Sampled steps as pairs (step, missed attention mass of each layer). The mass is a mean over query heads,
+            and 0 in dense layers.
         savings: float64 `[4, layers]` on the device. Row 0: bytes of `bytes_requested` that were not transferred. Row
-            1: working-set hits. Row 2: sum over steps of hits per KV head divided by the context length. Row 3: entries
-            looked up. None without a working set or shared blocks.
-        disk_before: Disk use when the sequence began.
+            1: working-set hits. Row 2: hits per KV head divided by the context length, summed over steps. Row 3: number
+            of entries looked up. None without a working set or shared blocks.
+        disk_before: Counters of disk use when the sequence began.
         pending: Counts that are still on the device; `settle` adds them to `attended` and `fetched`.
-        prefill_weights: Weights transferred for the prefill.
-        step_weights: Weights transferred for decode steps. For a batch, they are counted in its first sequence.
-        recorder: Receives the selections of every decode step.
+        prefill_weights: Bytes of weights transferred to the device for the prefill.
+        step_weights: Bytes of weights transferred to the device for decode steps. For a batch, they are counted in the
+            trace of its first sequence.
+        recorder: Object that receives the selected tokens of every decode step.
     """
 
     layers: int
@@ -85,6 +93,7 @@ class Trace:
     step_weights: WeightUse = NOTHING_USED
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    recomputed_tokens: int = 0
     diverged_at: int | None = None
     attended: list[list[float]] = field(default_factory=list)
     fetched: list[list[float]] = field(default_factory=list)
@@ -100,31 +109,31 @@ class Trace:
 
     @property
     def draft_speedup(self) -> float | None:
-        """Estimated decode time without drafts divided by the measured time; None if unknown."""
+        """Estimated decode time without drafts, divided by the measured decode time. None if unknown."""
         known = self.decode_seconds and 0 < self.alone_seconds < math.inf
         return self.alone_seconds / self.decode_seconds if known else None
 
     @property
     def decoded_tokens(self) -> int:
-        """Number of tokens from decode steps and verification passes."""
+        """Number of tokens computed by decode steps and verification passes."""
         return len(self.attended) - self.draft_steps + self.accepted
 
     @property
     def bytes_to_device(self) -> int:
-        """Bytes of KV transferred to the device. May wait for the device."""
+        """Bytes of KV transferred to the device. Reading them may wait for the device."""
         self.settle()
         return self.bytes_requested - (0 if self.savings is None else int(self.savings[0].sum()))
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of entries that were found in the working set."""
+        """Fraction of looked-up entries that were found in the working set."""
         self.settle()
         if self.savings is None:
             return 0.0
         return float(self.savings[1].sum()) / max(1.0, float(self.savings[3].sum()))
 
     def hit_shares(self) -> list[float]:
-        """Return working-set hits per KV head divided by the context length, averaged over steps, `[layers]`."""
+        """Return working-set hits per KV head divided by the context length, averaged over steps, for each layer."""
         self.settle()
         if self.savings is None or not self.fetched:
             return [0.0] * self.layers
@@ -168,7 +177,10 @@ class Trace:
         self.savings = sums if self.savings is None else self.savings + sums
 
     def take_transferred_bytes(self, other: Trace) -> None:
-        """Move the transferred bytes of `other`, which computed tokens for this sequence, to this trace."""
+        """Move the counts of transferred bytes from `other` to this trace.
+
+        `other` computed tokens for this sequence.
+        """
         self.bytes_requested, other.bytes_requested = self.bytes_requested + other.bytes_requested, 0
         self.bytes_to_host, other.bytes_to_host = self.bytes_to_host + other.bytes_to_host, 0
 
@@ -179,7 +191,7 @@ class Trace:
         return replace(self, **rows, savings=savings)  # type: ignore[arg-type]
 
     def restart(self, reused: int) -> Trace:
-        """Return a new trace for a sequence that starts with `reused` computed tokens of this one."""
+        """Return a new trace for a sequence that starts with the first `reused` tokens of this sequence."""
         before = self.disk_before
         return Trace(
             self.layers, self.missed_every, prompt_tokens=self.prompt_tokens, reused_tokens=reused, disk_before=before
@@ -195,14 +207,18 @@ class Trace:
             self.missed.append((len(self.attended) - 1, [0.0] * self.layers))
 
     def enter_verification(self, windows: Sequence[int | None], fetched: float) -> None:
-        """Record a verification pass that fetched the fraction `fetched`, except in sliding layers."""
+        """Record a verification pass.
+
+        `fetched` is the fraction of tokens fetched in layers without a sliding window. Sliding-window layers fetch no
+        tokens.
+        """
         self.attended.append([1.0] * self.layers)
         self.fetched.append([fetched if window is None else 0.0 for window in windows])
 
     def enter_rows(self, layer: int, visible: VisibleTokens, fetched: int | torch.Tensor) -> None:
         """Record that `layer` attended to `fetched` tokens per KV head in addition to the resident tokens.
 
-        If `fetched` is a tensor (`Selection.counts`), it is read later.
+        If `fetched` is a tensor (`Selection.counts`), it stays on the device until `settle`.
         """
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
         if isinstance(fetched, torch.Tensor):
@@ -213,7 +229,10 @@ class Trace:
     def enter_selection(
         self, layer: int, visible: VisibleTokens, count: torch.Tensor, transfer_use: TransferUse
     ) -> None:
-        """Record a selection of `count` tokens per KV head and its transfer. `count` is read later."""
+        """Record that `layer` selected `count` tokens per KV head, and the transfer.
+
+        `count` stays on the device until `settle`.
+        """
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
         self.pending.append(_PendingCount(step, layer, resident, context, count, transfer_use))
 
@@ -238,6 +257,9 @@ class Trace:
         self.savings[3, layer] += fetch.savings.selected
 
     def enter_missed_mass(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
-        """Record 1 - exp(lse of attended tokens - lse of all tokens), both `[H]`, averaged over heads."""
+        """Record the missed attention mass of a layer: 1 - exp(attended_lse - full_lse), averaged over heads.
+
+        `attended_lse` `[H]` is the log-sum-exp over the attended tokens, `full_lse` `[H]` over all visible tokens.
+        """
         mass = 1.0 - (attended_lse.to(full_lse) - full_lse).exp()
         self.missed[-1][1][layer] = max(0.0, float(mass.mean()))

@@ -1,4 +1,4 @@
-"""Verification pass: compute several tokens of several sequences with full attention, reading the weights once."""
+"""Verification pass: compute several tokens of several sequences with full attention, so that weights are read once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .sequence import Sequence
 
 
 class VerificationPass:
-    """Compute the next `counts[b]` tokens of each sequence b with full attention. Slots must be reserved.
+    """Computes the next `counts[b]` tokens of each sequence b with full attention. Their slots must be reserved.
 
-    The pass writes KV, scoring keys and windows, but commits no tokens.
+    The pass writes KV, scoring keys and the recent window, but commits no tokens.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class VerificationPass:
         self._adapter, self._policy, self._storage = adapter, policy, storage
 
     def run(self) -> list[torch.Tensor]:
-        """Return float32 logits `[counts[b], V]` for each sequence."""
+        """Return float32 logits `[counts[b], V]` of each sequence."""
         adapter = self._adapter
         spans = [
             (one, range(one.position, one.position + n)) for one, n in zip(self._sequences, self._counts, strict=True)
@@ -48,9 +48,10 @@ class VerificationPass:
         return list(adapter.logits(hidden).split(self._counts))
 
     def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart) -> torch.Tensor:
-        """Store `new` `[Hkv, m, d]`. Return the attention output `[m, H * d]` of queries q `[H, m, d]`.
+        """Store the new KV `[Hkv, m, d]` of a sequence.
 
-        Sliding layers are not passed to the policy, because it does not select in them.
+        Return the attention output `[m, H * d]` of its queries q `[H, m, d]`. KV of sliding-window layers is not passed
+        to the policy, which does not select in them.
         """
         start, window = sequence.position, self._adapter.geometry.windows[layer]
         rows = self._storage.extend_layer(sequence.blocks, layer, start, new)
@@ -71,9 +72,9 @@ class VerificationPass:
     def _attend_past(
         self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer, known: int
     ) -> torch.Tensor:
-        """Compute attention `[H, m, d]` over KV in several parts.
+        """Return the attention output `[H, m, d]` of q over KV in several parts.
 
-        The policy state already covers the first `known` tokens.
+        The first `known` tokens are already in the policy's state.
         """
         geometry = self._adapter.geometry
         attending = BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap)

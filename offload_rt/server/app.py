@@ -47,14 +47,14 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-"""Headers that restrict the page to requests to this server."""
+"""Response headers that allow the web page to load files and data only from this server."""
 
 OPEN_PATHS = ("/health", "/favicon.ico", *PAGE_FILES)
 """Paths that need no API key: the health check and the web page, which asks for the key."""
 
 
 def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
-    """Return the application that serves `engine`. The application closes the engine at shutdown."""
+    """Return the ASGI application that serves `engine`. At shutdown, the application closes the engine."""
     options = options or ServerOptions()
     service = Service(engine, options)
 
@@ -63,7 +63,8 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
         yield
         await service.close()
 
-    # FastAPI's documentation pages load scripts from other hosts. The schema is at /openapi.json.
+    # FastAPI's documentation pages are disabled, because they load scripts from other hosts. The schema is at
+    # /openapi.json.
     app = FastAPI(title="offload-rt", lifespan=life, docs_url=None, redoc_url=None)
     app.state.service = service
     _add_errors(app)
@@ -71,7 +72,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
         app.include_router(routes)
     _add_page(app)
     app.add_middleware(RequestMiddleware, options=options, open_paths=OPEN_PATHS)
-    if options.cors_origins:  # outside `RequestMiddleware`, so that browsers can read the reason of a refusal
+    if options.cors_origins:  # outside `RequestMiddleware`, so that browsers can read why a request was refused
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.cors_origins,
@@ -102,7 +103,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _path_hint(app: FastAPI, path: str) -> str:
-    """Return the message for a path that does not exist."""
+    """Return the error message for a request to a path that does not exist."""
     if path.startswith("/v1/v1/"):
         return f"the path {path} does not exist: remove /v1 from the end of the client's base URL"
     if f"/v1{path}" in app.openapi()["paths"]:

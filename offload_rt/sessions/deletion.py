@@ -1,4 +1,8 @@
-"""Delete a session: its documents, and all blocks and sink documents that no remaining session refers to."""
+"""Delete a session from a store: its documents, its blocks and its sinks, except blocks and sinks with another owner.
+
+A stored block is owned by each session whose history contains its key. Prompts without a session name are one common
+owner: they own a block if one of them has claimed it (`StorageTier.claim`). Blocks without an owner are deleted.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,8 @@ class Removed:
 
     Attributes:
         bytes: Size in bytes of the deleted blocks.
-        unreadable: Unreadable documents of other sessions in the namespace. Their blocks are deleted too, because they
-            cannot be distinguished from unreferenced ones.
+        unreadable: Names of damaged documents of other sessions in the namespace. The blocks of these sessions are
+            deleted too, unless they have another owner, because they look like blocks without an owner.
     """
 
     bytes: int = 0
@@ -24,7 +28,7 @@ class Removed:
 
     @property
     def note(self) -> str:
-        """Message about the unreadable documents. Empty if there are none."""
+        """Message about the unreadable documents, or "" if there are none."""
         if not self.unreadable:
             return ""
         return (
@@ -35,10 +39,11 @@ class Removed:
 
 
 def remove_session(store: StorageTier, space: str, document: str, held: Iterable[bytes] = ()) -> Removed:
-    """Delete a session and all blocks that no other readable history of the namespace refers to.
+    """Delete a session, and all blocks of its namespace that have no other owner.
 
-    This includes blocks that edits, regenerations, truncations, crashes and interrupted turns of any session left
-    behind. They hold KV of tokens that no session has any more.
+    Unused blocks of all sessions are deleted at the same time. Edits, regenerated responses, truncations, crashes and
+    interrupted turns leave such blocks: they contain KV of tokens that are no longer in any session. Stores of earlier
+    versions have no claims, so all blocks without a session are deleted from them.
 
     Args:
         store: Storage tier.
@@ -47,17 +52,38 @@ def remove_session(store: StorageTier, space: str, document: str, held: Iterable
         held: Keys of blocks that open sessions need.
 
     Returns:
-        The freed bytes, and the unreadable documents of other sessions.
+        The number of freed bytes, and the unreadable documents of other sessions.
 
     Raises:
         StoreError: A file cannot be deleted.
     """
 
     def owns(data: bytes) -> bool | None:
-        """Return whether this is a history of the session; None if it cannot be read."""
-        history = History.from_bytes(data)  # the content decides, because a file may have been renamed
+        """Return whether `data` is a history of the session, or None if it cannot be read."""
+        history = History.from_bytes(data)  # check the content, because a file may have been renamed
         return None if history is None else document_name(history.name) == document
 
+    removed = _remove_unowned(store, space, document, held, claimed=True)
+    # The history is deleted last. If the process ends before that, the session can be deleted again.
+    store.delete(f"{space}/{document}", owns)
+    return removed
+
+
+def remove_claims(store: StorageTier, space: str) -> Removed:
+    """End the claims of all prompts without a session name. Delete the blocks that then have no owner.
+
+    Args:
+        store: Storage tier. No prompt may be running.
+        space: Digest of the namespace.
+
+    Raises:
+        StoreError: A file cannot be changed.
+    """
+    return _remove_unowned(store, space, "", (), claimed=False)
+
+
+def _remove_unowned(store: StorageTier, space: str, document: str, held: Iterable[bytes], *, claimed: bool) -> Removed:
+    """Delete all blocks and sink documents without an owner. The session `document` does not count as an owner."""
     keys, sinks, unreadable = set(held), set[str](), []
     documents = {key.split("/")[1]: found for key, found in store.documents().items() if key.startswith(f"{space}/")}
     for other, found in documents.items():
@@ -67,10 +93,8 @@ def remove_session(store: StorageTier, space: str, document: str, held: Iterable
         elif history is not None and document_name(history.name) != document:
             keys.update(history.block_keys)
             sinks.add(history.sinks_document)
-    # The history is deleted last. If the process ends before that, the session can be deleted again.
-    freed = store.retain(keys, space)
+    freed = store.retain(keys, space, claimed=claimed)
     for other in documents:
         if other.startswith(SINKS) and other not in sinks:
             store.delete(f"{space}/{other}")
-    store.delete(f"{space}/{document}", owns)
     return Removed(freed, tuple(unreadable))

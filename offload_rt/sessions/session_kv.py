@@ -1,4 +1,4 @@
-"""KV cache of one session in host memory and on disk."""
+"""KV cache of one session, in host memory and on disk."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ from .history import History
 class SessionKV:
     """KV cache of one session: its sequence in host memory, its blocks on disk, and the transfers between them.
 
-    Computed KV is written to disk in the background. Evicting the session from host memory therefore waits only for
-    blocks that are not written yet.
+    New KV is written to disk in the background. An eviction from host memory therefore waits only for blocks that are
+    not written yet.
 
     Attributes:
-        sequence: The sequence in host memory. If None, host memory holds only blocks cached by the prefix tree.
-        loader: Loads blocks from disk into `sequence`; None if no load is in progress.
+        sequence: The session's sequence in host memory. If None, at most the prefix tree has blocks of the session in
+            memory.
+        loader: Loads blocks from disk into `sequence`. None if no load is in progress.
         loaded_tokens: Number of tokens that the last load read from disk.
         last_stats: Statistics of the last turn, or None before the first.
+        claims: Whether the session's blocks must be claimed in the store (`StorageTier.claim`), because no history
+            lists them.
     """
+
+    claims = False
 
     def __init__(self, context: SessionContext, history: History) -> None:
         self.context, self.runner, self.history = context, context.runner, history
@@ -45,13 +50,13 @@ class SessionKV:
 
     @property
     def pool_bytes(self) -> int:
-        """Host memory in bytes that the whole session needs."""
+        """Size in bytes that the KV of the whole session needs in host memory."""
         return self.runner.pool.bytes_for(len(self.history.tokens))
 
     # -------------------------------------------------------------------------------------------------------- loading
 
     def ready(self, capacity: int) -> Sequence:
-        """Return the session's sequence with capacity for `capacity` tokens, and start loading its KV from disk.
+        """Return the session's sequence, with room for `capacity` tokens. Start to load its KV from disk if necessary.
 
         Raises:
             PoolFullError: The sequence does not fit in the pool.
@@ -70,7 +75,9 @@ class SessionKV:
         return sequence
 
     def fetch(self, *, whole: bool) -> None:
-        """Start loading the KV into host memory: all layers if `whole`, else as many as the read buffer holds.
+        """Start to load the session's KV from disk into host memory.
+
+        `whole` loads all layers. Otherwise, as many layers are loaded as the read buffer holds.
 
         Raises:
             PoolFullError: The sequence does not fit in the pool.
@@ -82,7 +89,7 @@ class SessionKV:
         """Wait until the KV of `layer` is in host memory.
 
         Raises:
-            DamagedBlockError: A block on disk is damaged. The next load skips it, and its tokens are recomputed.
+            DamagedBlockError: A block on disk is damaged. The next load skips it, so its tokens will be computed again.
         """
         if self.loader is None:
             return
@@ -93,7 +100,7 @@ class SessionKV:
             raise
 
     def load_all(self) -> None:
-        """Wait until all layers are loaded. Raise DamagedBlockError if a block is damaged."""
+        """Wait until the KV of all layers is in host memory. Raise DamagedBlockError if a block is damaged."""
         if self.loader is not None and self.sequence is not None:
             for layer in range(self.runner.adapter.geometry.layers):
                 self.wait(layer)
@@ -101,7 +108,10 @@ class SessionKV:
             self.runner.reload(self.sequence)
 
     def materialise(self) -> Sequence:
-        """Load the whole sequence into the pool, finish pending writes, and return it. Raise PoolFullError."""
+        """Load the whole sequence into the pool, wait for pending writes, and return the sequence.
+
+        Raises PoolFullError.
+        """
         while True:
             if self.sequence is None:
                 self.sequence = self._restore(len(self.history.tokens) + 1, whole=True)
@@ -114,7 +124,7 @@ class SessionKV:
             return self.sequence
 
     def end_loading(self) -> float:
-        """Close the loader and record its load rate. Return the seconds spent waiting for it."""
+        """Close the loader and record how fast it was. Return the seconds that computation waited for it."""
         if self.loader is None:
             return 0.0
         self.loader.close()
@@ -125,10 +135,10 @@ class SessionKV:
         return stalled
 
     def drop(self) -> None:
-        """Release the sequence. KV that is not loaded yet is discarded and not added to the prefix tree."""
+        """Free the sequence. Blocks whose KV is not loaded yet are not added to the prefix tree."""
         if self.sequence is None:
             return
-        self.context.saver.flush()
+        self.context.saver.wait_for(self.sequence.blocks)
         if self.loader is not None:
             arrived = self.loader.finished
             self.end_loading()
@@ -138,7 +148,10 @@ class SessionKV:
         self.sequence = None
 
     def relearn(self) -> None:
-        """Rebuild resident KV and policy state (`Runner.relearn`). Drop the sequence if KV cannot be read back."""
+        """Rebuild resident KV and policy state (`Runner.relearn`).
+
+        Drop the sequence if its KV cannot be read back from the pool.
+        """
         assert self.sequence is not None
         try:
             self.runner.relearn(self.sequence)
@@ -146,7 +159,7 @@ class SessionKV:
             self.drop()
 
     def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
-        """Build a sequence from cached blocks, and start loading further blocks from disk."""
+        """Create the session's sequence from cached blocks, and start to load further blocks from disk."""
         history, runner, storage = self.history, self.runner, self.context.storage
         blocks = self._match()
         self._host_tokens = blocks.length
@@ -163,20 +176,20 @@ class SessionKV:
             try:
                 self.loader = BlockLoader(runner.pool, blocks, found, ahead)
             except BaseException:
-                # These blocks have no KV yet, so `free` must not add them to the prefix tree.
+                # The KV of these blocks is not loaded yet, so `free` must not add them to the prefix tree.
                 runner.pool.truncate(blocks, self._host_tokens)
                 runner.free(sequence)
                 raise
         return sequence
 
     def _match(self) -> BlockTable:
-        """Return the blocks of the history that the prefix tree holds."""
+        """Return the blocks of the session that are in the prefix tree."""
         return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
 
     def adopt(self, blocks: BlockTable, capacity: int, known: int) -> Sequence:
-        """Return a sequence of the history that owns `blocks`.
+        """Return a sequence with the session's tokens that owns `blocks`.
 
-        The KV of its first `known` tokens is available, or is being loaded.
+        The KV of the first `known` tokens is in host memory or is being loaded.
         """
         history = self.history
         return self.runner.adopt(
@@ -185,19 +198,20 @@ class SessionKV:
         )  # fmt: skip
 
     def _lose_from(self, known: int) -> None:
-        """Mark KV from token `known` on as lost, so that it is recomputed."""
+        """Mark the KV from token `known` on as lost, so that the next turn computes it again."""
         history, stop = self.history, len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE
         history.forget_from(known)
         if history.truncation_id and not known:
             history.restart(history.tokens)
-        # After one damaged block, later ones may be damaged too. Read them to find out, so that they are stored again.
+        # If one block is damaged, later ones may be damaged too. Check them, so that damaged blocks are stored again.
         for name in self.stored(stop)[known // BLOCK_SIZE :]:
             read_through(self.context.storage, name)
 
     def _find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
-        """Find stored blocks that continue `blocks`. Return them and the number of tokens whose KV is then known.
+        """Find blocks on disk that continue `blocks`.
 
-        All sliding-window blocks that the next token sees are among them or in `blocks`.
+        Return them, and the number of tokens whose KV will then be available. All sliding-window blocks that the next
+        token attends to are among the found blocks or in `blocks`.
         """
         found, known = self._find_full(blocks.length)
         names, find_one = self.names(known), cache(self._find_one)
@@ -220,17 +234,18 @@ class SessionKV:
         return block if right and name.key not in self._broken else None
 
     def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
-        """Find consecutive stored blocks of full-attention layers from token `known` on.
+        """Find consecutive blocks of full-attention layers on disk, from token `known` on.
 
-        Return the blocks, of which the last may be partly filled, and the number of tokens whose KV is then known. At
+        Return them, and the number of tokens whose KV will then be available. The last block may be partly filled. At
         least one token is left to compute.
         """
         history = self.history
-        # A prefill attends to its own KV before rounding. With a rounded format, stored KV of an unfinished turn
-        # differs from the KV that the repeated prefill attends to, so such blocks are not used.
+        # A prefill attends to new KV before rounding it. With a rounded (quantised) format, the stored KV of an
+        # unfinished turn differs from the KV that the repeated prefill attends to. Therefore these blocks are not used.
         stop = min(len(history.tokens) - 1, history.computed) if self.context.private else len(history.tokens) - 1
         if not self.runner.pool.groups.full:
-            # No layer has full blocks on disk, but the prefix tree may know more tokens than this session has computed.
+            # The model has only sliding-window layers. The prefix tree may contain more tokens than this session has
+            # computed.
             return [], max(known, min(stop, history.computed))
         names = self.names(stop // BLOCK_SIZE * BLOCK_SIZE)
         tail = self.names(history.computed)[history.computed // BLOCK_SIZE :]
@@ -254,14 +269,14 @@ class SessionKV:
         return name_blocks(self._provenance, self.history.tokens, stop, self.history.decoded)
 
     def _shown(self, stop: int) -> list[NamedBlock]:
-        """Return the sliding-window blocks that token `stop` sees."""
+        """Return the sliding-window blocks that the token at index `stop` attends to."""
         return window_blocks(self.runner.pool.groups, self.names(stop), stop, self.history.floor)
 
     def stored(self, stop: int) -> list[NamedBlock]:
         return self.names(stop) if self.runner.pool.groups.full else []
 
     def all_names(self) -> list[NamedBlock]:
-        """Return the names of all blocks that hold KV of computed tokens."""
+        """Return the names of all blocks with KV of computed tokens."""
         computed = self.history.computed
         return [*self.stored(computed), *self._shown(computed)]
 
@@ -272,40 +287,49 @@ class SessionKV:
         return SessionProvenance(context.storage.root, self.runner.provenance_key, history.provenance, owner)
 
     def fresh(self, names: Iterable[NamedBlock]) -> list[NamedBlock]:
-        """Return the blocks that are neither on disk nor enqueued for writing."""
+        """Return the blocks of `names` that are neither on disk nor queued for writing."""
         return [name for name in names if name.key not in self.context.storage and name.key not in self._enqueued]
 
     def mark_enqueued(self, names: Iterable[NamedBlock]) -> None:
-        """Record that these blocks are enqueued for writing."""
+        """Record that the blocks `names` are queued for writing."""
         self._enqueued.update(name.key for name in names)
 
     def enqueue(self, names: Iterable[NamedBlock]) -> bool:
-        """Enqueue blocks that are not on disk. Return True if the write buffer was full and some were left out."""
+        """Queue the blocks that are not on disk for writing. Return True if the write buffer was too small for all."""
         fresh = self.fresh(names)
         if not fresh or self.sequence is None or self.loader is not None:
             return False
-        taken = self.context.saver.save(self.sequence.blocks, fresh)
+        taken = self.context.saver.save(self.sequence.blocks, fresh, claim=self.claims)
         self.mark_enqueued(fresh[:taken])
         return taken < len(fresh)
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
-        """Enqueue the blocks of `tokens[:stop]`. Tokens from `start` on were decoded; the history may lack them."""
+        """Queue the blocks of `tokens[:stop]` for writing.
+
+        Tokens from index `start` on were decoded in the current turn. The history does not contain them yet.
+        """
         if self.runner.pool.groups.full:
             self.enqueue(name_blocks(self._provenance, tokens, stop, self.history.decoded_with(start, stop)))
 
     def recheck(self) -> None:
-        """Cancel writes of replaced blocks. Call after any operation that may replace a block of the sequence."""
+        """Cancel the writes of blocks that are no longer in the sequence.
+
+        Call this after any operation that may replace a block of the sequence.
+        """
         self._enqueued -= self.context.saver.recheck()
 
     def write_out(self) -> list[NamedBlock]:
-        """Write all blocks in host memory to disk and wait. Return the names of blocks that could not be written."""
+        """Write all blocks in host memory to disk and wait until this is done.
+
+        Return the names of blocks that could not be written.
+        """
         names = self.all_names()
-        self._arrived()  # another session may have removed a shared block after it was enqueued
+        self._arrived()  # another session may have removed a shared block after it was queued
         while fresh := self.fresh(names):
             waiting = self.enqueue(names)
             self._arrived()
             missing = self.fresh(names)
-            if not missing or not waiting or len(missing) == len(fresh):  # all blocks tried, or no progress
+            if not missing or not waiting or len(missing) == len(fresh):  # all blocks were tried, or no progress
                 return missing
         return []
 
@@ -316,7 +340,7 @@ class SessionKV:
             self._enqueued.clear()
 
     def enter_names(self) -> None:
-        """Record the block names in the history, and remove the previous partly filled block from disk."""
+        """Record the names of all blocks in the history. Remove the previous partly filled block from disk."""
         history, names = self.history, self.all_names()
         tail = [name.key.hex() for name in names if name.count < BLOCK_SIZE]
         before = [key for key in (history.tail, *history.tail_windows) if key]
@@ -329,32 +353,32 @@ class SessionKV:
         self._pin(name.key for name in names)
 
     def _remove(self, keys: Seq[bytes]) -> None:
-        # A pending write that ends after the removal would store the block again.
+        # A pending write that ended after the removal would store the block again.
         if any(key in self._enqueued and key not in self.context.storage for key in keys):
             self.context.saver.flush()
         self.context.storage.remove(keys)
 
     def save(self) -> None:
-        """Enqueue all unsaved blocks and write the history. Raise StoreError if it cannot be written."""
+        """Queue all unsaved blocks for writing, and write the history. Raise StoreError if this fails."""
         self.hand_over()
-        self.write_history()
+        self.persist()
 
     def hand_over(self) -> None:
-        """Enqueue all unsaved blocks and take a snapshot of the history for `write_history`."""
+        """Enqueue all unsaved blocks and take a snapshot of the history for `persist`."""
         if self.loader is None:
             self.enqueue(self.all_names())
         self.enter_names()
         self._unwritten = self.history.to_bytes()
 
-    def write_history(self) -> None:
+    def persist(self) -> None:
         """Write the snapshot taken by `hand_over`, if there is one.
 
         Raises:
-            StoreError: The history cannot be written. The next turn or `close` writes it.
+            StoreError: The history cannot be written. The next turn or `close` tries again.
         """
-        # No lock is needed. Only the session's owner calls this method, before it starts another turn. Other sessions
-        # can only remove blocks meanwhile, and missing blocks are recomputed. The store writes documents one at a time,
-        # so an older history never overwrites a newer one.
+        # No lock is needed. Only the session's owner calls this method, before the next turn starts. During the call,
+        # other sessions can only remove blocks, and missing blocks are computed again. The store writes documents one
+        # at a time, so an older history never overwrites a newer one.
         if (data := self._unwritten) is None:
             return
         try:
@@ -366,7 +390,7 @@ class SessionKV:
         self.context.storage.touch(self.history.block_keys)
 
     def replace(self, sequence: Sequence | None) -> None:
-        """Replace the sequence with a new one. Its blocks are not enqueued for writing yet."""
+        """Replace the sequence with another one. None of its blocks counts as queued for writing."""
         self.sequence = sequence
         self._enqueued.clear()
 
@@ -380,9 +404,10 @@ class SessionKV:
         self._pinned |= fresh
 
     def needed(self, *, answering: bool) -> set[bytes]:
-        """Return the keys of the blocks that the session needs on disk.
+        """Return the keys of the blocks on disk that the session needs.
 
-        If `answering`, include blocks of the current turn, which are not in the history yet.
+        `answering` tells whether a turn is running. If so, the result includes its blocks, which are not in the history
+        yet.
         """
         if answering:
             return {*self.history.block_keys, *self._pinned, *self._enqueued}
@@ -390,13 +415,16 @@ class SessionKV:
         return set(self.history.block_keys)
 
     def give_up(self) -> None:
-        """Drop the sequence without saving it, and wait for pending writes. Call before the session is deleted."""
+        """Drop the sequence without saving it, and wait for pending writes. Called before the session is deleted."""
         self._unwritten = None
         self.drop()
         self._arrived()
 
     def leave_host(self) -> None:
-        """Write unsaved blocks to disk, and release the session's host memory and pins."""
+        """Write unsaved blocks to disk, and free the session's host memory.
+
+        Also remove the protection of its blocks on disk (pins).
+        """
         if self.sequence is not None:
             self.write_out()
             self.drop()

@@ -1,4 +1,7 @@
-"""Disk tier with one file per KV block. Files are found by key, verified by checksum and written atomically."""
+"""Disk tier that stores each KV block in a file.
+
+Files are found by key, verified by checksum and written atomically.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,12 @@ class DiskBlock(FileBlock):
     """A KV block stored as one file."""
 
     def extent(self) -> StoredExtent | None:
-        """Open the file, so that an on-disk KV pool can read KV in place. It stays readable after an eviction.
+        """Open the file, so that a KV pool on disk can read KV directly from it.
 
-        Return None for a partial block or if the file cannot be opened.
+        The file can be read even after the block is evicted. Return None for a partial block, or if the file cannot be
+        opened.
         """
-        # Only the layers of full blocks are padded to the disk alignment, which direct reads need.
+        # Direct reads need layers that are padded to the disk alignment. Only the layers of full blocks are padded.
         if self.count < BLOCK_SIZE:
             return None
         try:
@@ -41,9 +45,9 @@ class DiskBlockWriter(FileBlockWriter):
     """Write one KV block as one file."""
 
     def extent(self) -> StoredExtent | None:
-        """Open the file, so that an on-disk KV pool can write each layer to it once, instead of calling `write`.
+        """Open the file, so that a KV pool on disk can write layers directly to it. `write` is not called then.
 
-        The file stays readable after the block is evicted. Return None if its disk space cannot be allocated.
+        The file can be read even after the block is evicted. Return None if its disk space cannot be allocated.
         """
         try:
             file = BlockFile(self._file())
@@ -56,24 +60,25 @@ class DiskBlockWriter(FileBlockWriter):
 class DiskStore(NamespaceDocuments):
     """Store KV blocks and small documents in a folder of at most `options.limit` bytes (`block_store.StorageTier`).
 
-    Each namespace (model, KV data type, layout) has a subfolder named by its digest. The file name of a block is its
-    key, and the file header repeats the key. Damaged files, files with another key and files that vanish between two
-    calls are misses. The writing process removes damaged files.
+    Each namespace (model, KV data type, layout) has a subfolder, which is named by the digest of the namespace. The
+    file name of a block is its key, and the file header repeats the key. Damaged files, files with another key and
+    files that vanish between two calls count as missing. The writing process removes damaged files.
 
-    One process writes, and any number of processes read. Readers need no shared index, because a file never changes
-    after it gets its final name. A file is open only during a call, or while its `extent` is in use. Thread-safe.
+    Only one process writes, and any number of processes read. Readers need no shared index, because the key and the KV
+    in a file never change after it has its final name. A file is open only during a call, or while its `extent` is in
+    use. Thread-safe.
 
     Args:
         folder: Root folder of the store.
         namespace: Text that identifies the model, the KV data type and the layout.
-        layers: Layers stored per block.
+        layers: Number of layers per block.
         options: Limit, eviction policy and time to live.
-        read_only: Open without the write lock; nothing is written or evicted.
-        clock: Returns nanoseconds since 1970.
+        read_only: Open the folder without the write lock. No file is written or evicted.
+        clock: Returns the time in nanoseconds since 1970.
 
     Raises:
         StoreError: The folder cannot be used.
-        StoreInUseError: Another process writes to it.
+        StoreInUseError: Another process writes to the folder.
     """
 
     def __init__(
@@ -112,7 +117,7 @@ class DiskStore(NamespaceDocuments):
         if not self._folder.read_only and path not in self._index:
             return None
         header = read_header(path)
-        # The file name is no proof: the file may have been renamed, or written for another number of layers.
+        # Check the header too: the file may have been renamed, or written for another number of layers.
         if header is None or header.key != key or len(header.checksums) != self.layers:
             self._folder.discard(path)
             return None
@@ -121,7 +126,14 @@ class DiskStore(NamespaceDocuments):
         return DiskBlock(key, count, header.layer_bytes, header.checksums, header.data_offset, opened, damaged)
 
     def begin(
-        self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int, cost: int = 0
+        self,
+        parent: bytes,
+        provenance_key: str,
+        tokens: bytes,
+        layer_bytes: int,
+        cost: int = 0,
+        *,
+        claim: bool = False,
     ) -> DiskBlockWriter | None:
         """Reserve space for a block and create its file.
 
@@ -132,18 +144,18 @@ class DiskStore(NamespaceDocuments):
             return None
         key, offset = block_key(parent, provenance_key, tokens), data_offset(self.layers)
         path, size = self._path(key), offset + self.layers * layer_bytes
-        temporary = self._folder.reserve(path, size, cost)
+        temporary = self._folder.reserve(path, size, cost, claim=claim)
         if temporary is None:
             return None
 
         def finish(checksums: Sequence[int]) -> None:
             handle = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                write_all(handle, 0, memoryview(BlockHeader(key, layer_bytes, tuple(checksums)).encode()))
+                write_all(handle, 0, memoryview(BlockHeader(key, layer_bytes, tuple(checksums)).encode(claimed=claim)))
                 os.fsync(handle)
             finally:
                 os.close(handle)
-            self._folder.finish(temporary, path, size, cost)
+            self._folder.finish(temporary, path, size, cost, claimed=claim)
 
         give_up = partial(self._folder.give_up, temporary, size)
         try:
@@ -159,17 +171,25 @@ class DiskStore(NamespaceDocuments):
         for key in keys:
             self._folder.discard(self._path(key))
 
-    def retain(self, keys: Container[bytes], space: str | None = None) -> int:
-        own = self._own if space is None else self._folder.path / space
-        return self._folder.remove(path for path in block_paths(own) if bytes.fromhex(path.stem) not in keys)
+    def claim(self, keys: Iterable[bytes]) -> None:
+        self._folder.claim(self._path(key) for key in keys)
+
+    def retain(self, keys: Container[bytes], space: str | None = None, *, claimed: bool = True) -> int:
+        own, folder = self._own if space is None else self._folder.path / space, self._folder
+        others = (path for path in block_paths(own) if bytes.fromhex(path.stem) not in keys)
+        if claimed:
+            return folder.remove(path for path in others if not folder.is_claimed(path))
+        freed = folder.remove(others)
+        folder.disclaim(block_paths(own))
+        return freed
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark `keys` as used now (`StorageTier.touch`). The fifo policy ignores uses."""
+        """Mark the blocks `keys` as used now (`StorageTier.touch`). The policy "fifo" ignores uses."""
         if not self._folder.read_only:
             self._index.use([self._path(key) for key in keys])
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Set the keys that waiting turns will use (`StorageTier.expect`). Only the lookahead policy considers them."""
+        """Set the keys that waiting turns will use (`StorageTier.expect`). Only the policy "lookahead" uses them."""
         self._index.window([self._path(key) for key in keys])
 
     def pin(self, keys: Iterable[bytes]) -> None:
@@ -186,5 +206,5 @@ class DiskStore(NamespaceDocuments):
         self._folder.close()
 
     def check_integrity(self) -> None:
-        """Assert that the index, the files and the limit agree. No write may be in progress."""
+        """Assert that the index matches the files, and that the limit holds. No write may be in progress."""
         self._folder.check_integrity()

@@ -1,9 +1,9 @@
 """Interface of KV transfers between the host pool and the compute device.
 
-It has three parts, and callers depend only on the part that they need. `KVStorage` stores new KV, `RowFetch` fetches KV
-of single sequences, and `BatchedRows` fetches KV of whole batches, for which counts stay on the device.
+The interface has three parts. `KVStorage` stores new KV. `RowFetch` fetches KV of single sequences. `BatchedRows`
+fetches KV of whole batches; the numbers of selected tokens then stay on the device.
 
-All byte counts assume separate device memory. On a CPU, where KV is read in place, they are the same as on CUDA.
+All byte counts assume separate device memory. On a CPU, where KV is read in place, the counts are the same as on CUDA.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class PrefilledLayer:
     """KV of one layer during prefill, valid until the next layer is prefilled.
 
     Attributes:
-        kv: Contiguous K and V of the tokens [first, stop): all tokens or, in a sliding-window layer, those in the
-            windows of the new tokens.
-        first: The first token of `kv`.
-        bytes_to_device: Bytes of KV before the new tokens that were copied to the device.
-        bytes_to_host: Bytes of new KV written back.
-        past: KV of earlier visible tokens, as parts in token order. It can be iterated over once. It is used if KV is
-            on disk, or if KV is read in place and is not contiguous.
+        kv: Contiguous K and V of the tokens [first, stop): all tokens that are not in `past`. In a sliding-window
+            layer, only tokens that a new token can see.
+        first: Index of the first token in `kv`.
+        bytes_to_device: Bytes of KV of earlier tokens that were copied to the device.
+        bytes_to_host: Bytes of new KV written back to the pool.
+        past: KV of earlier visible tokens that are not in `kv`, as parts in token order. It can be iterated over once.
+            Used if KV is on disk, or if KV is read in place and is not contiguous.
     """
 
     kv: KVPart
@@ -39,12 +39,12 @@ class PrefilledLayer:
     past: Sequence[KVPart] = ()
 
     def joined(self) -> PrefilledLayer:
-        """Return the layer with `past` and `kv` concatenated."""
+        """Return this object with `past` and `kv` concatenated in `kv`."""
         return replace(self, kv=join([*self.past, self.kv]), first=0, past=()) if self.past else self
 
 
 def join(parts: Sequence[KVPart]) -> KVPart:
-    """Concatenate parts along the tokens. A single part is returned as it is."""
+    """Concatenate parts along the token axis. If there is only one part, return it unchanged."""
     if len(parts) == 1:
         return parts[0]
     return KVPart(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
@@ -52,15 +52,15 @@ def join(parts: Sequence[KVPart]) -> KVPart:
 
 @dataclass(frozen=True)
 class Savings:
-    """KV entries of a pending fetch that need no transfer. An entry is K and V of one token and KV head.
+    """Numbers of KV entries of a pending fetch that need no transfer. An entry is K and V of one token and KV head.
 
     The counts are on the device (int64 scalars).
 
     Attributes:
         requested: Number of requested entries, including padding.
-        selected: Number of entries that are selected.
-        rows: Number of entries that are not transferred: working-set hits, entries that were fetched for another
-            sequence already, and padding.
+        selected: Number of requested entries without padding.
+        rows: Number of entries that are not transferred: working-set hits, entries that are fetched for another
+            sequence, and padding.
         hits: Number of entries found in the working set.
     """
 
@@ -79,49 +79,59 @@ class PendingFetch(Protocol):
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of requested KV that is not resident. All of it except `savings` is transferred."""
+        """Size in bytes of the requested KV that is not resident.
+
+        It is transferred, except for the entries in `savings`.
+        """
         ...
 
     @property
     def savings(self) -> Savings | None:
-        """The KV entries that need no transfer, valid after `wait`; None if there cannot be any."""
+        """Numbers of KV entries that need no transfer, valid after `wait`. None if all entries are transferred."""
         ...
 
     def wait(self) -> list[KVPart]:
-        """Return the KV on the device. The compute stream waits for the copies; on CUDA, the host does not.
+        """Return the fetched KV on the device, as parts.
 
-        For `fetch`, the parts are all KV that the layer attends to, each token once: sinks, recent, selected (in any
-        order for a dense layer). They include the newest token, so `append` of the layer must come first. For
-        `fetch_more`, they are the additional tokens only.
+        The compute stream waits for the copies. On CUDA, the host does not wait for them.
 
-        Parts of a selection are valid until the next `wait` of a fetch from the same method. Parts without a selection
-        (`fetch_range`, or `fetch` of all candidates) are valid while they are referenced.
+        For `fetch`, the parts contain all KV that the layer attends to, each token once: sinks, recent tokens, selected
+        tokens (in any order for a dense layer). They include the newest token, so `append` must be called for the layer
+        before `wait`. For `fetch_more`, the parts contain only the additional tokens.
+
+        Parts with selected tokens are valid until the next `wait` of a fetch that was started by the same method. Parts
+        without a selection (`fetch_range`, or `fetch` of all candidates) are valid while they are referenced.
         """
         ...
 
 
 class KVStorage(Protocol):
-    """Stores new KV of open sequences. All KV is written to the pool, and part of it stays resident on the device."""
+    """Stores new KV of open sequences.
+
+    All KV is written to the pool, and part of it also stays on the device (resident).
+    """
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         """Open a sequence. Its first `sinks` and last `recent` tokens stay on the device.
 
-        `origin` is an open block table with the same tokens, sinks and window. Its data on the device is copied.
+        `origin` is the block table of an open sequence with the same tokens, sinks and window, whose data on the device
+        is copied. None means that there is no such sequence.
         """
         ...
 
     def close(self, blocks: BlockTable) -> None:
-        """Close a sequence and drop its resident KV."""
+        """Close a sequence and free its resident KV."""
         ...
 
     def settle(self, blocks: BlockTable) -> None:
-        """Wait until all appended KV is in the pool. Call it before sharing blocks with another sequence."""
+        """Wait until all appended KV is in the pool. Must be called before blocks are shared with another sequence."""
         ...
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Store new k, v `[Hkv, m, d]` of the slots [start, start + m).
+        """Store new k and v `[Hkv, m, d]` in the slots [start, start + m).
 
-        Resident tokens stay on the device. Tokens with slots in the layer are written back asynchronously.
+        KV of resident tokens also stays on the device. KV is written back to the pool asynchronously if the token has a
+        slot in the layer.
 
         Returns:
             The bytes written back.
@@ -129,27 +139,31 @@ class KVStorage(Protocol):
         ...
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy the KV entry in slot `source` of the pool to slot `target`, between steps. Returns when it is done."""
+        """Copy the KV entry in pool slot `source` to pool slot `target`, between steps.
+
+        Return when the copy is complete.
+        """
         ...
 
     def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy the resident KV entry in slot `source` to slot `target` of the pool, within a step.
+        """Copy the resident KV entry in slot `source` to pool slot `target`, within a step.
 
-        The copy is ordered with the fetches and appends of the layer. The entry leaves the window, and the next
-        `append` overwrites it. The default implementation calls `move`, because the pool already holds all KV.
+        The copy is ordered with the layer's fetches and appends. The entry's token leaves the recent window, and the
+        next `append` overwrites its slot. The default implementation calls `move`, because all KV is in the pool as
+        well.
         """
         self.move(blocks, layer, source, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Store K and V of tokens [start, ...), given as slices in token order, and return the KV of the layer.
+        """Store K and V of the tokens from `start` on, passed as slices in token order. Return the KV of the layer.
 
-        Each slice is written back when it arrives (in a sliding-window layer, tokens with slots only). Tokens that will
-        be resident stay on the device.
+        Each slice is written back to the pool as soon as the iterator yields it. In a sliding-window layer, only tokens
+        with slots are written. KV of tokens that will be resident also stays on the device.
         """
         ...
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """Like `prefill_layer`, for a few new tokens.
+        """Store KV of a few new tokens and return the KV of the layer, like `prefill_layer`.
 
         If earlier KV is read in place and is not contiguous with the new KV, it is returned in `past`.
         """
@@ -164,12 +178,16 @@ class RowFetch(Protocol):
     ) -> PendingFetch:
         """Start fetching the selected candidates, or all candidates if `selection` is None.
 
-        Resident tokens are not transferred. The KV of a selection with counts is a separate part with the same counts.
+        Resident tokens are not transferred. If the selection has counts, the selected KV is a separate part with the
+        same counts.
         """
         ...
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
-        """Start fetching all KV of `tokens`, resident or not, for all sequences that share these blocks."""
+        """Start fetching all KV of `tokens`, resident or not.
+
+        The result serves all sequences that share these blocks.
+        """
         ...
 
     def fetch_together(
@@ -179,15 +197,16 @@ class RowFetch(Protocol):
         visible: Sequence[VisibleTokens],
         selections: Sequence[Selection],
     ) -> list[PendingFetch]:
-        """Start a fetch for each sequence, transferring KV that several sequences select from shared blocks once.
+        """Start one fetch per sequence. KV in shared blocks that several sequences select is transferred once.
 
-        In all but the first fetch, such KV is part of `savings`. Each fetch still returns all KV of its sequence.
+        In all but the first of their fetches, this KV is counted in `savings`. Each fetch still returns all KV of its
+        sequence.
         """
         each = zip(block_tables, visible, selections, strict=True)
         return [self.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        """Start fetching `extra`, the additional tokens of a repair. An earlier fetch contains the other tokens."""
+        """Start fetching `extra`, the additional tokens of a repair. The other tokens are in an earlier fetch."""
         ...
 
 
@@ -195,37 +214,43 @@ class BatchedRows(Protocol):
     """Fetches KV of whole batches, for selections whose counts stay on the device."""
 
     def row_lists(self, batch: int, tokens: int) -> RowLists:
-        """Create lists of `batch` sequences of up to `tokens` tokens, to be bound by `RowLists.hold` before a step."""
+        """Create lists for `batch` sequences of up to `tokens` tokens.
+
+        `RowLists.hold` assigns sequences to them in each step.
+        """
         ...
 
 
 class Transfer(Protocol):
-    """Transfers KV of any number of sequences. Not thread-safe; each engine has a separate one."""
+    """Transfers the KV of any number of sequences. Not thread-safe; each engine has its own object."""
 
     @property
     def storage(self) -> KVStorage:
-        """Stores new KV."""
+        """The part that stores new KV."""
         ...
 
     @property
     def rows(self) -> RowFetch:
-        """Fetches KV of single sequences."""
+        """The part that fetches KV of single sequences."""
         ...
 
     @property
     def batched(self) -> BatchedRows | None:
-        """Fetches KV of whole batches; None if batches are not supported."""
+        """The part that fetches KV of whole batches; None if batched fetches are not supported."""
         ...
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of resident KV and working sets, over all open sequences; on a CPU also of scratch buffers."""
+        """Size in bytes of the KV of all open sequences on the device: resident KV and working sets.
+
+        On a CPU, the size includes scratch buffers.
+        """
         ...
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
-        """Return the size in bytes of a sequence's working set, tables included; 0 without working sets."""
+        """Return the size in bytes of a sequence's working set, including its tables; 0 if there is no working set."""
         ...
 
     def check_integrity(self) -> None:
-        """Assert that data on the device equals that in the pool. Waits for all transfers."""
+        """Wait for all transfers. Then assert that KV on the device equals the KV in the pool."""
         ...

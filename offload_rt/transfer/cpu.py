@@ -1,10 +1,12 @@
-"""Transfers if the compute device is the CPU: attention reads KV in the host pool.
+"""Transfers if the compute device is the CPU: attention reads KV directly from the host pool.
 
-A dense layer needs no copy. A sparse layer needs none if the CPU kernels read KV in place (`kernels.decode_attention`).
-Otherwise it gathers Hkv * (resident + n) * d elements of K into a scratch buffer, and as many of V if query heads share
-a KV head. The gather is an `index_select` of whole vectors, faster than `torch.gather`.
+A dense layer needs no copy. A sparse layer needs no copy if the CPU kernels read KV in place
+(`kernels.decode_attention`). Otherwise it gathers Hkv * (resident + n) * d elements of K into a scratch buffer, and the
+same number of elements of V if query heads share a KV head. The gather is an `index_select` of whole vectors, faster
+than `torch.gather`.
 
-Byte counts assume separate device memory. They include fetched candidates, and all new KV as written back.
+Byte counts assume separate device memory: fetched candidates count as copied to the device, and new KV counts as
+written back.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ _NOTHING = range(0), range(0)
 
 @dataclass(frozen=True)
 class _DenseFetch:
-    """All KV of `tokens`, as views of the pool.
+    """A fetch of all KV of `tokens`, as views of the pool.
 
-    If the kernels can read KV block by block, several runs are combined into one part.
+    If the kernels can read KV block by block, several contiguous runs are combined into one part.
     """
 
     pages: _Pages
@@ -51,9 +53,9 @@ class _DenseFetch:
 
 @dataclass(frozen=True)
 class _SparseFetch:
-    """Selected KV of `resident` and `tokens` `[Hkv, n]`.
+    """A fetch of the KV of `resident` and of the selected `tokens` `[Hkv, n]`.
 
-    It is read only when it is used, because the newest token is appended after the fetch starts.
+    KV is read only when attention uses it, because the newest token is appended after the fetch has started.
     """
 
     pages: _Pages
@@ -70,10 +72,10 @@ class _SparseFetch:
 
 
 class _Pages:
-    """Cache of `PagedRows.block_rows` of open block tables, updated when their blocks change.
+    """Cache of `PagedRows.block_rows` of open block tables. An entry is recomputed if the blocks have changed.
 
-    `planes` are two views of the pool `[R, d]`. The second starts `plane_rows` later, so that K and V of a token have
-    the same row index.
+    `planes` are two views of the pool `[R, d]`. The second view starts `plane_rows` rows later, so that K and V of a
+    token have the same row index.
     """
 
     def __init__(self, pool: HostPool) -> None:
@@ -82,7 +84,7 @@ class _Pages:
         self._known: dict[int, tuple[list[int], torch.Tensor]] = {}
 
     def _block_rows(self, blocks: BlockTable) -> torch.Tensor:
-        """Return the cached `PagedRows.block_rows`, int64 `[blocks]`, recomputed if the blocks changed."""
+        """Return `PagedRows.block_rows` of a block table, int64 `[blocks]`. Recompute it if the blocks have changed."""
         ids, rows = self._known.get(id(blocks), ([], None))
         if rows is None or ids != blocks.ids:
             rows = self.pool.row_base(blocks) - torch.arange(0, len(blocks.ids) * BLOCK_SIZE, BLOCK_SIZE)
@@ -90,23 +92,23 @@ class _Pages:
         return rows
 
     def rows(self, blocks: BlockTable, layer: int, resident: tuple[range, range], tokens: torch.Tensor) -> PagedRows:
-        """Return the KV of `resident` and `tokens` `[Hkv, n]` in a layer without a sliding window."""
+        """Return the KV of `resident` and `tokens` `[Hkv, n]`, in a layer without a sliding window."""
         assert self.pool.groups.group[layer] == 0, "sliding-window layers are dense"
         layout = self.pool.layout
         first = layout.row(self.pool.groups.place[layer], 0, 0)
         return PagedRows(*self.planes, self._block_rows(blocks), first, layout.head_rows, resident, tokens)
 
     def forget(self, blocks: BlockTable) -> None:
-        """Remove a closed block table, whose `id` may be reused."""
+        """Remove a closed block table, because its `id` may be reused."""
         self._known.pop(id(blocks), None)
 
     def check_integrity(self, block_tables: Set[int]) -> None:
-        """Assert that only these block tables (`id`) are cached."""
+        """Assert that all cached block tables are in `block_tables` (their `id`)."""
         assert self._known.keys() <= block_tables
 
 
 class _Scratch:
-    """Gather buffers for K and V, as large as the largest gather so far. Each gather overwrites the previous one."""
+    """Gather buffers for K and V. They grow to the largest gather so far. Each gather overwrites the previous one."""
 
     def __init__(self, pool: HostPool) -> None:
         self._buffers = [pool.rows.new_empty(0), pool.rows.new_empty(0)]
@@ -116,7 +118,7 @@ class _Scratch:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def gather(self, plane: int, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Gather `[Hkv, n, d]` from `rows` `[R, d]` by row indices int64 `[Hkv, n]`, into buffer 0 (K) or 1 (V)."""
+        """Gather `[Hkv, n, d]` from `rows` `[R, d]` by row ids int64 `[Hkv, n]`, into buffer 0 (K) or 1 (V)."""
         needed = ids.numel() * rows.shape[1]
         if self._buffers[plane].numel() < needed:
             self._buffers[plane] = rows.new_empty(needed + needed // 4)
@@ -128,8 +130,8 @@ class _Scratch:
 class _PagedPart(KVPart):
     """Selected KV of one layer.
 
-    Kernels that support `paged` read it in place. Reading `k` or `v` gathers it. With one query head per KV head, `mix`
-    reads each value vector once from the pool, instead of gathering the values first.
+    Kernels that support `paged` read it in place. Accessing `k` or `v` gathers it. If there is one query head per KV
+    head, `mix` reads each value vector once from the pool, without gathering.
     """
 
     def __init__(self, scratch: _Scratch, rows: PagedRows) -> None:
@@ -163,12 +165,12 @@ class _PagedPart(KVPart):
 
 
 class _SplitPart(KVPart):
-    """KV in several runs. One kernel call reads it in place (`paged`)."""
+    """KV in several contiguous runs. One kernel call can read all of them in place (`paged`)."""
 
     def __init__(self, runs: list[KVPart], rows: PagedRows) -> None:
         """Create a part from the views `runs`.
 
-        `rows` describes the same entries for kernels that read them in place.
+        `rows` describes the same KV entries for kernels that read them in place.
         """
         self._runs, self._rows = runs, rows
 
@@ -196,7 +198,10 @@ class _SplitPart(KVPart):
 
 
 class CpuStorage(KVStorage):
-    """`KVStorage` on the CPU. It writes KV to the pool. Resident tokens are only counted, not copied."""
+    """`KVStorage` on the CPU. KV is written to the pool.
+
+    Resident tokens are only counted, because no copy is needed.
+    """
 
     def __init__(self, pool: HostPool, pages: _Pages, geometry: ModelGeometry) -> None:
         self._pool, self._pages, self._geometry = pool, pages, geometry
@@ -205,7 +210,7 @@ class CpuStorage(KVStorage):
 
     @property
     def resident_bytes(self) -> int:
-        """Size in bytes of resident KV, over all open sequences and layers."""
+        """Size in bytes of the resident KV of all open sequences."""
         return sum(self._resident.values()) * self._token_bytes
 
     @property
@@ -222,7 +227,7 @@ class CpuStorage(KVStorage):
         self._pages.forget(blocks)
 
     def settle(self, blocks: BlockTable) -> None:
-        pass  # `append` writes synchronously
+        pass  # no-op, because `append` is synchronous
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         self._pool.write(blocks, layer, start, k, v)
@@ -234,8 +239,8 @@ class CpuStorage(KVStorage):
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Write the slices and return the KV of the layer, as a view of the pool if its blocks are contiguous.
 
-        In a sliding-window layer, the KV in the pool and the new KV are concatenated, because the pool does not keep
-        all of the new KV.
+        In a sliding-window layer, the KV in the pool and the new KV are concatenated, because only part of the new KV
+        has slots in the pool.
         """
         if self._pool.groups.group[layer]:
             return self._prefill_sliding(blocks, layer, start, list(slices))
@@ -247,7 +252,10 @@ class CpuStorage(KVStorage):
         return PrefilledLayer(whole, 0, start * self._token_bytes, (stop - start) * self._token_bytes)
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """Write the KV and return views of the pool. KV before the blocks of the new tokens is returned in `past`."""
+        """Write the new KV and return views of the pool. `kv` begins with the first block that contains a new token.
+
+        KV of earlier blocks is returned in `past`.
+        """
         if self._pool.groups.group[layer]:
             return self._prefill_sliding(blocks, layer, start, [new])
         self._pool.write(blocks, layer, start, new.k, new.v)
@@ -269,9 +277,9 @@ class CpuStorage(KVStorage):
 
 
 class CpuRows(RowFetch):
-    """`RowFetch` on the CPU. KV is gathered in the caller's thread when it is used.
+    """`RowFetch` on the CPU. KV is gathered in the caller's thread when attention uses it.
 
-    A fetch and its repair are alive at the same time, so each has a scratch buffer.
+    A fetch and its repair are in use at the same time, so there is a scratch buffer for each.
     """
 
     def __init__(self, pool: HostPool, pages: _Pages) -> None:
@@ -314,7 +322,7 @@ class CpuRows(RowFetch):
         visible: Sequence[VisibleTokens],
         selections: Sequence[Selection],
     ) -> list[PendingFetch]:
-        """Return a fetch for each sequence. Shared KV is only counted once; each sequence gathers its own."""
+        """Return one fetch per sequence. Shared KV is counted once, but each sequence gathers its KV separately."""
         rows = [
             self._pages.rows(blocks, layer, _NOTHING, selection.tokens).ids.flatten()
             for blocks, selection in zip(block_tables, selections, strict=True)
@@ -341,12 +349,12 @@ class CpuTransfer:
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of scratch buffers and resident KV, over all open sequences."""
+        """Size in bytes of scratch buffers and of the resident KV of all open sequences."""
         return self.storage.resident_bytes + self.rows.nbytes
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
         return 0
 
     def check_integrity(self) -> None:
-        """Assert that block tables are cached only for open sequences."""
+        """Assert that only open sequences have cached block tables."""
         self._pages.check_integrity(self.storage.opened)

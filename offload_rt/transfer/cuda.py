@@ -1,8 +1,9 @@
 """Transfers over PCIe: pinned host KV, a prefetch stream, a write-back stream, and resident KV on the device.
 
-Per sparse layer, step and sequence, 2 * Hkv * n * d elements are copied to the device and 2 * Hkv * d to the host,
-where n is the number of selected tokens that are neither resident nor in the working set. On CUDA, a kernel gathers the
-KV directly from pinned memory, so the host never needs the indices. Without Triton, or on a CPU, the host gathers it.
+In each step, a sparse layer copies 2 * Hkv * n * d elements per sequence to the device and 2 * Hkv * d elements to the
+host. n is the number of selected tokens that are neither resident nor in the working set. On CUDA, a kernel gathers the
+KV directly from pinned memory, so the host never needs the indices. Without Triton, or on a CPU, the host gathers the
+KV.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from .streams import DeviceStream, Stream
 
 
 class CudaStorage(KVStorage):
-    """`KVStorage` for a device. It keeps resident KV there and writes all KV back in the write-back stream."""
+    """`KVStorage` for a device.
+
+    Resident KV stays on the device, and all KV is written to the pool in the write-back stream.
+    """
 
     def __init__(self, state: DeviceState, rows: CudaRows, batches: CudaBatches) -> None:
         self._state, self._rows, self._batches = state, rows, batches
@@ -36,7 +40,7 @@ class CudaStorage(KVStorage):
         residency.load(state.pool, blocks, lambda layer, tokens: state.pool.runs(blocks, layer, tokens))
 
     def close(self, blocks: BlockTable) -> None:
-        """Close a sequence, after its pending transfers have ended."""
+        """Close a sequence. Waits until its pending transfers have ended."""
         self._state.prefetch.record_event().synchronize()
         self._state.staging.clear()
         self._state.write_back.record_event().synchronize()
@@ -76,9 +80,10 @@ class CudaStorage(KVStorage):
         return len(kept) * state.token_bytes
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy the KV entry on the host, after its write-back and after reads of the slot that it overwrites.
+        """Copy a KV entry on the host, after its write-back and after all reads of the target slot.
 
-        If the target is resident, the copy on the device is updated. The working set drops the overwritten token.
+        If the target slot is resident, its copy on the device is updated. The overwritten token is removed from the
+        working set.
         """
         state, one = self._state, self._state[blocks]
         state.settle(blocks)
@@ -87,7 +92,7 @@ class CudaStorage(KVStorage):
         self._moved(one, layer, source, target)
 
     def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Write the resident KV entry to its target after reads of the overwritten slot. The host does not wait."""
+        """Write the resident KV entry to the target slot after all reads of this slot. The host does not wait."""
         state, one = self._state, self._state[blocks]
         lists = self._batches.lists_of([blocks])
         k, v = one.residency.row(layer, source)
@@ -96,7 +101,7 @@ class CudaStorage(KVStorage):
         self._moved(one, layer, source, target)
 
     def _moved(self, one: OpenSequence, layer: int, source: int, target: int) -> None:
-        """Update the resident KV and the working set after slot `source` was copied to `target`."""
+        """Update resident KV and working set after the KV in slot `source` was copied to slot `target`."""
         state = self._state
         one.residency.move(layer, source, target)
         if one.working is not None:
@@ -104,11 +109,11 @@ class CudaStorage(KVStorage):
                 one.working.forget(layer, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Append the slices and load the KV before `start`. Releases the slices of the previous layer."""
+        """Append the slices and load the KV of tokens before `start`. Release the slices of the previous layer."""
         state = self._state
         state.pending_writes.release()
         first = state.pool.groups.first_seen(start, blocks.floor) if state.pool.groups.group[layer] else 0
-        # Start loading before the slices are appended, so that the load waits only for earlier write-backs.
+        # Start loading before the slices are appended, so that the load does not wait for their write-backs.
         loaded = self._rows.fetch_range(blocks, layer, range(first, start)) if first < start else None
         fresh, stop, written = [], start, 0
         for part in slices:
@@ -123,8 +128,9 @@ class CudaStorage(KVStorage):
 class CudaTransfer:
     """`Transfer` for a device with separate memory and any KV format.
 
-    KV is transferred in the storage format and decoded on the device. On a CPU, with `InlineStream`, this class is used
-    for KV formats that cannot be read in place, and for working sets, which only change the byte counts there.
+    KV is transferred in the storage format and decoded on the device. On a CPU (with `InlineStream`), this class is
+    used for KV formats that attention cannot read in place, and to simulate working sets, which only change the byte
+    counts.
 
     Order of operations:
         * KV is written to the pool only in the write-back stream, after the compute work that produced it.
@@ -147,9 +153,13 @@ class CudaTransfer:
         """Create the transfer.
 
         Args:
-            streams: Prefetch and write-back stream; None creates them on `device`.
-            working_set: Capacity of working sets, in entries per KV head and sparse layer; 0 disables them.
-            in_place: Whether kernels access the pool directly. If not, the host waits for the selected indices and
+            pool: The host pool.
+            geometry: Dimensions of the model.
+            device: The compute device.
+            streams: Prefetch and write-back stream; None creates both on `device`.
+            working_set: Capacity of a sequence's working set, in entries per KV head and sparse layer; 0 disables
+                working sets.
+            in_place: Whether kernels access the pool directly. If False, the host waits for the selected indices and
                 gathers the KV.
         """
         prefetch, write_back = streams or (DeviceStream(device), DeviceStream(device))
@@ -160,14 +170,14 @@ class CudaTransfer:
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of resident KV and working sets, over all open sequences. Staging buffers are not included."""
+        """Size in bytes of resident KV and working sets of all open sequences. Staging buffers are not included."""
         return sum(one.residency.nbytes + one.working_set_bytes for one in self._state)
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
         return self._state[blocks].working_set_bytes
 
     def check_integrity(self) -> None:
-        """Assert that KV in working sets equals KV in the pool. Waits for both streams."""
+        """Wait for both streams. Then assert that KV in working sets equals the KV in the pool."""
         self._state.prefetch.record_event().synchronize()
         for one in self._state:
             self._state.settle(one.blocks)
@@ -175,7 +185,7 @@ class CudaTransfer:
                 one.working.check_integrity(self._stored_rows(one.blocks))
 
     def _stored_rows(self, blocks: BlockTable) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """Return a function that reads KV `[2, Hkv, n, width]` of tokens `[Hkv, n]` from the pool."""
+        """Return a function (layer, tokens `[Hkv, n]`) -> stored KV `[2, Hkv, n, width]`, read from the pool."""
         pool = self._state.pool
         base = pool.row_base(blocks)
         return lambda layer, tokens: pool.rows[row_ids(pool.layout, base, pool.groups.place[layer], tokens.cpu())]

@@ -19,10 +19,11 @@ from .streams import Event
 
 @dataclass(frozen=True)
 class _PendingFetch(PendingFetch):
-    """A pending fetch of KV `staged` `[2, Hkv, n, width]` in the storage format, valid after `event`.
+    """A pending fetch. `staged` `[2, Hkv, n, width]` is the KV in the storage format, valid after `event`.
 
-    `state.staging` keeps the buffers alive under the number `held`. If `visible` is given, `wait` returns its resident
-    KV first. It is read only then, because the newest token is stored after the fetch starts.
+    `state.staging` keeps the buffers alive under the number `held`. If `visible` is not None, `wait` returns the
+    resident KV of its tokens before the fetched KV. Resident KV is read in `wait`, because the newest token is stored
+    after the fetch has started.
     """
 
     state: DeviceState
@@ -52,7 +53,7 @@ class _PendingFetch(PendingFetch):
 
 
 class CudaBatches(BatchedRows):
-    """`BatchedRows` for a device. It also caches the lists that fetches of single sequences use."""
+    """`BatchedRows` for a device. It also caches the lists that are used for single sequences."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
@@ -62,7 +63,10 @@ class CudaBatches(BatchedRows):
         return RowLists(self._state, batch, tokens)
 
     def lists_of(self, block_tables: Sequence[BlockTable]) -> RowLists:
-        """Return lists bound to these sequences, cached until one of them closes or outgrows the lists."""
+        """Return lists with these sequences.
+
+        They are cached until one of the sequences is closed or exceeds their capacity.
+        """
         key, room = tuple(id(blocks) for blocks in block_tables), max(blocks.capacity for blocks in block_tables)
         if key not in self._lists or self._lists[key].tokens < room:
             self._lists[key] = self.row_lists(len(block_tables), room + room // 8)
@@ -93,7 +97,10 @@ class CudaRows(RowFetch):
     def fetch_range(
         self, blocks: BlockTable, layer: int, tokens: range, visible: VisibleTokens | None = None
     ) -> PendingFetch:
-        """Start copying all KV of `tokens`. With `visible`, its resident KV comes first."""
+        """Start copying all KV of `tokens` to the device.
+
+        If `visible` is not None, its resident KV precedes the copied KV.
+        """
         state, one = self._state, self._state[blocks]
         shape = (2, state.geometry.kv_heads, len(tokens), state.format.width)
         staged = torch.empty(shape, dtype=state.format.storage, device=state.device)
@@ -117,7 +124,10 @@ class CudaRows(RowFetch):
         visible: Sequence[VisibleTokens | None],
         selections: Sequence[Selection],
     ) -> list[PendingFetch]:
-        """Start a fetch for each sequence (`RowLists.fetch`). With `visible`, resident KV comes first."""
+        """Start one fetch per sequence (`RowLists.fetch`).
+
+        If `visible` is not None, resident KV precedes the fetched KV.
+        """
         state = self._state
         tokens, counts = self._listed(selections)
         pending = self._batches.lists_of(block_tables).fetch(layer, tokens, counts, overlapping=len(block_tables) > 1)
@@ -134,7 +144,10 @@ class CudaRows(RowFetch):
         return fetches
 
     def _listed(self, selections: Sequence[Selection]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return tokens `[P, n]`, padded to the largest n, and counts `[P]` if there is padding."""
+        """Return the selected tokens of all sequences, `[P, n]`, padded to the largest n.
+
+        Return counts `[P]` if padded. P = B * Hkv; a list of tokens belongs to one KV head of one sequence.
+        """
         counts = [one.counts for one in selections if one.counts is not None]
         assert len(counts) in (0, len(selections)), "either all selections of a batch have counts or none"
         if not counts and len({one.count for one in selections}) == 1:
@@ -147,7 +160,7 @@ class CudaRows(RowFetch):
         return torch.cat(padded), torch.cat([each.to(self._state.device) for each in counts])
 
     def _savings(self, tally: torch.Tensor | None, b: int, selection: Selection) -> Savings | None:
-        """Compute the savings of sequence b in the prefetch stream."""
+        """Compute the savings of sequence `b` from the fetch's tally, in the prefetch stream."""
         requested = selection.tokens.numel()
         if selection.counts is not None:
             selected = selection.counts.to(self._state.device).sum()
@@ -161,6 +174,6 @@ class CudaRows(RowFetch):
 
 
 def copy_heads(into: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy `[Hkv, m, d]` head by head. A head is contiguous on both sides, so the copy is asynchronous."""
+    """Copy `rows` `[Hkv, m, d]` head by head. In both tensors, a head is contiguous, so each copy is asynchronous."""
     for target, source in zip(into, rows, strict=True):
         target.copy_(source, non_blocking=True)

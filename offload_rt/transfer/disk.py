@@ -1,9 +1,9 @@
-"""Transfers of a pool on disk: KV is read while the previous layer computes, and recently used KV stays in memory.
+"""Transfers for a KV pool on disk: KV is read while the previous layer computes, and recently used KV stays in memory.
 
 Sinks and recent tokens are resident on the device, as with a pool in memory. The tokens that a layer selects are read
-as soon as they are predicted, and new KV is written asynchronously. Two threads read. Requests of one layer run in
-order, and requests of adjacent layers run in parallel. The pool keeps some KV in host memory and reads disk blocks for
-other KV (`kv_cache.disk.file_arena`). A dense layer reads all KV in order, one block ahead.
+as soon as they are predicted, and new KV is written asynchronously. Two threads read: requests of the same layer run in
+order, and requests of adjacent layers run in parallel. The pool keeps some KV in host memory and reads the rest from
+the disk (`kv_cache.disk.file_arena`). A dense layer reads all KV in order, one block ahead.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Open:
 
 
 class DiskState:
-    """Open sequences by block table, and the threads that read for them."""
+    """The open sequences by block table, and the threads that read KV for them."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry, device: torch.device) -> None:
         assert pool.file is not None, "the pool is not on disk"
@@ -55,7 +55,7 @@ class DiskState:
         self._staging = RecycledMemory()
 
     def thread(self, layer: int) -> ReadingThread:
-        """Return the thread that reads a layer. Requests of a layer run in order, of adjacent layers in parallel."""
+        """Return the thread that reads the KV of `layer`. Adjacent layers have different threads."""
         return self._threads[layer % len(self._threads)]
 
     def staging(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -79,12 +79,12 @@ class DiskState:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens that a `BlockRun` reads at a time. Two such blocks are in memory at once."""
+        """Number of tokens that a `BlockRun` reads at a time. Two such parts are in memory at the same time."""
         fits = self.file.shares.staged // 2 // self.token_bytes
         return max(BLOCK_SIZE, fits // BLOCK_SIZE * BLOCK_SIZE)
 
     def rows(self, blocks: BlockTable, layer: int, tokens: range) -> KVPart:
-        """Return K and V `[Hkv, n, d]` of `tokens` of a layer on the device."""
+        """Read K and V `[Hkv, n, d]` of `tokens` in a layer and return them on the device."""
         return join([self._on_device(part) for part in self.pool.stored(blocks, layer, tokens)])
 
     def _on_device(self, part: KVPart) -> KVPart:
@@ -92,8 +92,9 @@ class DiskState:
         return KVPart(decode(part.k.to(self.device)), decode(part.v.to(self.device)))
 
     def run(self, blocks: BlockTable, layer: int, tokens: range) -> BlockRun:
-        """Start reading all KV of `tokens`, block by block."""
-        # Also split at the spans of the pool, so that a block is one part. Joining parts would allocate new memory.
+        """Start reading all KV of `tokens` in a layer, block by block."""
+        # Also split at the pool's spans, so that each block is one part. Joining parts would allocate additional
+        # memory.
         size, at = self.block_tokens, tokens.start
         edges = {tokens.start, *range(tokens.start // size * size + size, tokens.stop, size), tokens.stop}
         for span in self.pool.spans(blocks, self.pool.groups.group[layer], tokens):
@@ -104,7 +105,7 @@ class DiskState:
 
 
 class DiskStorage(KVStorage):
-    """`KVStorage` on disk. `append` hands all KV to the pool, which holds it in memory until it is written."""
+    """`KVStorage` on disk. `append` passes all KV to the pool, which keeps it in memory until it has been written."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
@@ -119,12 +120,12 @@ class DiskStorage(KVStorage):
         state.open[id(blocks)] = _Open(blocks, residency)
 
     def close(self, blocks: BlockTable) -> None:
-        """Close a sequence after its pending reads have ended. May be called after a failed `open`."""
+        """Close a sequence after its pending reads have ended. Also allowed after `open` has failed."""
         self._state.wait()
         self._state.close(blocks)
 
     def settle(self, blocks: BlockTable) -> None:
-        pass  # appended KV can be read from the pool at once
+        pass  # no-op, because appended KV can be read from the pool immediately
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         state = self._state
@@ -135,7 +136,10 @@ class DiskStorage(KVStorage):
         return len(kept) * state.token_bytes
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy the KV entry in the pool after pending reads, and on the device if the target is resident."""
+        """Copy a KV entry in the pool, after pending reads.
+
+        If the target slot is resident, also update the device copy.
+        """
         self._state.wait()
         self._state.pool.move(blocks, layer, source, target)
         self._state[blocks].residency.move(layer, source, target)
@@ -143,8 +147,8 @@ class DiskStorage(KVStorage):
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Append the slices and return the KV of the layer.
 
-        KV before `start` is returned in `past` and read block by block during the computation. In a sliding-window
-        layer, which sees few of these tokens, it is part of `kv`.
+        KV of tokens before `start` is returned in `past` and read block by block during the computation. In a
+        sliding-window layer, where only few of these tokens are visible, it is part of `kv`.
         """
         state, slides = self._state, self._state.pool.groups.group[layer] != 0
         first = state.pool.groups.first_seen(start, blocks.floor) if slides else start
@@ -161,10 +165,10 @@ class DiskStorage(KVStorage):
 
 
 def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
-    """Split K and V `[Hkv, m, d]` of tokens from `start` on into parts that end at block boundaries, except the last.
+    """Split the K and V `[Hkv, m, d]` of tokens from `start` on into parts that end at block boundaries.
 
-    A block that arrives complete is written to disk immediately. A block that arrives in parts stays in a memory
-    buffer.
+    Only the last part may end within a block. A block that arrives complete is written to disk immediately. A block
+    that arrives in pieces stays in a memory buffer.
     """
     rest: KVPart | None = None
     for part in parts:
@@ -184,8 +188,8 @@ def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
 class _RangeFetch:
     """A pending read of all KV of a token range, block by block.
 
-    `wait` returns the resident KV first and then the blocks. Resident KV is read only in `wait`, because the newest
-    token is stored after the fetch starts.
+    `wait` returns the resident KV first and then the blocks. Resident KV is read in `wait`, because the newest token is
+    stored after the fetch has started.
     """
 
     run: BlockRun
@@ -204,9 +208,9 @@ class _RangeFetch:
 
 @dataclass(frozen=True)
 class _SelectedFetch:
-    """A pending read of selected KV into `staged` `[Hkv, m + n, 2, width]`.
+    """A pending read of selected KV into the buffer `staged` `[Hkv, m + n, 2, width]`.
 
-    The first m entries are reserved for resident tokens.
+    The first m entries of each head are for resident tokens.
     """
 
     state: DiskState
@@ -221,7 +225,7 @@ class _SelectedFetch:
     def wait(self) -> list[KVPart]:
         own, format = [], self.state.pool.format
         if self.residency is not None and self.visible is not None:
-            if format.exact:  # while the selected KV is still being read
+            if format.exact:  # decoded while the selected KV is still being read
                 self.residency.copy_to(self.layer, self.visible, self.staged.permute(2, 0, 1, 3))
             else:
                 own = self.residency.part(self.layer, self.visible)
@@ -233,7 +237,7 @@ class _SelectedFetch:
 class DiskRows(RowFetch):
     """`RowFetch` from disk.
 
-    KV that several sequences select is read once if it stays cached, otherwise once per sequence.
+    KV that several sequences select is read once if it stays cached. Otherwise it is read once per sequence.
     """
 
     def __init__(self, state: DiskState) -> None:
@@ -257,7 +261,10 @@ class DiskRows(RowFetch):
     def _rows(
         self, blocks: BlockTable, layer: int, selection: Selection, visible: VisibleTokens | None = None
     ) -> PendingFetch:
-        """Start reading the selected KV. With `visible`, leave space for the resident KV before it."""
+        """Start reading the selected KV.
+
+        If `visible` is not None, leave space for its resident KV before the selected KV.
+        """
         state, one = self._state, self._state[blocks]
         tokens = selection.known().tokens.cpu()
         room = visible.resident if visible is not None and state.pool.format.exact else 0
@@ -279,7 +286,10 @@ def _gather(
     room: int,
     staged: torch.Tensor,
 ) -> None:
-    """Read KV of tokens int64 `[Hkv, n]` into staged `[Hkv, room + n, 2, width]`, after the first `room` entries."""
+    """Read the KV of tokens int64 `[Hkv, n]` into staged `[Hkv, room + n, 2, width]`, after the first `room` entries.
+
+    `place` is the index of the layer within a block. `blocks` are the block ids of the sequence.
+    """
     kv_heads, count = tokens.shape
     if not count:
         return
@@ -299,12 +309,12 @@ class DiskTransfer:
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of resident KV, over all open sequences."""
+        """Size in bytes of the resident KV of all open sequences."""
         return sum(one.residency.nbytes for one in self._state.open.values())
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
         return 0
 
     def check_integrity(self) -> None:
-        """Wait for pending reads, so that the pool can be checked."""
+        """Wait for pending reads, so that the pool can be checked afterwards."""
         self._state.wait()

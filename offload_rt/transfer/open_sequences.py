@@ -1,4 +1,4 @@
-"""State shared by the parts of `CudaTransfer`: device data of open sequences, and the two streams of transfers."""
+"""State shared by the parts of `CudaTransfer`: device data of open sequences, and the two transfer streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .working_set import WorkingSet
 
 @dataclass
 class OpenSequence:
-    """Device data of one sequence. `written` is an event after its last write-back."""
+    """Device data of one open sequence. `written` is an event after its last write-back; None if there was none."""
 
     blocks: BlockTable
     residency: Residency
@@ -26,12 +26,12 @@ class OpenSequence:
 
     @property
     def working_set_bytes(self) -> int:
-        """Size in bytes of the working set, tables included."""
+        """Size in bytes of the working set, including its tables."""
         return 0 if self.working is None else self.working.nbytes
 
 
 class DeviceState:
-    """Open sequences by block table, the pool with their KV, and the transfer streams."""
+    """The open sequences by block table, the pool with their KV, and the transfer streams."""
 
     def __init__(
         self,
@@ -58,17 +58,17 @@ class DeviceState:
         return iter(self._open.values())
 
     def find(self, blocks: BlockTable) -> OpenSequence | None:
-        """Return the sequence, or None if it is not open. Thread-safe."""
+        """Return the open sequence of a block table, or None if it is not open. Thread-safe."""
         return self._open.get(id(blocks))
 
     def add(self, blocks: BlockTable, sinks: int, recent: int) -> OpenSequence:
-        """Open a sequence without data on the device."""
+        """Open a sequence without KV on the device."""
         residency = Residency(self.geometry, self.format.dtype, self.device, sinks, recent)
         self._open[id(blocks)] = OpenSequence(blocks, residency, self._new_working_set())
         return self._open[id(blocks)]
 
     def add_copy(self, blocks: BlockTable, origin: BlockTable) -> None:
-        """Open a sequence with copies of the device data of the open block table `origin`."""
+        """Open a sequence with a copy of the device data of `origin`, the block table of an open sequence."""
         like = self[origin]
         with self.prefetch.behind_compute():
             copied = None if like.working is None else like.working.clone()
@@ -79,8 +79,8 @@ class DeviceState:
         self._open.pop(id(blocks), None)
 
     def settle(self, blocks: BlockTable) -> None:
-        """Block the host until the last write-back of the sequence is in the pool. Thread-safe."""
-        # A block table that is being closed or opened has no pending write-back.
+        """Block the host until the last write-back of the sequence has finished. Thread-safe."""
+        # A sequence that is being opened or closed has no pending write-back.
         one = self.find(blocks)
         if one is not None and (written := one.written) is not None:
             written.synchronize()

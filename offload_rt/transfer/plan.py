@@ -1,4 +1,4 @@
-"""Compute rows of the host pool from token indices."""
+"""Computation of row indices in the host pool from token indices."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ assert BLOCK_SIZE == 1 << BLOCK_BITS
 
 
 def attended_tokens(visible: VisibleTokens, selected: torch.Tensor) -> torch.Tensor:
-    """Return resident and selected token indices, int64 `[Hkv, resident + n]`, from selected `[Hkv, n]`."""
+    """Return the indices of the attended tokens of each KV head, int64 `[Hkv, resident + n]`.
+
+    These are the resident tokens of `visible`, followed by the selected tokens `[Hkv, n]`.
+    """
     resident = _resident_tokens(visible.sinks, visible.recent)
     return torch.cat((to_device(resident, selected.device).expand(selected.shape[0], -1), selected), dim=1)
 
 
 @lru_cache(maxsize=16)
 def _resident_tokens(sinks: range, recent: range) -> torch.Tensor:
-    """Return resident token indices, int64 `[resident]`, which are the same for every layer of a step."""
+    """Return the indices of the resident tokens, int64 `[resident]`.
+
+    Cached, because all layers of a step use the same.
+    """
     return torch.tensor([*sinks, *recent], dtype=torch.int64)
 
 
@@ -30,10 +36,11 @@ def first_occurrences(ids: torch.Tensor) -> torch.Tensor:
     """Find duplicate row indices, with static shapes and without synchronising with the host.
 
     Args:
-        ids: Row indices, int64 `[M]`. Negative ones are ignored.
+        ids: Row indices, int64 `[M]`. Negative indices are ignored.
 
     Returns:
-        int64 `[M]`. For a duplicate, the position of its first occurrence. For first occurrences and ignored ids, -1.
+        int64 `[M]`: for each duplicate, the position in `ids` of its first occurrence; -1 for first occurrences and for
+        ignored indices.
     """
     ordered, order = ids.sort(stable=True)
     again = torch.zeros_like(ordered, dtype=torch.bool)
@@ -43,19 +50,20 @@ def first_occurrences(ids: torch.Tensor) -> torch.Tensor:
 
 
 def row_ids(layout: ArenaLayout, base: torch.Tensor, place: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the rows of the flat pool `[R, d]` with K and V of `tokens`.
+    """Return the row indices of the K and V of `tokens` in the flat pool `[R, d]`.
 
     Args:
         layout: The layout of the pool.
-        base: The pool row of the first token of each block (place 0, head 0, K), int64 `[blocks]`, on the device of
-            `tokens`.
-        place: The position of the layer among the layers of a block.
+        base: Row index at which each block begins (K of head 0 in the block's first layer), int64 `[blocks]`, on the
+            device of `tokens`.
+        place: Index of the layer within a block.
         tokens: Token indices, int64 `[Hkv, n]`.
 
     Returns:
         Row indices of K and V, int64 `[2, Hkv, n]`.
     """
-    # row = token + offset of its block: this runs for every layer and step, so it has to be cheap.
+    # The code runs for every layer and step, so it must be fast: a row index is a token index plus the offset of its
+    # block.
     first, (kv_heads, n) = layout.row(place, 0, 0), tokens.shape
     heads = torch.arange(first, first + kv_heads * layout.head_rows, layout.head_rows, device=tokens.device)
     off = base - torch.arange(0, len(base) * BLOCK_SIZE, BLOCK_SIZE, device=base.device)

@@ -1,4 +1,4 @@
-"""Reading in parallel with computation: a thread for requests in order, and block-wise reads of long ranges."""
+"""Reads in parallel with computation: a thread that runs requests in order, and block-wise reads of long ranges."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ P = ParamSpec("P")
 
 
 class ReadingThread:
-    """A thread that runs functions in the order of `start`."""
+    """A thread that runs queued functions one after the other."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-rt read ahead")
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def start(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> Future[T]:
-        """Queue `work`. The future has its result or exception."""
+        """Queue `work`. The returned future gets its result or its exception."""
 
         def run() -> T:
-            # Inference mode is per thread, and the buffers filled here are inference tensors.
+            # Inference mode is set per thread, and the buffers that are filled here are inference tensors.
             with torch.inference_mode():
                 return work(*args, **named)
 
@@ -38,12 +38,12 @@ class ReadingThread:
 
 
 class BlockRun:
-    """Read consecutive blocks of KV in order, `ahead` blocks in advance. At most `ahead` + 1 blocks are in memory."""
+    """Reads consecutive blocks of KV in order, `ahead` blocks in advance. Up to `ahead` + 1 blocks are in memory."""
 
     def __init__(
         self, thread: ReadingThread, read: Callable[[range], KVPart], blocks: Sequence[range], ahead: int = 2
     ) -> None:
-        """Start reading the first blocks. `read` returns the KV of the tokens of a block."""
+        """Start reading the first blocks. `blocks` are token ranges, and `read` returns the KV of one of them."""
         self._thread, self._read, self._blocks, self._ahead = thread, read, blocks, ahead
         self._reading: dict[int, Future[KVPart]] = {}
         self._current: tuple[int, KVPart] | None = None
@@ -51,11 +51,11 @@ class BlockRun:
 
     @property
     def parts(self) -> list[KVPart]:
-        """The blocks as lazy parts, to be iterated over in order."""
+        """The blocks as parts that are read on access. They must be accessed in order."""
         return [_LazyPart(self, i) for i in range(len(self._blocks))]
 
     def take(self, i: int) -> KVPart:
-        """Return block `i`. The block returned before may be freed."""
+        """Wait for block `i` and return it. The memory of the block that was returned before may be reused."""
         if self._current is None or self._current[0] != i:
             self._current = None
             self._reading = {j: job for j, job in self._reading.items() if j >= i}
@@ -71,7 +71,7 @@ class BlockRun:
 
 
 class _LazyPart(KVPart):
-    """A block of a run, read on access."""
+    """A block of a `BlockRun` that is read on access."""
 
     def __init__(self, run: BlockRun, number: int) -> None:
         self._run, self._number = run, number

@@ -11,11 +11,12 @@ from ..kv_cache.pool import HostPool
 
 
 class Residency:
-    """Resident KV of one sequence in all layers, `[2, Hkv, s + w, d]` per layer.
+    """Resident KV of one sequence: `[2, Hkv, s + w, d]` per layer, for s sinks and a window of w recent tokens.
 
-    A sink t has position t. Any other token t has position s + (t - s) mod w. A new token therefore overwrites the
-    token that leaves the window, and resident KV always fills the first positions. `store` and `part` run in the
-    compute stream. Overwritten KV has been written back before its token can become a candidate.
+    Token t is stored at index t if it is a sink, else at index s + (t - s) mod w. A new token therefore overwrites the
+    token that leaves the window, and resident KV always fills the first indices. `store` and `part` run in the compute
+    stream. KV is always written back to the pool before it is overwritten here, so that the policy can select its token
+    later.
     """
 
     def __init__(
@@ -35,15 +36,15 @@ class Residency:
         return sum(rows.nbytes for rows in self._rows)
 
     def sizes(self, layer: int) -> tuple[int, int]:
-        """Return the number of sinks and the number of recent tokens in a layer."""
+        """Return the number of sinks and the number of recent tokens that the layer can store."""
         return self._sizes[layer]
 
     def lists(self, layer: int) -> torch.Tensor:
-        """Return the KV of a layer `[2 * Hkv, s + w, d]`: K of all heads, then V (`kernels.lists.keep_rows`)."""
+        """Return the resident KV of a layer, `[2 * Hkv, s + w, d]`: K of all heads, then V of all heads."""
         return self._rows[layer].flatten(0, 1)
 
     def store(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v `[Hkv, m, d]` of the resident tokens in [start, start + m)."""
+        """Store k and v `[Hkv, m, d]` of the tokens [start, start + m), if they are resident."""
         rows, (sinks, recent), stop = self._rows[layer], self._sizes[layer], start + k.shape[1]
         if start < sinks:
             head = min(sinks, stop)
@@ -61,7 +62,10 @@ class Residency:
             rows[1].index_copy_(1, places, v[:, first - start :])
 
     def load(self, pool: HostPool, blocks: BlockTable, read: Callable[[int, range], Iterable[KVPart]]) -> None:
-        """Store the resident tokens of a sequence with KV in the pool. `read` returns KV of tokens of a layer."""
+        """Store the resident tokens of a sequence whose KV is in the pool.
+
+        `read` returns the KV of a range of tokens in a layer.
+        """
         for layer, (sinks, recent) in enumerate(self._sizes if blocks.length else ()):
             last = range(max(0, blocks.length - recent), blocks.length)
             for tokens in (range(min(sinks, blocks.length)), pool.kept(blocks, layer, last)):
@@ -71,24 +75,25 @@ class Residency:
                     at += part.k.shape[1]
 
     def row(self, layer: int, slot: int) -> torch.Tensor:
-        """Return a copy of the KV of the resident token in `slot`, `[2, Hkv, d]`."""
-        # Not contiguous(), which returns a view if only one token is resident. Compute overwrites its slot.
+        """Return a copy of the KV of the resident token in slot `slot`, `[2, Hkv, d]`."""
+        # `contiguous()` would return a view if only one token is resident, and later compute work overwrites its
+        # memory.
         row = self._rows[layer][:, :, place(slot, *self._sizes[layer])]
         return row.clone(memory_format=torch.contiguous_format)
 
     def move(self, layer: int, source: int, target: int) -> None:
-        """Copy the KV of the recent token in slot `source` to slot `target` if that is a sink."""
+        """Copy the KV of the recent token in slot `source` to slot `target`, if `target` is a sink."""
         rows, (sinks, recent) = self._rows[layer], self._sizes[layer]
         if target < sinks:
             rows[:, :, target] = rows[:, :, place(source, sinks, recent)]
 
     def part(self, layer: int, visible: VisibleTokens) -> list[KVPart]:
-        """Return the resident KV of `visible` in token order, as views."""
+        """Return views of the resident KV of `visible`, in token order."""
         pieces = [self._rows[layer][:, :, run.start : run.stop] for run in self._runs(layer, visible) if run]
         return [KVPart(piece[0], piece[1]) for piece in pieces]
 
     def copy_to(self, layer: int, visible: VisibleTokens, rows: torch.Tensor) -> None:
-        """Copy the resident KV of `visible` in token order to the start of `rows` `[2, Hkv, n, d]`."""
+        """Copy the resident KV of `visible`, in token order, to the start of `rows` `[2, Hkv, n, d]`."""
         own, at = self._rows[layer], 0
         for run in self._runs(layer, visible):
             if size := len(run):
@@ -96,7 +101,7 @@ class Residency:
                 at += size
 
     def _runs(self, layer: int, visible: VisibleTokens) -> list[range]:
-        """Return contiguous positions of the resident tokens of `visible`, in token order."""
+        """Return the contiguous index ranges of the resident tokens of `visible`, in token order."""
         (sinks, size), recent = self._sizes[layer], visible.recent
         first = max(recent.start, sinks)
         rounds = -(-(first - sinks) // size)
@@ -108,14 +113,14 @@ class Residency:
 
 
 def place(token: int, sinks: int, recent: int) -> int:
-    """Return the position of a resident token in the resident KV (`Residency`)."""
+    """Return the index of a resident token in the resident KV (see `Residency`)."""
     return token if token < sinks else sinks + (token - sinks) % recent
 
 
 def places(visible: VisibleTokens, sinks: int, recent: int) -> range:
-    """Return the positions of the resident tokens of `visible` in the resident KV, in ascending order.
+    """Return the indices of the resident tokens of `visible` in the resident KV, in ascending order.
 
-    If a sliding window hides the sinks and later tokens, the ring must be full (`recent` tokens).
+    If a sliding window hides the sinks and later tokens, the ring buffer must be full (`recent` tokens).
     """
     assert visible.all.start <= sinks or len(visible.recent) == recent
     return range(min(visible.all.start, sinks), min(visible.recent.stop, sinks + recent))

@@ -1,7 +1,7 @@
-"""KV of the sequences of a batch as lists (`kernels.lists`).
+"""KV of the sequences of a batch as lists, one per sequence and KV head (`kernels.lists`).
 
 For any batch, a layer takes three launches: one gathers the selected KV, one stores the newest KV on the device, and
-one writes it back to the pool. The sequences and the location of their blocks are data in tensors with fixed addresses.
+one writes the newest KV back to the pool. The locations of the sequences' blocks are in tensors with fixed addresses.
 Shapes depend only on the number of sequences and on their capacity in tokens.
 """
 
@@ -31,15 +31,15 @@ class PendingBatchFetch:
     """A pending fetch of a batch.
 
     Attributes:
-        pool: The pool of the KV.
-        staging: Holds the buffers of the fetch.
-        held: The number of the fetch in `staging`.
-        event: The event after which `staged` and `tally` are valid.
-        staged: KV `[2, P, n, width]` in the storage format.
-        counts: Valid entries of each list, int32 `[P]`; None if all are valid.
-        tally: int64 `[B, 2]`, per sequence: number of KV entries (K and V of one KV head) that were transferred, and
-            number of working-set hits. All other entries were transferred for another sequence of the batch. None if
-            all valid entries were transferred.
+        pool: The pool that contains the KV.
+        staging: Object that keeps the buffers of the fetch alive.
+        held: Number of the fetch in `staging`.
+        event: Event after which `staged` and `tally` are valid.
+        staged: KV `[2, P, n, width]` in the storage format, with P = B * Hkv.
+        counts: Number of valid entries of each list, int32 `[P]`; None if all entries are valid.
+        tally: int64 `[B, 2]`: for each sequence, the number of KV entries (K and V of one token and KV head) that were
+            transferred, and the number of working-set hits. All other entries were transferred for another sequence of
+            the batch. None if all valid entries were transferred.
     """
 
     pool: HostPool
@@ -60,8 +60,8 @@ class PendingBatchFetch:
 class RowLists:
     """Lists of `batch` sequences with capacity for `tokens` tokens each.
 
-    `hold` binds the lists to sequences. `hold` and `append` run in the compute stream, fetches in the prefetch stream.
-    Wait for every fetch before the next `hold`.
+    `hold` sets the sequences of the batch. `hold` and `append` run in the compute stream, fetches run in the prefetch
+    stream. All fetches must have been waited for before the next `hold`.
     """
 
     def __init__(self, state: DeviceState, batch: int, tokens: int) -> None:
@@ -72,7 +72,7 @@ class RowLists:
         self.token_bytes = layout.kv_heads * self.pair_bytes
         self._prefetch, self._write_back = state.prefetch, state.write_back
         self._moves: Any = dispatch if state.in_place else lists
-        """The kernels that read and write the pool."""
+        """Module with the functions that read and write the pool: kernels, or torch on the host."""
         self._bases = torch.zeros(batch, -(-tokens // BLOCK_SIZE), dtype=torch.int64, device=device)
         places = state.pool.groups.place
         self._tables = torch.zeros(len(places), batch, FIELDS, dtype=torch.int64, device=device)
@@ -80,7 +80,7 @@ class RowLists:
             [[layout.row(place, head, kv) for head in range(layout.kv_heads)] for kv in (0, 1)] for place in places
         ]
         self._planes = to_device(torch.tensor(firsts), device)
-        """int64 `[L, 2, Hkv]`: offset, in rows, of K and V of each layer and head from the first row of a slab.
+        """Offset in rows of K and V of each layer and head from the first row of a slab, int64 `[L, 2, Hkv]`.
 
         Only for full-attention layers.
         """
@@ -91,11 +91,14 @@ class RowLists:
 
     @property
     def tokens(self) -> int:
-        """Capacity of a sequence in tokens."""
+        """Capacity of each sequence in tokens."""
         return self._bases.shape[1] * BLOCK_SIZE
 
     def hold(self, block_tables: Sequence[BlockTable]) -> None:
-        """Bind the lists to open sequences before a step. Copies changes since the last call to the device."""
+        """Set the sequences of the batch before a step. All of them must be open.
+
+        Only data that has changed since the last call is copied to the device.
+        """
         assert len(block_tables) == self._batch
         sequences = [self._state[blocks] for blocks in block_tables]
         tables = [one.blocks.ids for one in sequences]
@@ -114,14 +117,14 @@ class RowLists:
             self._open = sequences
 
     def release(self) -> None:
-        """Release the sequences until the next `hold`."""
+        """Drop all references to sequences. `hold` must be called before the next use."""
         self._open, self._resident = [], []
 
     @property
     def working(self) -> bool:
-        """Whether any sequence has a working set.
+        """Whether any sequence of the batch has a working set.
 
-        If so, launches depend on its addresses and cannot be captured in a graph.
+        If so, kernel launches depend on the addresses of working sets and cannot be captured in a graph.
         """
         return any(one.working is not None for one in self._open)
 
@@ -136,8 +139,10 @@ class RowLists:
         self._state.pending_writes.clear()
 
     def written(self, behind: bool) -> None:
-        """Set the write-back event of the sequences. With `behind`, it follows all compute work queued so far.
-        Otherwise it is cleared."""
+        """Set the write-back event of all sequences of the batch.
+
+        If `behind`, the event follows all compute work queued so far. Otherwise, the sequences get no event.
+        """
         event = None
         if behind:
             with self._write_back.behind_compute():
@@ -146,7 +151,10 @@ class RowLists:
             one.written = event
 
     def forget(self) -> None:
-        """Clean up after a failed graph capture: wait until the device is idle, and drop events and held buffers."""
+        """Clean up after a failed graph capture.
+
+        Waits until the device is idle and drops all events and held buffers.
+        """
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self._state.staging.clear()
@@ -159,9 +167,10 @@ class RowLists:
         return self._resident[layer]
 
     def newest(self, slot: int, sinks: int, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the arguments of `append` for a batch of one: position in the resident KV and pool row, int64 `[1]`.
+        """Return the arguments of `append` for a batch of one sequence whose newest token is in slot `slot`.
 
-        The newest token is in `slot`. The tensors are created once for all layers of a step.
+        These are its index in the resident KV and its pool row, both int64 `[1]`. The tensors are created once for all
+        layers of a step.
         """
         key = slot, sinks, recent
         if self._newest is None or self._newest[0] != key:
@@ -170,34 +179,36 @@ class RowLists:
         return self._newest[1:]
 
     def row(self, slot: int) -> torch.Tensor:
-        """Return `rows_of` for a batch of one whose slot is known on the host: int64 `[1]`."""
+        """Return the result of `rows_of` for a batch of one sequence whose slot is known on the host: int64 `[1]`."""
         at = self._pool.row_base(self._open[0].blocks)[slot // BLOCK_SIZE] + slot % BLOCK_SIZE
         return to_device(at.view(1), self.device)
 
     def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return pool rows int64 `[B]` of slots int64 `[B]`, without the offsets of layer and head.
+        """Return the pool rows int64 `[B]` of `slots` int64 `[B]`, without the offsets of layer and head.
 
-        Negative slots have no row and stay negative.
+        Negative slots give negative rows.
         """
         blocks = (slots >> BLOCK_BITS).clamp_(min=0).unsqueeze(1)
         rows = self._bases.gather(1, blocks).squeeze(1) + (slots & (BLOCK_SIZE - 1))
         return torch.where(slots < 0, slots, rows)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store the newest k, v `[P, d]` on the device and write them back to the pool.
+        """Store the newest k and v of each list on the device and write them back to the pool.
 
         Args:
             layer: The layer index.
             k: Keys `[P, d]`.
             v: Values `[P, d]`.
-            places: Positions in the resident KV, int64 `[B]` (`residency.place`). Negative ones are ignored.
-            rows: Pool rows, int64 `[B]` (`rows_of`). Negative ones are ignored.
+            places: Index of the newest token in the resident KV of each sequence, int64 `[B]` (`residency.place`).
+                Sequences with a negative index are skipped.
+            rows: Pool row of the newest token of each sequence, int64 `[B]` (`rows_of`). Sequences with a negative row
+                are skipped.
         """
         dispatch.keep_rows(k, v, self._resident[layer], places)
         self.write_back(layer, k, v, rows)
 
     def write_back(self, layer: int, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write k, v `[P, d]` of the compute stream to the pool rows `rows`, int64 `[B]`."""
+        """Write k and v `[P, d]`, computed in the compute stream, to the pool rows `rows`, int64 `[B]`."""
         with self._write_back.behind_compute():
             stored_k, stored_v = self._pool.format.encode(k), self._pool.format.encode(v)
             self._moves.write_rows(self._pool.rows, stored_k, stored_v, rows, self._planes[layer])
@@ -210,12 +221,13 @@ class RowLists:
     def fetch(
         self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, *, overlapping: bool
     ) -> PendingBatchFetch:
-        """Start fetching the first `counts[p]` of tokens int64 `[P, n]`, or all of them if `counts` is None.
+        """Start fetching the first `counts[p]` tokens of each list in `tokens` int64 `[P, n]`. None fetches all tokens.
 
-        KV in the working set of a sequence is copied from there. With `overlapping`, KV that several sequences select
-        from shared blocks is fetched once and copied on the device. All other KV is read from the pool.
+        KV in the working set of a sequence is copied from the working set. With `overlapping`, KV that several
+        sequences select from shared blocks is read from the pool once and copied on the device. All other KV is read
+        from the pool.
         """
-        # Inputs and staged KV are memory of the compute stream (`Staging`). Everything else is allocated, used and
+        # Inputs and staged KV are memory of the compute stream (`Staging`). All other tensors are allocated, used and
         # freed in the prefetch stream.
         staged = self._pool.rows.new_empty(2, *tokens.shape, self._pool.rows.shape[1], device=tokens.device)
         staging = self._state.staging
@@ -242,13 +254,16 @@ class RowLists:
         return slice(b * self.heads, (b + 1) * self.heads)
 
     def _ids(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the pool rows of K and V, int64 `[2, P, n]`."""
+        """Return the pool rows of the K and V of `tokens`, int64 `[2, P, n]`."""
         at = tokens.view(self._batch, -1)
         rows = self._bases.gather(1, at >> BLOCK_BITS).add_(at & (BLOCK_SIZE - 1)).view(self._batch, self.heads, -1)
         return (rows + self._planes[layer].unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
 
     def _look_up(self, layer: int, tokens: torch.Tensor, valid: torch.Tensor | None) -> list[LookUp]:
-        """Look up the tokens in the working sets, if there are any."""
+        """Look up the tokens in the working sets of the sequences.
+
+        Return an empty list if there are no working sets.
+        """
         found = []
         for b, one in enumerate(self._open):
             if one.working is not None and tokens.numel():
@@ -259,9 +274,9 @@ class RowLists:
     def _gather_listed(
         self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, staged: torch.Tensor, *, overlapping: bool
     ) -> tuple[list[LookUp], torch.Tensor | None]:
-        """Gather KV from the pool, except KV in working sets. Copy duplicates on the device.
+        """Gather KV from the pool, except KV in working sets. Duplicates are gathered once and copied on the device.
 
-        Returns the look-ups of the working sets, and the first occurrence of each duplicate (`first_occurrences`).
+        Return the look-ups of the working sets, and the first occurrence of each duplicate (`first_occurrences`).
         """
         ids, valid = self._ids(layer, tokens), None
         if counts is not None:
@@ -282,7 +297,7 @@ class RowLists:
     def _tally(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, found: list[LookUp], again: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return `PendingBatchFetch.tally`, int64 `[B, 2]`."""
+        """Return `PendingBatchFetch.tally` of a fetch, int64 `[B, 2]`."""
         if not found and again is None:
             return None
         if counts is None:

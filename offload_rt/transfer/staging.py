@@ -1,4 +1,4 @@
-"""Buffers used by two streams.
+"""Lifetime management of buffers that two streams use.
 
 The prefetch stream fills buffers that the compute stream reads, and the write-back stream reads buffers that the
 compute stream fills. This module keeps these buffers alive, in place of the allocator's `record_stream`.
@@ -15,13 +15,14 @@ from .streams import Event, Stream
 
 
 class Staging:
-    """Holds the buffers of a fetch until the compute stream waits for it.
+    """Keeps the buffers of a fetch alive until the compute stream waits for the fetch.
 
     Buffers are allocated in the compute stream before the fetch, which starts after all compute work queued so far.
-    They are released once the wait for the fetch is queued in the compute stream, because later work of that stream can
-    reuse the memory. `record_stream` would keep it until the device reaches that point. With this class, only fetches
-    without a queued wait use memory, however far the host runs ahead, and a captured graph reuses the same memory in
-    every layer. Buffers of interrupted steps are held until the prefetch stream is idle.
+    They are released as soon as the wait for the fetch is queued in the compute stream, because only later work of that
+    stream can reuse the memory. `record_stream` would keep the memory until the device has executed the wait. With this
+    class, only fetches without a queued wait use memory, however far the host runs ahead of the device. A captured
+    graph reuses the same memory in every layer. Buffers of interrupted steps are kept until the prefetch stream is
+    idle.
     """
 
     def __init__(self, prefetch: Stream) -> None:
@@ -30,40 +31,40 @@ class Staging:
         self._held: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def hold(self, *tensors: torch.Tensor) -> int:
-        """Hold the tensors of a fetch. Returns its number for `arrive`."""
+        """Keep the buffers of a fetch alive. Return the number of the fetch, for `arrive`."""
         number = next(self._numbers)
         self._held[number] = tensors
         return number
 
     def arrive(self, number: int, event: Event, *made: torch.Tensor) -> None:
-        """Make the compute stream wait for a fetch and release its tensors.
+        """Make the compute stream wait for a fetch. Release the fetch's buffers.
 
         Args:
             number: The number returned by `hold`.
             event: An event after the fetch.
-            made: Tensors allocated in the prefetch stream that the compute stream uses.
+            *made: Tensors that were allocated in the prefetch stream and are used in the compute stream.
         """
         self._prefetch.hold_compute(event, *made)
         self._held.pop(number, None)
 
     def clear(self) -> None:
-        """Release all tensors. Call it when the prefetch stream is idle."""
+        """Release all buffers. The prefetch stream must be idle."""
         self._held.clear()
 
 
 HELD_BACK = 1 << 20
-"""Maximum size in bytes of pending write-backs in decode steps. Beyond it, compute waits for the oldest ones.
+"""Maximum size in bytes of pending write-backs in decode steps. Above it, the compute stream waits for the oldest ones.
 
-No step writes this many bytes, so compute waits only for write-backs of earlier steps.
+One step never writes this many bytes, so the compute stream only waits for write-backs of earlier steps.
 """
 
 
 class PendingWriteBacks:
-    """Holds buffers that the write-back stream reads, until the compute stream waits for the write-back.
+    """Keeps buffers that the write-back stream reads alive until the compute stream waits for the write-back.
 
-    Later work of the compute stream can then reuse the memory, as in `Staging`, so the memory held does not depend on
-    how far the host runs ahead. A prefill releases the slices of a layer when the next layer starts, after attention
-    and MLP have overlapped with their write-back.
+    Later work of the compute stream can then reuse the memory, as in `Staging`. The amount of memory therefore does not
+    depend on how far the host runs ahead of the device. A prefill releases the slices of a layer when the next layer
+    starts. Their write-back overlaps with the attention and the MLP of the layer.
     """
 
     def __init__(self, write_back: Stream) -> None:
@@ -74,14 +75,17 @@ class PendingWriteBacks:
     def hold(self, event: Event, *tensors: torch.Tensor) -> None:
         """Keep `tensors` alive until the compute stream waits for `event`.
 
-        `event` must be the newest of the write-back stream, recorded after the stream has read the tensors.
+        `event` must be the newest event of the write-back stream, recorded after the stream has read the tensors.
         """
         size = sum(tensor.nbytes for tensor in tensors)
         self._held.append((event, size, tensors))
         self._bytes += size
 
     def release(self, most: int = 0) -> None:
-        """Release the oldest tensors until at most `most` bytes are held. The compute stream waits for their events."""
+        """Release the oldest tensors until at most `most` bytes remain.
+
+        The compute stream waits for their events first.
+        """
         last: Event | None = None
         while self._held and self._bytes > most:
             last, size, _ = self._held.popleft()
@@ -90,6 +94,6 @@ class PendingWriteBacks:
             self._write_back.hold_compute(last)
 
     def clear(self) -> None:
-        """Release all tensors. Call it when all write-backs are done or the compute stream waits for them."""
+        """Release all tensors. All write-backs must have finished, or the compute stream must already wait for them."""
         self._held.clear()
         self._bytes = 0

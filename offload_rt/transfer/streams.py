@@ -20,10 +20,10 @@ P = ParamSpec("P")
 
 
 class Event(Protocol):
-    """A point in the order of a stream."""
+    """A point in a stream's queue: reached when all work queued before it has finished."""
 
     def synchronize(self) -> None:
-        """Block the host until the point is reached."""
+        """Block the host until the event is reached."""
         ...
 
 
@@ -32,11 +32,11 @@ class Stream(Protocol):
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """Queue the work of this context in this stream, after all work of the compute stream so far."""
+        """Context that queues its work in this stream, to run after all compute work that has been queued so far."""
         ...
 
     def record_event(self) -> Event:
-        """Return an event after all work queued in this stream so far."""
+        """Return an event after all work that has been queued in this stream so far."""
         ...
 
     def wait_for(self, event: Event) -> None:
@@ -44,15 +44,18 @@ class Stream(Protocol):
         ...
 
     def hold_compute(self, event: Event, *tensors: torch.Tensor) -> None:
-        """Make later compute work wait for `event`. That work uses `tensors`, which were allocated in this stream."""
+        """Make later compute work wait for `event`.
+
+        `tensors` were allocated in this stream and are used by the later compute work.
+        """
         ...
 
 
 class DeviceStream(Stream):
-    """A stream of an accelerator that torch supports: CUDA, ROCm (which torch calls cuda) or XPU.
+    """A stream of an accelerator that torch supports: CUDA, ROCm (which torch also calls cuda) or XPU.
 
-    Tensors used across streams are recorded with the caching allocator, so that it does not reuse their memory while
-    the other stream still works on it.
+    Tensors that two streams use are recorded with the caching allocator, so that their memory is not reused while the
+    other stream still works on them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,7 +82,10 @@ class DeviceStream(Stream):
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Make `device` current for Triton launches and graph captures; torch operations follow their tensors."""
+    """Return a context in which `device` is current, as Triton launches and graph captures need.
+
+    torch operations use the device of their tensors.
+    """
     if device.type == "cpu":
         return nullcontext()
     chosen: AbstractContextManager[None] = torch.accelerator.device_index(device.index)
@@ -87,7 +93,7 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
 
 
 def device_guard(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Run `method` with the device of `self.adapter` as the current device."""
+    """Decorate a method to run with the device of `self.adapter` as the current device."""
 
     @wraps(method)
     def guarded(self: S, /, *args: P.args, **named: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""Working set: a device cache of recently fetched KV, so that only missing KV is transferred.
+"""Working set: a cache of recently fetched KV on the device. Only KV that is not in the cache is transferred.
 
 Each sparse layer caches at most `capacity` entries per KV head. All operations are torch operations with static shapes
 that do not synchronise with the host, so they can be captured in a graph. The entry with the lowest score is evicted
@@ -19,9 +19,9 @@ from ..kernels.dispatch import gather_rows
 DECAY = 0.9
 """Factor by which each look-up multiplies all scores.
 
-On recorded selections of the reference model, the hit rate at 0.9 is at most 0.3 percentage points below the best value
-in [0.5, 1], and 1 to 4 points above 1.0 (LFU). If a layer selects no more entries than its capacity, it is at least as
-good as LRU and LFU. If it selects more, it is up to 3 points worse.
+On recorded selections of the reference model, the hit rate with 0.9 is at most 0.3 percentage points below the hit rate
+with the best factor in [0.5, 1], and 1 to 4 points above that of 1.0 (LFU). If a layer selects no more entries than the
+capacity, the hit rate is at least that of LRU and of LFU. If it selects more, the hit rate can be up to 3 points lower.
 """
 
 _EMPTY = -1
@@ -32,10 +32,10 @@ class LookUp:
     """Result of a look-up of tokens `[P, n]`.
 
     Attributes:
-        slots: int64 `[P, n]`, the slot of each cached token. Negative for tokens that are not cached.
-        into: int64 `[P, n]`, the slot assigned to each missing token. All other tokens get `capacity`, a slot that is
-            never read.
-        hits: int64 scalar, the number of cached tokens.
+        slots: Slot of each cached token, int64 `[P, n]`; negative for tokens that are not cached.
+        into: Slot assigned to each missing token, int64 `[P, n]`. All other tokens get `capacity`, the index of a slot
+            that is never read.
+        hits: Number of cached tokens, as an int64 scalar on the device.
     """
 
     slots: torch.Tensor
@@ -44,8 +44,8 @@ class LookUp:
 
 
 def working_set_bytes(rows: int, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the size in bytes of a layer's working set: `rows` entries per KV head and a table; 0 if `rows` is 0."""
-    # One more entry receives KV that is not kept.
+    """Return the size in bytes of a layer's working set: `rows` entries per KV head, and a table. 0 if `rows` is 0."""
+    # An additional entry receives KV that is not kept.
     if rows == 0:
         return 0
     token_and_score = torch.int32.itemsize + torch.float32.itemsize
@@ -53,16 +53,16 @@ def working_set_bytes(rows: int, geometry: ModelGeometry, dtype: torch.dtype) ->
 
 
 class Table:
-    """Maps tokens to slots, for P lists of `capacity` slots. The caller stores the KV.
+    """Maps tokens to slots, for P lists of `capacity` slots each. The caller stores the KV.
 
-    A look-up inserts missing tokens in order, while there are slots that this look-up has not used. It costs two sorts
-    of the slots and a few passes over the tokens. A slot takes 8 bytes, independent of the context length.
+    A look-up inserts missing tokens in order, as long as there are slots that this look-up has not used. A look-up
+    takes two sorts of the slots and a few passes over the tokens. A slot takes 8 bytes, whatever the context length.
     """
 
     def __init__(self, lists: int, capacity: int, device: torch.device, decay: float = DECAY) -> None:
         assert capacity >= 1 and 0 <= decay <= 1
         self.capacity, self._decay = capacity, decay
-        # One more slot receives tokens that are not stored, so that every scatter has a static shape.
+        # An additional slot receives tokens that are not stored, so that every scatter has a static shape.
         self._tokens = torch.full((lists, capacity + 1), _EMPTY, dtype=torch.int32, device=device)
         self._scores = torch.full((lists, capacity + 1), -torch.inf, device=device)
 
@@ -76,9 +76,9 @@ class Table:
         return self._tokens[:, : self.capacity]
 
     def look_up(self, tokens: torch.Tensor, valid: torch.Tensor | None = None) -> LookUp:
-        """Look up tokens int64 `[P, n]`, unique in each list, and assign slots to missing ones.
+        """Look up tokens int64 `[P, n]`, without duplicates in a list. Assign slots to missing tokens.
 
-        Tokens that are False in `valid` (bool `[P, n]`) are ignored.
+        Tokens whose entry in `valid` (bool `[P, n]`) is False are ignored.
         """
         capacity, scores = self.capacity, self._scores[:, : self.capacity]
         wanted = tokens.to(torch.int32).contiguous()
@@ -90,7 +90,7 @@ class Table:
         slots = order.gather(1, at)
         used = torch.zeros_like(self._scores).scatter_(1, slots.where(hit, capacity), 1.0)[:, :capacity]
         scores.mul_(self._decay).add_(used)
-        # Slots by ascending score, slots just used last: the j-th missing token takes the j-th slot.
+        # Slots by ascending score; slots used by this look-up come last. The j-th missing token gets the j-th slot.
         leaving = scores.masked_fill(used > 0, torch.inf).argsort(dim=1, stable=True)
         rank = missing.cumsum(1) - 1
         admitted = missing & (rank < capacity - hit.sum(1, keepdim=True))
@@ -100,7 +100,7 @@ class Table:
         return LookUp(slots.where(hit, _EMPTY), into, hit.sum())
 
     def forget(self, token: int) -> None:
-        """Remove `token` from its slots."""
+        """Remove `token` from all lists."""
         gone = self._tokens == token
         self._tokens.masked_fill_(gone, _EMPTY)
         self._scores.masked_fill_(gone, -torch.inf)
@@ -112,7 +112,7 @@ class Table:
         return twin
 
     def check_integrity(self) -> None:
-        """Assert that no token has two slots of a list, and that exactly the empty slots have no score."""
+        """Assert that no token has two slots in a list, and that exactly the empty slots have no score."""
         for tokens, scores in zip(self.tokens, self._scores[:, : self.capacity], strict=True):
             held = tokens[tokens >= 0]
             assert len(held.unique()) == len(held)
@@ -121,7 +121,10 @@ class Table:
 
 @dataclass
 class _Layer:
-    """A table and its KV, `[2, Hkv, capacity + 1, width]` in the storage format. The last slot is never read."""
+    """A layer's table and its KV, `[2, Hkv, capacity + 1, width]` in the storage format.
+
+    The last slot is never read.
+    """
 
     table: Table
     rows: torch.Tensor
@@ -133,8 +136,8 @@ class _Layer:
 class WorkingSet:
     """The working set of one sequence.
 
-    KV is in the storage format of the pool, so cached KV is bit-identical to KV in the pool. Memory of a layer is
-    allocated when it first selects. All calls must be made in the same stream, the prefetch stream.
+    Cached KV is in the storage format and thus bit-identical to the KV in the pool. The memory of a layer is allocated
+    when the layer first selects tokens. All calls must be made in the same stream, the prefetch stream.
     """
 
     def __init__(self, kv_heads: int, capacity: int, width: int, storage: torch.dtype, device: torch.device) -> None:
@@ -145,18 +148,21 @@ class WorkingSet:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device, tables included."""
+        """Size in bytes on the device, including tables."""
         return sum(layer.rows.nbytes + layer.table.nbytes for layer in self._layers.values())
 
     def look_up(self, layer: int, tokens: torch.Tensor, valid: torch.Tensor | None = None) -> LookUp:
-        """Look up `tokens` int64 `[Hkv, n]` (`Table.look_up`). Then call `read` and `write`, in this order."""
+        """Look up `tokens` int64 `[Hkv, n]` (see `Table.look_up`).
+
+        The caller must then call `read` and `write`, in this order.
+        """
         if layer not in self._layers:
             rows = torch.empty(self._shape, dtype=self._storage, device=self._device)
             self._layers[layer] = _Layer(Table(self._shape[1], self.capacity, self._device), rows)
         return self._layers[layer].table.look_up(tokens, valid)
 
     def read(self, layer: int, found: LookUp, out: torch.Tensor) -> None:
-        """Copy cached KV to its positions in out `[2, Hkv, n, width]`, whose planes are contiguous."""
+        """Copy cached KV to the positions of its tokens in out `[2, Hkv, n, width]`, whose planes are contiguous."""
         rows = self._layers[layer].rows
         first = torch.arange(0, rows.shape[1] * rows.shape[2], rows.shape[2], device=rows.device).view(-1, 1)
         ids = (first + found.slots).where(found.slots >= 0, _EMPTY)
@@ -171,7 +177,7 @@ class WorkingSet:
         own.scatter_(2, index, rows)
 
     def forget(self, layer: int, token: int) -> None:
-        """Remove `token`, whose KV changes."""
+        """Remove `token`, because its KV changes."""
         if layer in self._layers:
             self._layers[layer].table.forget(token)
 
@@ -182,10 +188,10 @@ class WorkingSet:
         return twin
 
     def check_integrity(self, stored: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
-        """Assert that cached KV equals KV in the pool.
+        """Assert that cached KV equals the KV in the pool.
 
-        `stored(layer, tokens [Hkv, n])` returns KV of the pool, `[2, Hkv, n, width]`. It is called with token 0 for
-        empty slots.
+        `stored(layer, tokens)` returns the pool's KV `[2, Hkv, n, width]` of tokens `[Hkv, n]`. It is called with token
+        0 for empty slots.
         """
         for number, layer in self._layers.items():
             layer.table.check_integrity()

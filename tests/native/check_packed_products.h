@@ -48,7 +48,8 @@ static int check_product(int64_t ins, int bits, int64_t group, int with_minima) 
                  .factors = room_for(4 * ROWS * units), .sums = room_for(4 * ROWS * units), .rows = ROWS, .outs = OUTS,
                  .ins = ins, .size = PER_PART, .stride = with_minima ? minima + ins / group * 2 : minima, .bits = bits,
                  .group = group, .high = ins / 2, .scales = scales, .minima = with_minima ? minima : -1,
-                 .units = units, .offset = with_minima ? 0.0f : (float)(1 << (bits - 1))};
+                 .zeros = -1, .factors_of_scales = -1, .factors_of_minima = -1, .units = units,
+                 .offset = with_minima ? 0.0f : (float)(1 << (bits - 1)), .power = 1.0f};
     memset(call.factors, 0, 4 * ROWS * units);
     memset(call.sums, 0, 4 * ROWS * units);
     call.codes = random_rows(&call);

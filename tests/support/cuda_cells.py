@@ -88,6 +88,16 @@ def shared(make: Callable[..., LLM], folder: Path) -> Answers:
     return answers(llm, prompts, 3) + answers(llm, prompts[::-1], 2)
 
 
+def shared_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Decode three sequences that share a block past the end of another one. Graphs replay in both buckets."""
+    llm, stem = make(), tiny_prompt(116)
+    found = answers(llm, [stem + tiny_prompt(n, seed=n) for n in (6, 7, 8)], 12)
+    if isinstance(llm.runner.steps, GraphSteps):
+        shapes = [inputs.shape for inputs, one in llm.runner.steps._captured.items() if one is not None]
+        assert shapes == [(4, 128, True, False), (4, 192, True, False)], shapes
+    return found
+
+
 def continued(make: Callable[..., LLM], folder: Path) -> Answers:
     """Generate an answer that fills a block, then continue from prompt and answer."""
     llm, prompt = make(), tiny_prompt(60)
@@ -266,6 +276,8 @@ _CELLS = [
     Cell("default, working set", "infinigen", ragged, LOW_BITS, {"working_set": 9}),
     Cell("default, eviction", "infinigen", evicted, LOW_BITS, {"eviction": "counter"}),
     Cell("default, shared", "infinigen", shared, LOW_BITS),
+    Cell("default, shared, graphs", "infinigen", shared_replayed, LOW_BITS, {"cuda_graphs": True}),
+    Cell("shared, graphs", "infinigen", shared_replayed, SPARSE, {"cuda_graphs": True}),
     Cell("default, forks", "infinigen", forked, LOW_BITS),
     Cell("default, sessions", "infinigen", session, LOW_BITS),
     Cell("default, graphs", "infinigen", replayed, LOW_BITS, GRAPHS),
@@ -335,6 +347,8 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "quest, graphs": ("late prefetch",),
     "streaming, graphs": ("seed 1",),
     "tail, graphs": ("late compute",),
+    "default, shared, graphs": ("late prefetch",),
+    "shared, graphs": ("seed 1",),
     "streaming": ("seed 1",),
     "oracle": ("lazy",),
     "default": ("seed 0",),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from offload_rt.config import StoreOptions
-from offload_rt.storage.disk_store import DiskStore
+from offload_rt.storage.disk_store import DiskBlockWriter, DiskStore
 
 LAYERS, LAYER_BYTES = 3, 512
 FILE_BYTES = 4096 + LAYERS * LAYER_BYTES
@@ -32,10 +32,15 @@ def blocks_of(number: int) -> list[bytes]:
     return [random.Random(f"{number} {layer}").randbytes(LAYER_BYTES) for layer in range(LAYERS)]
 
 
-def save(store: DiskStore, number: int, parent: bytes | None = None) -> bool:
-    writer = store.begin(parent or store.root, "exact", tokens_of(number), LAYER_BYTES)
+def save(store: DiskStore, number: int, parent: bytes | None = None, *, claim: bool = False) -> bool:
+    writer = store.begin(parent or store.root, "exact", tokens_of(number), LAYER_BYTES, claim=claim)
     if writer is None:
         return False
+    return fill(writer, number)
+
+
+def fill(writer: DiskBlockWriter, number: int) -> bool:
+    """Write and commit a block."""
     for layer, block in enumerate(blocks_of(number)):
         writer.write(layer, memoryview(block))
     return writer.commit()

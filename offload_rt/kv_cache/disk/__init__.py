@@ -1,1 +1,1 @@
-"""KV cache on disk: concurrent direct I/O that bypasses the page cache."""
+"""KV cache on disk: concurrent direct I/O, which bypasses the operating system's page cache."""

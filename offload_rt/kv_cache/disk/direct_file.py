@@ -1,6 +1,7 @@
 """Files with direct I/O.
 
-The pool uses an unnamed temporary file, which the kernel deletes when the process ends.
+Direct I/O bypasses the operating system's page cache. The KV pool uses an unnamed temporary file, which the operating
+system deletes when the process ends.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from ...utils.private_files import make_private_folder
 from .requests import FILE_BITS, FileTable, Reader, Requests, reader
 from .row_copy import RowCopies
 
-NAMED = ".offload-rt-"  # prefix of the temporary name if the file system does not support unnamed files
+NAMED = ".offload-rt-"  # prefix of temporary file names, used if the file system does not support unnamed files
 
 
 class BlockFile:
-    """The open file `handle`, read and written in whole disk blocks, closed when the object is deleted. Thread-safe.
+    """An open file that is read and written in whole disk blocks. Thread-safe.
 
-    `direct` is True if reads and writes bypass the page cache. If the file system does not support that, the kernel is
-    advised to drop the pages.
+    `handle` is the file descriptor. It is closed when the object is deleted. `direct` is True if reads and writes
+    bypass the page cache. If the file system does not support direct I/O, the kernel is advised to drop the pages.
     """
 
     def __init__(self, handle: int) -> None:
@@ -40,9 +41,10 @@ class BlockFile:
         self._end = weakref.finalize(self, os.close, handle)
 
     def allocate(self, offset: int, size: int) -> None:
-        """Allocate the bytes [offset, offset + size), so that later writes there cannot run out of space.
+        """Allocate disk space for the bytes [offset, offset + size), so that later writes find space.
 
-        Raises OSError and restores the length of the file if there is no space.
+        Raises:
+            OSError: If there is not enough space. The length of the file is unchanged.
         """
         try:
             os.posix_fallocate(self.handle, offset, size)
@@ -54,7 +56,10 @@ class BlockFile:
             os.ftruncate(self.handle, offset + size)
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """Write `data` (whole blocks, uint8, from `aligned`) at `offset`. Raise OSError."""
+        """Write `data` at byte `offset`. `data` is uint8 memory from `aligned` with whole disk blocks.
+
+        Raise OSError.
+        """
         write_all(self.handle, offset, data.numpy().data)
         if not self.direct:
             os.fdatasync(self.handle)
@@ -65,13 +70,13 @@ class BlockFile:
 
 
 class DirectFile(BlockFile):
-    """An unnamed file in `folder` that the kernel deletes when this process ends, even after a crash.
+    """An unnamed file in `folder` that the operating system deletes when this process ends, even after a crash.
 
-    `files` is the table of files that `read` can access. Its first entry is this file.
+    `files` is the table of files that `read` can access. Entry 0 is this file.
 
     Args:
         folder: Folder on a disk with enough space.
-        readers: Creates the reader of each thread that reads. None selects the fastest available one.
+        readers: Function that creates a reader for each reading thread. None selects the fastest available reader.
 
     Raises:
         ConfigError: The folder cannot be used.
@@ -91,9 +96,10 @@ class DirectFile(BlockFile):
         self.files = FileTable(handle, direct=self.direct)
 
     def read(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies | None = None) -> None:
-        """Read whole blocks of `files` into `buffer` (uint8, from `aligned`) and perform `copies` from it.
+        """Read whole disk blocks of `files` into `buffer` (uint8, from `aligned`).
 
-        Copies may run while other requests are still being read. Raises OSError.
+        Then copy rows from the buffer (`copies`). The rows of one request may be copied while other requests are still
+        being read. Raise OSError.
         """
         if not hasattr(self._own, "reader"):
             self._own.reader = self._readers()
@@ -106,13 +112,13 @@ class DirectFile(BlockFile):
 
 
 def aligned(size: int) -> torch.Tensor:
-    """Return block-aligned uint8 memory `[size]`, unmapped when it is deleted."""
+    """Return uint8 memory `[size]`, aligned to disk blocks and unmapped when the tensor is deleted."""
     assert size > 0
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8))
 
 
 def nameless_file(folder: Path) -> int:
-    """Open a new unnamed file in `folder` that is deleted when the process ends. Raise OSError."""
+    """Open a new unnamed file in `folder`, which is deleted when the process ends. Return its handle. Raise OSError."""
     make_private_folder(folder)
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -120,13 +126,14 @@ def nameless_file(folder: Path) -> int:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
     handle, name = tempfile.mkstemp(prefix=NAMED, suffix=".rows", dir=folder)
-    for path in (Path(name), *folder.glob(f"{NAMED}*.rows")):  # also files of killed processes
+    # `folder.glob` finds files that killed processes have left behind.
+    for path in (Path(name), *folder.glob(f"{NAMED}*.rows")):
         path.unlink(missing_ok=True)
     return handle
 
 
 def write_all(handle: int, offset: int, data: memoryview) -> None:
-    """Write `data` at `offset`, in as many calls as needed. Raise OSError."""
+    """Write `data` at byte `offset`, in as many system calls as needed. Raise OSError."""
     while data:
         count = os.pwrite(handle, data, offset)
         offset, data = offset + count, data[count:]

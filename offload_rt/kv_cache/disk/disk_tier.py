@@ -1,4 +1,4 @@
-"""Options of a KV cache on disk: disk limit, file layout and host memory."""
+"""Options of a KV cache on disk, and the creation of its file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .direct_file import DirectFile
 from .file_arena import FileArena
 from .file_layout import FileLayout, MemoryBudget
 
-TIMES_HOST = 16  # default limit of the disk space, as a multiple of the host memory
+TIMES_HOST = 16  # default limit of the disk space, as a multiple of the host memory limit
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class DiskTier:
 
     Attributes:
         folder: Folder on the disk.
-        limit: Maximum bytes on the disk. None means `TIMES_HOST` times the host memory, or half of the free space if
-            that is less.
+        limit: Maximum size of the file in bytes. None means `TIMES_HOST` times the host memory limit, or half of the
+            free disk space if that is less.
     """
 
     folder: Path
@@ -32,9 +32,15 @@ class DiskTier:
 
 
 def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
-    """Return the maximum size in bytes of KV on the disk of `folder`, which need not exist yet.
+    """Return the maximum size in bytes of the KV file in `folder`, which need not exist yet.
 
-    Raises MemoryLimitError if `limit` exceeds the free space.
+    Args:
+        folder: Folder on the disk.
+        limit: Requested limit in bytes, or None for the default (see `DiskTier`).
+        host_bytes: Limit on host memory in bytes.
+
+    Raises:
+        MemoryLimitError: If `limit` exceeds the free disk space.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     found = os.statvfs(there)
@@ -52,11 +58,13 @@ def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
 def open_file_arena(
     disk: DiskTier, geometry: ModelGeometry, format: KVFormat, host_bytes: int, slab_tokens: int
 ) -> FileArena:
-    """Create a file arena on `disk` that uses `host_bytes` of memory.
+    """Create the file on `disk` and return a file arena that uses up to `host_bytes` of host memory.
 
-    Raises ConfigError if the folder cannot be used, and MemoryLimitError if a limit is too large or too small.
+    Raises:
+        ConfigError: If the folder cannot be used.
+        MemoryLimitError: If a limit is too large or too small.
     """
     limit = disk_limit(disk.folder, disk.limit, host_bytes)
     layout = FileLayout.fit(limit, geometry, format, slab_tokens)
-    MemoryBudget.of(host_bytes, layout)  # check before the file is created
+    MemoryBudget.of(host_bytes, layout)  # checks the limit before the file is created
     return FileArena(layout.arena, format.storage, DirectFile(disk.folder), host_bytes)

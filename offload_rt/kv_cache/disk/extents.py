@@ -1,8 +1,8 @@
 """Extents: the location of the KV of each block on disk.
 
-Every block has an extent in the pool's own file. A file of a session store can replace it, so that KV of a session is
-written once and read in place. In both, one layer of a block is `[Hkv, 64, 2 (K, V), width]`, padded to whole disk
-blocks (`file_layout.py`).
+Every block has an extent in the pool's own file. A *stored extent*, in a file of a session store, can replace it. KV of
+a session is then written once and read in place. In both files, one layer of a block is `[Hkv, 64, 2 (K, V), width]`,
+padded to whole disk blocks (`file_layout.py`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from .direct_file import BlockFile, DirectFile
 from .file_layout import FileLayout
 from .requests import Offsets, place
 
-SPARE_FILES = 512  # open files left to the rest of the process
+SPARE_FILES = 512  # number of file handles that the pool leaves to the rest of the process
 
 
 def ignore(layer: int, block: memoryview) -> None:
-    """Default for `StoredExtent.written`."""
+    """No-op: the default of `StoredExtent.written`."""
 
 
 @dataclass(eq=False)
 class StoredExtent:
-    """A file of a store that holds the KV of one block. Each layer is written once, as a whole.
+    """Location of the KV of one block in a file of a session store. Each layer is written once, as a whole.
 
     Attributes:
         file: The open file.
-        offset: Byte where the first layer begins.
-        layer_bytes: Bytes per layer (`FileLayout.layer`).
-        written: Called after each layer was written, with its index and bytes, on the writer thread.
+        offset: Offset in bytes of the first layer.
+        layer_bytes: Size in bytes of a layer (`FileLayout.layer`).
+        written: Function that the writer thread calls after it has written a layer, with the layer's index and bytes.
     """
 
     file: BlockFile
@@ -44,14 +44,17 @@ class StoredExtent:
     written: Callable[[int, memoryview], None] = ignore
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """Write the data of one layer at `offset`. Raise OSError."""
+        """Write the data of one layer at byte `offset` of the file. Raise OSError."""
         self.file.write(offset, data)
         self.written((offset - self.offset) // self.layer_bytes, data.numpy().data)
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A stored extent, its file number (`FileTable`), and the indices of the layers that it holds or will hold."""
+    """A stored extent in use, with its file number (`FileTable`) and the layers it contains.
+
+    `places` are the indices, within the block, of layers that are written or queued for writing.
+    """
 
     extent: StoredExtent
     number: int
@@ -61,16 +64,18 @@ class _Entry:
 class Extents:
     """Maps each block to its extent, and KV entries to positions in open files.
 
-    All calls need the arena's lock. Reads must happen inside `with extents:`. If a block leaves its stored extent, the
-    file stays open until all reads that started before have ended. These reads use its file number, and a new file
-    could get the same number. Pending writes (`WriteBehind`) also keep the file open. Open files count against the
-    process limit, which is raised to its maximum. At the limit, further blocks keep the extent in the pool's file.
+    The caller must hold the arena's lock for all calls, and read files only inside `with extents:`.
+
+    If a block leaves its stored extent, the file stays open until all reads that started earlier have ended: they use
+    its file number, which a new file could get otherwise. Pending writes (`WriteBehind`) also keep the file open. Open
+    files count against the process limit, which is raised to its maximum. When the limit is reached, additional blocks
+    stay in the pool's file.
     """
 
     def __init__(self, file: DirectFile, layout: FileLayout) -> None:
         self._file, self._layout = file, layout
         self._stored: dict[int, _Entry] = {}
-        # Position of layer 0 of each block (`requests.place`), and the distance from one layer to the next.
+        # Position of layer 0 of each block (`requests.place`), and the distance in bytes from one layer to the next.
         self._base = layout.base(np.arange(layout.arena.blocks, dtype=np.int64))
         self._step = np.full(layout.arena.blocks, layout.step, np.int64)
         self._left: list[_Entry] = []
@@ -89,13 +94,16 @@ class Extents:
         return None if entry is None else entry.extent
 
     def room(self) -> bool:
-        """Return whether one more file can be opened."""
+        """Return whether the process may open one more file."""
         if self._most is None:
             self._most = most_files() - SPARE_FILES
         return len(self._stored) + len(self._left) < self._most
 
     def enter(self, block: int, extent: StoredExtent, places: Sequence[int] = ()) -> None:
-        """Move a block without KV to a stored extent, which already holds the layers at `places`."""
+        """Assign a stored extent to `block`, which has no KV yet.
+
+        The extent already contains the layers at `places`.
+        """
         assert block not in self._stored and extent.layer_bytes == self._layout.layer
         with self._mutex:
             number = self._file.files.add(extent.file.handle, direct=extent.file.direct)
@@ -103,7 +111,7 @@ class Extents:
         self._base[block], self._step[block] = place(number, extent.offset), extent.layer_bytes
 
     def leave(self, block: int) -> None:
-        """Move a block back to the pool's file, without its KV."""
+        """Assign the extent in the pool's file to `block` again, without copying KV."""
         if (entry := self._stored.pop(block, None)) is not None:
             self._base[block], self._step[block] = self._layout.base(block), self._layout.step
             with self._mutex:
@@ -111,11 +119,14 @@ class Extents:
             self._forget_left()
 
     def takes(self, block: int, place: int) -> bool:
-        """Return whether the layer at `place` may be written: once in a stored extent, always in the pool's file."""
+        """Return whether the layer at `place` may be written to the extent of `block`.
+
+        A stored extent accepts each layer once, the pool's file always accepts it.
+        """
         return (entry := self._stored.get(block)) is None or place not in entry.places
 
     def target(self, block: int, place: int) -> tuple[StoredExtent | DirectFile, int]:
-        """Return the file and offset for writing the layer at `place`, and record the write."""
+        """Return the file and the byte offset for writing the layer at `place` of `block`, and record the write."""
         if (entry := self._stored.get(block)) is None:
             return self._file, int(self.layers(block, place))
         assert place not in entry.places
@@ -123,22 +134,25 @@ class Extents:
         return entry.extent, entry.extent.offset + place * entry.extent.layer_bytes
 
     def layers(self, blocks: Offsets | int, place: Offsets | int) -> Offsets:
-        """Return where the layer at `place` of each block begins, as file number and byte offset (`requests.place`).
+        """Return the position at which the layer at `place` of each block begins (`requests.place`).
 
-        The arguments are broadcast.
+        A position combines a file number and a byte offset. The arguments are broadcast.
         """
         found: Offsets = self._base[blocks] + place * self._step[blocks]
         return found
 
     def entries(self, ids: Offsets, place: int) -> Offsets:
-        """Return where KV entries (`FileLayout.ids`) of the layer at `place` begin (`requests.place`)."""
+        """Return the positions at which KV entries of the layer at `place` begin (`requests.place`).
+
+        `ids` are ids of KV entries (`FileLayout.ids`).
+        """
         rows = ids % self._layout.layer_pairs
         return self.layers(ids // self._layout.block_pairs, place) + rows * self._layout.pair_bytes
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def __enter__(self) -> None:
-        """Begin a read. Positions stay valid until it ends, even if blocks leave their extents."""
+        """Begin a read. Positions stay valid until the context ends, even if blocks leave their extents."""
         with self._mutex:
             self._reading += 1
 
@@ -158,7 +172,7 @@ class Extents:
             self._left.clear()
 
     def check_integrity(self) -> None:
-        """Assert that blocks and files are consistent."""
+        """Assert that the maps of blocks and files are consistent."""
         own = self._layout.base(np.arange(len(self._base), dtype=np.int64))
         assert set(np.flatnonzero(self._base != own).tolist()) == self._stored.keys()
         numbers = [entry.number for entry in (*self._stored.values(), *self._left)]
@@ -169,7 +183,7 @@ class Extents:
 
 
 def most_files() -> int:
-    """Raise the limit of open files to its maximum and return it."""
+    """Raise the process limit of open files to its maximum. Return the maximum."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):

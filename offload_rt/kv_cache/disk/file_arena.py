@@ -24,9 +24,11 @@ from .row_cache import RowCache
 from .row_copy import RowCopies
 from .write_behind import ExtentWrite, WriteBehind
 
-AT_ONCE = 2  # layers that are read concurrently: keeps the disk busy while one layer looks up its KV entries
-GAP = 4 * DISK_PAGE  # bytes that take as long to read as a new request (10 µs at 2 GB/s): shorter gaps are read through
-LARGEST_READ = 1 << 20  # bytes per request: copying from one overlaps with reading the next
+# number of layers that are read at the same time: keeps the disk busy while one layer looks up its KV entries
+AT_ONCE = 2
+# A gap up to this many bytes between two pieces is read too: it takes less time than a request (10 µs at 2 GB/s).
+GAP = 4 * DISK_PAGE
+LARGEST_READ = 1 << 20  # bytes per request: copying from one request overlaps with reading the next
 
 
 @dataclass
@@ -36,9 +38,9 @@ class DiskUse:
     Attributes:
         wanted: Number of KV entries (K and V of a token, layer and head) requested by `gather`.
         cached: Number of these entries that were in memory.
-        requests: Number of read requests to the disk.
-        bytes_read: Bytes read.
-        bytes_written: Bytes written.
+        requests: Number of read requests sent to the disk.
+        bytes_read: Bytes read from the disk.
+        bytes_written: Bytes written to the disk.
     """
 
     wanted: int = 0
@@ -48,12 +50,12 @@ class DiskUse:
     bytes_written: int = 0
 
     def since(self, before: DiskUse) -> DiskUse:
-        """Return the difference to the earlier counters `before`."""
+        """Return the differences between these counters and the earlier counters `before`."""
         return DiskUse(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
 
 
 class FileArena:
-    """Stores KV in a file, with the interface of `Arena`.
+    """KV storage in a file, with the interface of `Arena`.
 
     Partly filled blocks are buffered in memory until another block needs the buffer. Full blocks are written
     asynchronously. KV entries read by `gather` are cached in memory (`RowCache`).
@@ -63,12 +65,12 @@ class FileArena:
     whole. Before any other write, the KV of the block is copied back to a buffer and the block leaves the store file,
     so store files are never modified.
 
-    Thread-safe, under conditions that the caller ensures: only one thread at a time fills a block or gives it an
-    extent, only one thread per layer calls `gather`, and no KV is read while it is written. Methods raise DiskError if
-    an input or output operation fails.
+    Thread-safe under three conditions. Only one thread at a time fills a block or assigns it an extent. Only one thread
+    per layer calls `gather`. No KV entry is read while it is being written. Methods raise DiskError if an I/O operation
+    fails.
 
     Args:
-        layout: Shape of the arena.
+        layout: Number and shape of the blocks.
         dtype: Data type of the stored elements.
         file: The pool's own file.
         limit: Limit on host memory in bytes.
@@ -83,23 +85,24 @@ class FileArena:
         self._cache = RowCache(self.shares.slots, 2 * layout.head_dim, dtype)
         self._writer = WriteBehind(file.folder, self.shares.staged)
         self._extents = Extents(file, self.places)
-        self._blocks = RecycledMemory(least=0)  # for sequential reads
+        self._blocks = RecycledMemory(least=0)  # memory for sequential reads
         # Partly filled blocks, uint8 `[layers, layer bytes]` each, least recently filled first.
         self._buffers: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._written = np.zeros(layout.blocks, bool)  # blocks with KV in the pool's own file
         self._mutex = threading.RLock()
-        self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()  # one buffer per concurrent reader; others wait
+        # one staging buffer per concurrent reader; a thread waits until one is available
+        self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(AT_ONCE):
             self._staging.put(aligned(self.shares.staged // AT_ONCE // DISK_PAGE * DISK_PAGE))
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of KV in memory: the cache and the buffers of partly filled blocks."""
+        """Size in bytes of KV in host memory: the cache, and the buffers of partly filled blocks."""
         buffers = len(self._buffers) * (self.shares.blocks // self.shares.block_buffers)
         return self._cache.used * self.shares.slot_bytes + buffers
 
     def activate(self) -> None:
-        """Allocate disk space for the next slab. Raise PoolFullError if there is none."""
+        """Allocate disk space for the next slab. Raise PoolFullError if there is not enough space."""
         assert self.active < self.layout.slabs
         try:
             self.file.allocate(self.active * self.places.slab, self.places.slab)
@@ -116,7 +119,7 @@ class FileArena:
         return self._writer.lost
 
     def discard(self, blocks: Sequence[int]) -> None:
-        """Drop the content of blocks that were freed, including pending writes and write errors."""
+        """Drop the content of freed `blocks`, together with their pending writes and write errors."""
         with self._mutex:
             for block in blocks:
                 self._buffers.pop(block, None)
@@ -128,19 +131,23 @@ class FileArena:
     # ------------------------------------------------------------------------------------------------ stored extents
 
     def extent(self, block: int) -> StoredExtent | None:
-        """Wait for pending writes of a block and return its stored extent. Raise DiskError if a write failed."""
+        """Wait for pending writes of `block`. Return its stored extent, or None if its KV is in the pool's file.
+
+        Raises:
+            DiskError: If a write failed.
+        """
         self._wait(block)
         with self._mutex:
             return self._extents.get(block)
 
     def blank(self, block: int) -> bool:
-        """Return whether a block has no KV yet and can get a stored extent."""
+        """Return whether `block` has no KV yet, so that it can get a stored extent."""
         with self._mutex:
             nowhere = block not in self._extents and block not in self._buffers and not self._written[block]
             return nowhere and self._extents.room()
 
     def buffered(self, block: int) -> bool:
-        """Return whether all KV of a block is in its buffer and the block can get a stored extent."""
+        """Return whether all KV of `block` is in its memory buffer, so that it can get a stored extent."""
         with self._mutex:
             return block in self._buffers and self._extents.room()
 
@@ -148,7 +155,8 @@ class FileArena:
         """Assign a stored extent to a `blank` block. The extent already holds the layers with the indices `places`.
 
         Returns:
-            False if the block has KV by now, or if no more files can be opened.
+            False if the block has KV in the meantime, or if no more files can be opened. The extent is then not
+            assigned.
         """
         with self._mutex:
             if blank := self.blank(block):
@@ -160,7 +168,7 @@ class FileArena:
         """Write the first `layers` layers of a full, `buffered` block to a stored extent.
 
         Returns:
-            False if the block is not in its buffer any more.
+            False if the KV of the block is no longer in its buffer.
         """
         with self._mutex:
             if buffered := self.buffered(block):
@@ -173,7 +181,10 @@ class FileArena:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def fill(self, slab: int, place: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k, v `[Hkv, n, width]` to the slots of a slab from `offset` on, in one layer."""
+        """Write encoded k and v `[Hkv, n, width]` to n slots of a slab, from slot `offset` on.
+
+        `place` is the index of the layer within a block.
+        """
         done, total = 0, k.shape[1]
         while done < total:
             slot, first = divmod(offset + done, BLOCK_SIZE)
@@ -198,7 +209,7 @@ class FileArena:
             done += count
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` slots of block `source` to block `target` in all layers."""
+        """Copy the first `tokens` slots of block `source` to block `target`, in all layers of a block."""
         with self._mutex:
             held = self._read_block(source) if source in self._extents else self._buffered(source)
             rows = self._rows(held)[:, :, :tokens].clone()
@@ -206,9 +217,9 @@ class FileArena:
             self._forget_all(target)
 
     def _taken_whole(self, block: int, place: int, most: int) -> int:
-        """Return how many of at most `most` consecutive blocks from `block` on can be written as a whole.
+        """Return how many blocks from `block` on, at most `most`, can be written to their extents as a whole.
 
-        These are blocks without a buffer whose extent still accepts the layer at `place`.
+        The blocks have consecutive ids. Such a block has no buffer, and its extent still accepts the layer at `place`.
         """
         with self._mutex:
             takes = (block + i not in self._buffers and self._extents.takes(block + i, place) for i in range(most))
@@ -219,12 +230,16 @@ class FileArena:
         self._cache.forget(range(block * pairs, (block + 1) * pairs))
 
     def _write(self, blocks: range, place: int, data: torch.Tensor) -> None:
-        """Write one layer of full blocks of a slab asynchronously, uint8 `[blocks, layer bytes]`, to their extents."""
+        """Write one layer of full `blocks` of a slab to their extents, asynchronously.
+
+        `data` is uint8 `[blocks, layer bytes]`. `place` is the index of the layer within a block.
+        """
         with self._mutex:
             stored = [range(block, block + 1) for block in blocks if block in self._extents]
             own = list(ranges_of(block for block in blocks if block not in self._extents))
             pieces = []
-            for run in (*stored, *own):  # consecutive ids are adjacent in the pool's file
+            # Blocks with consecutive ids are adjacent in the pool's file, so one write covers them.
+            for run in (*stored, *own):
                 part = data[run.start - blocks.start : run.stop - blocks.start]
                 pieces.append(ExtentWrite(*self._extents.target(run.start, place), part.flatten()))
             for run in own:
@@ -233,12 +248,12 @@ class FileArena:
         self._writer.add([(block, place) for block in blocks], pieces)
 
     def _write_buffer(self, block: int, data: torch.Tensor) -> None:
-        """Write the layers of a block, uint8 `[layers, layer bytes]`, to its extent."""
+        """Write all layers of a block, uint8 `[layers, layer bytes]`, to its extent."""
         for place, own in enumerate(data):
             self._write(range(block, block + 1), place, own[None])
 
     def _buffered(self, block: int) -> torch.Tensor:
-        """Return the buffer of a block, read from disk if needed. May write out the oldest buffers."""
+        """Return the buffer of a block. Read it from the disk if needed. May write the oldest buffers to the disk."""
         if block in self._buffers:
             self._buffers.move_to_end(block)
             return self._buffers[block]
@@ -252,7 +267,7 @@ class FileArena:
         return self._buffers[block]
 
     def _read_block(self, block: int) -> torch.Tensor:
-        """Read a block from disk into a new buffer."""
+        """Read the KV of a block from the disk into a new buffer."""
         layers, size = self.layout.layers, self.places.layer
         self._wait(block)
         at = np.arange(layers, dtype=np.int64)
@@ -261,18 +276,21 @@ class FileArena:
         return data.view(layers, size)
 
     def _wait(self, block: int) -> None:
-        """Wait for pending writes of a block. Raise DiskError if one failed."""
+        """Wait for pending writes of a block. Raise DiskError if a write failed."""
         self._writer.wait([(block, place) for place in range(self.layout.layers)])
 
     def _rows(self, data: torch.Tensor) -> torch.Tensor:
-        """Return a view `[n, Hkv, 64, 2, width]` of n layers of blocks, uint8 `[n, layer bytes]`."""
+        """View n layers of blocks, uint8 `[n, layer bytes]`, as stored vectors `[n, Hkv, 64, 2 (K, V), width]`."""
         own = data[:, : self.places.layer_pairs * self.places.pair_bytes].view(self.dtype)
         return own.view(len(data), self.layout.kv_heads, BLOCK_SIZE, 2, self.layout.head_dim)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def view(self, slab: int, place: int, offset: int, size: int) -> KVPart:
-        """Return a copy of K and V `[Hkv, size, width]` for contiguous slots of a slab, in one layer."""
+        """Return a copy of K and V `[Hkv, size, width]` for `size` contiguous slots of a slab, from slot `offset` on.
+
+        `place` is the index of the layer within a block.
+        """
         first, stop = offset // BLOCK_SIZE, -(-(offset + size) // BLOCK_SIZE)
         start, count, heads = slab * self.layout.slab_blocks + first, stop - first, self.layout.kv_heads
         with self._extents:
@@ -295,9 +313,9 @@ class FileArena:
 
         Args:
             place: Index of the layer within a block.
-            ids: int64 `[n]`, distinct entries (`FileLayout.ids`).
-            out: `[m, 2 * width]`, contiguous.
-            into: int64 `[n]`, row of `out` for each entry.
+            ids: Distinct ids of KV entries (`FileLayout.ids`), int64 `[n]`.
+            out: Contiguous output `[m, 2 * width]`, with K and V of an entry in one row.
+            into: Row of `out` for each entry, int64 `[n]`.
         """
         with self._extents:
             with self._mutex:
@@ -313,7 +331,7 @@ class FileArena:
                     self._cache.enter(ids, out, into)
 
     def _from_buffers(self, ids: Offsets, into: Offsets, out: torch.Tensor) -> tuple[Offsets, Offsets]:
-        """Copy the KV entries of buffered blocks to `out`. Return the remaining `ids` and `into`."""
+        """Copy the KV entries of buffered blocks to `out`. Return `ids` and `into` of the other entries."""
         blocks = ids // self.places.block_pairs
         for block in self._buffers.keys() & set(blocks.tolist()):
             here = blocks == block
@@ -324,14 +342,13 @@ class FileArena:
         return ids, into
 
     def _read_rows(self, offsets: Offsets, into: Offsets, out: torch.Tensor) -> None:
-        """Read pieces of r rows each from the positions `offsets` `[n]` into the rows `into` `[n, r]` of out `[m,
-        size]`.
+        """Read pieces of r rows from the positions `offsets` `[n]` into the rows `into` `[n, r]` of out `[m, size]`.
 
-        Works in batches of the staging buffer's size.
+        The pieces are read in batches that fit the staging buffer.
         """
         own, row, staging = into.shape[1], out.shape[1] * out.itemsize, self._staging.get()
         try:
-            least = round_up_to_page(own * row) + DISK_PAGE  # a piece may begin within a disk block
+            least = round_up_to_page(own * row) + DISK_PAGE  # A piece may begin within a disk block.
             buffer = staging if len(staging) >= least else aligned(least)
             largest = min(len(buffer), max(LARGEST_READ, least))
             for reads in merged(offsets, own * row, GAP, largest).batches(len(buffer)):
@@ -354,7 +371,7 @@ class FileArena:
             self.use.bytes_read += int(requests.size.sum())
 
     def check_integrity(self) -> None:
-        """Wait for pending writes, then assert that the cache agrees with the disk and the buffers."""
+        """Wait for pending writes. Then assert that the cache agrees with the disk and the buffers."""
         self._writer.drain()
         with self._mutex:
             self._cache.check_integrity()

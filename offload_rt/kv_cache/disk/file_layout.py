@@ -1,13 +1,13 @@
-"""Memory layout of a KV cache on disk, and the division of its host memory: arithmetic on bytes.
+"""Layout of the file of a KV cache on disk, and the division of its host memory. Only arithmetic, no I/O.
 
 The pool's file consists of equal slabs, each
 
     [layer, slab_blocks, kv_head, 64 tokens, 2 (K, V), d]
 
-K and V of a token are adjacent, because they are always read together and a disk reads whole disk blocks. Tokens of
-one head of a block are contiguous, because a head selects many tokens of a layer at once, often adjacent ones
-(measured: `eval/results/disk`). The layers of a block are aligned to disk blocks. Files of session stores hold the
-layers of one block in the same format, one after the other.
+K and V of a token are adjacent, because they are always read together and a disk reads whole disk blocks. The 64 tokens
+of one head are contiguous, because a head often selects adjacent tokens (measured: `eval/results/disk`). The layers of
+a block are aligned to disk blocks. A file of a session store contains the layers of one block in the same format, one
+after the other.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from ..layout import SLAB_TOKENS, ArenaLayout
 from .requests import DISK_PAGE, Offsets
 from .row_cache import SLOT_BYTES
 
-LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20  # bytes per staging buffer: a few requests, more than a full queue
+# bytes per staging buffer: space for a few requests at least, and for more than a full request queue at most
+LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20
 
 Ids = TypeVar("Ids", int, Offsets)
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Byte offsets and sizes in the file for an arena of shape `arena`."""
+    """Byte offsets and sizes in the file. `arena` has the number and shape of the blocks."""
 
     arena: ArenaLayout
 
@@ -42,7 +43,10 @@ class FileLayout:
     def fit(cls, limit: int, geometry: ModelGeometry, format: KVFormat, slab_tokens: int = SLAB_TOKENS) -> FileLayout:
         """Return the layout of a file of at most `limit` bytes.
 
-        The head dimension of `geometry` must be the width of `format`. Raises MemoryLimitError if no block fits.
+        `geometry.head_dim` must be the width of `format`, the stored elements per vector.
+
+        Raises:
+            MemoryLimitError: If not even one block fits.
         """
         own = geometry.kv_heads * BLOCK_SIZE * 2 * geometry.head_dim * format.storage.itemsize
         rows = limit * own // round_up_to_page(own)
@@ -60,7 +64,7 @@ class FileLayout:
 
     @cached_property
     def step(self) -> int:
-        """Bytes from one layer of a block to the next in the pool's file."""
+        """Distance in bytes from one layer of a block to the next layer in the pool's file."""
         return self.arena.slab_blocks * self.layer
 
     @cached_property
@@ -76,20 +80,23 @@ class FileLayout:
         return self.arena.layers * self.layer_pairs
 
     def base(self, block: Ids) -> Ids:
-        """Return the byte where the first layer of a block begins in the pool's file."""
+        """Return the byte offset in the pool's file at which the first layer of `block` begins."""
         return block // self.arena.slab_blocks * self.slab + block % self.arena.slab_blocks * self.layer
 
     def ids(self, place: int, blocks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
-        """Return the ids of KV entries of the layer at `place`.
+        """Return the ids of KV entries in the layer at `place`, its index within a block.
 
-        `blocks`, `slots` (token within the block) and `heads` are int64 and are broadcast. The ids of a layer of a
-        block are consecutive.
+        `blocks`, `slots` (index of the token within the block) and `heads` are int64 arrays and are broadcast. All
+        entries in one layer of a block have consecutive ids.
         """
         first: Offsets = (blocks * self.arena.layers + place) * self.layer_pairs + slots
         return first + heads * BLOCK_SIZE
 
     def layers(self, ids: Offsets) -> Iterator[tuple[int, Offsets]]:
-        """Group ids by layer. Yield the index of each layer within a block, and the indices into `ids`."""
+        """Group `ids` by layer.
+
+        Yield, for each layer, its index within a block and the positions of its ids in `ids`.
+        """
         places = ids // self.layer_pairs % self.arena.layers
         for place in np.unique(places).tolist():
             yield place, np.flatnonzero(places == place)
@@ -105,11 +112,12 @@ class MemoryBudget:
     """Division of the host memory of a KV cache on disk.
 
     Attributes:
-        staged: Size in bytes of each kind of staging: reads, requested entries and pending writes.
+        staged: Size in bytes of each of three kinds of temporary memory: data being read, requested entries, and
+            pending writes.
         block_buffers: Maximum number of buffers for partly filled blocks.
-        blocks: Size of these buffers in bytes.
-        slots: Slots of the cache for KV entries.
-        slot_bytes: Bytes per slot, including metadata.
+        blocks: Total size in bytes of these buffers.
+        slots: Number of KV entries that the cache can store.
+        slot_bytes: Size in bytes of a cache slot, including metadata.
     """
 
     staged: int
@@ -120,9 +128,10 @@ class MemoryBudget:
 
     @classmethod
     def of(cls, limit: int, layout: FileLayout) -> MemoryBudget:
-        """Divide `limit` bytes: 1/32 for each kind of staging, 1/16 for block buffers, the rest for the cache.
+        """Divide `limit` bytes: 1/32 for each kind of temporary memory, 1/16 for block buffers, the rest for the cache.
 
-        Raises MemoryLimitError if the limit is too small.
+        Raises:
+            MemoryLimitError: If the limit is too small.
         """
         staged = max(LEAST_STAGED, min(MOST_STAGED, limit // 32 // DISK_PAGE * DISK_PAGE))
         block = layout.arena.layers * layout.layer
@@ -140,14 +149,14 @@ class MemoryBudget:
 
 
 def round_up_to_page(size: int) -> int:
-    """Round `size` bytes up to whole disk blocks."""
+    """Round `size` bytes up to a multiple of the disk block size."""
     return -(-size // DISK_PAGE) * DISK_PAGE
 
 
 def block_layer_bytes(tokens: int, arena: ArenaLayout) -> int:
-    """Return the size in bytes of a layer `[Hkv, n, 2 (K, V), width]` of a block of n tokens.
+    """Return the size in bytes of one layer `[Hkv, tokens, 2 (K, V), width]` of a block with `tokens` tokens.
 
-    Full blocks are padded to whole disk blocks, so that their KV can be read with direct I/O.
+    The size of a full block is padded to whole disk blocks, so that it can be read with direct I/O.
     """
     own = arena.kv_heads * tokens * 2 * arena.row_bytes
     return round_up_to_page(own) if tokens == BLOCK_SIZE else own

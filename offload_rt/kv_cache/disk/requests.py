@@ -1,6 +1,7 @@
-"""Read scattered pieces of open files: merge them into few requests, and execute these concurrently.
+"""Read scattered pieces of open files. Pieces are merged into few requests, which run concurrently.
 
-Reading through a short gap is cheaper than a new request. Requests run in io_uring if available, else in threads.
+Reading a short gap between two pieces is cheaper than a separate request. Requests use io_uring if it is available,
+else threads.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from numpy.typing import NDArray
 from ...utils import native_libraries
 from .row_copy import RowCopies, address, copy_rows
 
-DISK_PAGE = 4096  # bytes; direct I/O needs this alignment in the file and in memory
-DEPTH = 64  # concurrent requests with io_uring
-THREADS = 16  # concurrent requests without io_uring
-FILE_BITS = 44  # low bits of a `place`: byte within the file (up to 16 TiB); high bits: file number (up to 2**19)
+DISK_PAGE = 4096  # bytes; direct I/O needs this alignment both in the file and in memory
+DEPTH = 64  # number of concurrent requests with io_uring
+THREADS = 16  # number of concurrent requests without io_uring
+# A `place` is an integer: the low bits are the byte offset in a file (up to 16 TiB), the high bits the file number.
+FILE_BITS = 44
 
 Offsets = NDArray[np.int64]
 Handles = NDArray[np.int32]
 
 
 class FileTable:
-    """Handles of open files by number. `direct` is True if all of them bypass the page cache.
+    """Handles of open files by file number. `direct` is True if all files bypass the page cache.
 
-    File numbers are reused. Remove a file only if no pending read refers to it.
+    File numbers are reused, so a file must not be removed while a pending read refers to it.
     """
 
     def __init__(self, first: int, *, direct: bool) -> None:
@@ -62,9 +64,10 @@ def place(number: int, byte: int = 0) -> int:
 
 
 class Requests(NamedTuple):
-    """Read requests, int64 `[n]` each.
+    """n read requests, as int64 arrays `[n]`.
 
-    Request i reads `size[i]` bytes from `offset[i]` (file number and byte, `place`) to byte `at[i]` of the buffer.
+    Request i reads `size[i]` bytes from `offset[i]` (file number and byte offset, see `place`) to byte `at[i]` of the
+    buffer.
     """
 
     offset: Offsets
@@ -73,13 +76,14 @@ class Requests(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """Requests of whole blocks into consecutive parts of a buffer, and the pieces they contain, in file order.
+    """Requests of whole disk blocks into consecutive parts of a buffer, and the pieces they contain, in file order.
 
     Attributes:
         requests: The requests.
-        pieces: int64 `[n]`, index of each piece.
-        places: int64 `[n]`, byte of the buffer where each piece begins.
-        first: int64 `[requests + 1]`. Request i contains the pieces `first[i]` to `first[i + 1]`, exclusive.
+        pieces: Index of each piece among the arguments of `merged`, int64 `[n]`.
+        places: Byte offset of each piece in the buffer, int64 `[n]`.
+        first: Index of the first piece of each request, int64 `[requests + 1]`. Request i contains the pieces
+            [first[i], first[i + 1]).
     """
 
     requests: Requests
@@ -88,7 +92,10 @@ class Reads(NamedTuple):
     first: Offsets
 
     def batches(self, room: int) -> Iterator[Reads]:
-        """Split into batches for a buffer of `room` bytes. No request may be larger than the buffer."""
+        """Split the requests into batches that fit a buffer of `room` bytes.
+
+        No request may be larger than the buffer.
+        """
         (offset, size, at), done, count = self.requests, 0, len(self.first) - 1
         if count and at[-1] + size[-1] <= room:
             yield self
@@ -103,13 +110,13 @@ class Reads(NamedTuple):
 
 
 def merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
-    """Merge reads of distinct pieces of a file.
+    """Merge reads of distinct pieces of a file into requests.
 
     Args:
-        offsets: int64 `[n]`, start of each piece, in any order.
-        size: Bytes per piece.
-        gap: Pieces at most this many bytes apart share a request.
-        most: Maximum bytes per request, whole blocks and larger than a piece.
+        offsets: Position of the first byte of each piece, int64 `[n]`, in any order.
+        size: Size in bytes of a piece.
+        gap: Largest gap in bytes between two pieces that are read with one request.
+        most: Largest size in bytes of a request; whole disk blocks, and larger than a piece.
     """
     if (library := _merge_library()) is None:
         return _merged(offsets, size, gap, most)
@@ -140,7 +147,7 @@ def _merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
 
 
 class RingReader:
-    """Reads with io_uring: one system call for many requests. Only the thread that opened it may use it."""
+    """Reader that uses io_uring: one system call for many requests. Only the thread that opened it may use it."""
 
     def __init__(self, library: ctypes.CDLL, ring: int) -> None:
         self._library, self._ring = library, ring
@@ -148,17 +155,17 @@ class RingReader:
 
     @classmethod
     def open(cls, depth: int = DEPTH) -> RingReader | None:
-        """Create a reader. Return None without compiled code or if the kernel does not provide a ring."""
+        """Create a reader. Return None if the C code is not available or the kernel does not support io_uring."""
         library = _library()
         if library is None or not (ring := library.ring_open(depth)):
             return None
         return cls(library, ring)
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """Read `requests` of the open `files` (`FileTable.handles`) into `buffer` and perform `copies` from it.
+        """Execute `requests` for the open `files` (`FileTable.handles`). Copy rows from `buffer` as given by `copies`.
 
-        Copies overlap with other reads. Raises OSError for the first failed request, including a read past the end of a
-        file. No request writes to the buffer after the error.
+        Rows of one request may be copied while other requests are still being read. Raise OSError for the first request
+        that fails, including a read past the end of a file. After the error, no request writes to `buffer` any more.
         """
         if not (count := len(requests.size)):
             return
@@ -172,14 +179,14 @@ class RingReader:
 
 
 class ThreadReader:
-    """Reads with a thread pool, one request per thread."""
+    """Reader that uses a pool of threads, one request per thread at a time."""
 
     def __init__(self, threads: int = THREADS) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="offload-rt reader")
         weakref.finalize(self, self._threads.shutdown, wait=False)
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """Like `RingReader.read`, but copies start after all reads."""
+        """Execute `requests` like `RingReader.read`. Rows are copied after all reads have ended."""
         pieces = zip(*(each.tolist() for each in requests), strict=True)
         jobs = [self._threads.submit(_read, files, offset, buffer[at : at + size]) for offset, size, at in pieces]
         failures = [job.exception() for job in jobs]

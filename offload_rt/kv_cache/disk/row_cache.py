@@ -1,11 +1,12 @@
 """In-memory cache for KV entries on disk, shared by all sequences.
 
 Replacement is LRFU (Lee et al. 2001), as in the working set on the device: each use adds 1 to the score of an entry,
-each step multiplies all scores by `DECAY`, and the lowest score is evicted. The implementation increases the weight of
-a use instead of decreasing all scores. The order is the same, and the cost depends only on the entries looked up.
+each step multiplies all scores by `DECAY`, and the entry with the lowest score is evicted. The implementation increases
+the weight of a use instead of decreasing all scores. The order is the same, and the cost depends only on the entries
+looked up.
 
-The cache is set-associative: the id of an entry determines its set of `WAYS` slots. Lookup and eviction only consider
-these slots, and entries that are not cached need no memory.
+The cache is set-associative: the id of an entry determines its set of `WAYS` slots. Lookup and eviction search only
+this set, and entries that are not cached need no memory.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from numpy.typing import NDArray
 from ...utils import native_libraries
 from .row_copy import address, copy_rows
 
-DECAY = 0.9  # factor of all scores per step; measured for `transfer.working_set`
+DECAY = 0.9  # factor by which scores decrease per step; measured for `transfer.working_set`
 
-# Slots per set. 8 ways have 10 % more misses; 32 ways have 3 % fewer and search twice as many slots (Qwen 2.5 0.5B,
-# 16,000 tokens, 5 % attended, 20 % of the KV in memory).
+# Slots per set. With 8 slots, there are 10 % more misses. With 32 slots, there are 3 % fewer misses, but lookups search
+# twice as many slots (Qwen 2.5 0.5B, 16,000 tokens, 5 % attended, 20 % of the KV in memory).
 WAYS = 16
 
 SLOT_BYTES = 16  # metadata per slot: owner, score, last use
 
-# If the weight of a use exceeds this, all scores are scaled down. Sums stay far below the maximum of float32. Scores
-# that become zero belong to entries last used 400 steps ago.
+# When the weight of a use exceeds this value, all scores are scaled down, so that sums stay far below the maximum of
+# float32. Scores that become zero belong to entries last used 400 steps ago.
 MOST_WEIGHT = 1e18
 
 MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads consecutive ids evenly over the sets (Knuth, 6.4)
 
-AT_A_TIME = 4096  # ids looked up at once without compiled code; bounds the temporary memory
+AT_A_TIME = 4096  # number of ids that are looked up at a time without C code; limits the temporary memory
 
 Ids = NDArray[np.int64]
 
 
 class _Arrays(ctypes.Structure):
-    """`struct cache` of row_cache.c."""
+    """The structure `cache` of row_cache.c."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("owner", "score", "last", "rows")),
@@ -51,7 +52,7 @@ class _Arrays(ctypes.Structure):
 
 
 class RowCache:
-    """A set-associative cache of rows (KV entries) of `width` elements with non-negative ids.
+    """A set-associative cache of rows of `width` elements. A row is a KV entry and has a non-negative id.
 
     `slots` is rounded down to whole sets. Each call handles a batch of distinct ids. Not thread-safe.
     """
@@ -62,11 +63,12 @@ class RowCache:
         self._sets = slots // self._ways
         self.slots = slots = self._sets * self._ways
         memory = mmap.mmap(-1, max(1, slots * width * storage.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # adjacent slots are unrelated: with small pages, each access is a TLB miss
+        # Adjacent slots are unrelated entries. With small pages, each access would be a TLB miss.
+        if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.rows = torch.frombuffer(memory, dtype=storage).view(slots, width)
-        """`[slots, width]`. The kernel allocates its pages on first use."""
-        self._owner = np.zeros(slots, np.int64)  # `[sets * ways]`, id + 1 of the row in each slot; 0 if empty
+        """Cached rows `[slots, width]`. The operating system allocates memory pages on first use."""
+        self._owner = np.zeros(slots, np.int64)  # `[sets * ways]`: id + 1 of the row in each slot; 0 for an empty slot
         self._score, self._last = np.zeros(slots, np.float32), np.zeros(slots, np.uint32)
         self.used = 0
         """Number of occupied slots."""
@@ -76,14 +78,14 @@ class RowCache:
 
     @property
     def held(self) -> Ids:
-        """Occupied slots in ascending order."""
+        """Return the occupied slots in ascending order."""
         return np.flatnonzero(self._owner)
 
     def owners(self, slots: Ids) -> Ids:
         return self._owner[slots] - 1
 
     def pass_time(self, steps: float) -> None:
-        """Advance the time by `steps`, which may be a fraction."""
+        """Advance the clock by `steps` decode steps, which may be a fraction."""
         self._now = (self._now + 1) & 0xFFFFFFFF
         self._weight *= DECAY**-steps
         if self._weight > MOST_WEIGHT:
@@ -91,12 +93,12 @@ class RowCache:
             self._weight = 1.0
 
     def take(self, ids: Ids, out: torch.Tensor, into: Ids) -> tuple[Ids, Ids]:
-        """Copy cached rows to `out` and count the use.
+        """Copy the cached rows among `ids` to `out`, and count a use of each.
 
         Args:
-            ids: int64 `[n]`, ids of the rows.
-            out: `[m, width]`, contiguous.
-            into: int64 `[n]`, row of `out` for each id.
+            ids: Ids of the rows, int64 `[n]`.
+            out: Contiguous output `[m, width]`.
+            into: Row of `out` for each id, int64 `[n]`.
 
         Returns:
             `ids` and `into` of the rows that are not cached.
@@ -124,9 +126,9 @@ class RowCache:
         """Insert rows that are not cached. A row is skipped if all slots of its set were used in this step.
 
         Args:
-            ids: int64 `[n]`, ids of the rows.
-            rows: `[m, width]`, contiguous.
-            at: int64 `[n]`, row of `rows` for each id.
+            ids: Ids of the rows, int64 `[n]`.
+            rows: Contiguous source `[m, width]`.
+            at: Index in `rows` of each id's row, int64 `[n]`.
         """
         assert rows.is_contiguous() and rows.shape[1] == self.rows.shape[1] and len(ids) == len(at)
         if not len(ids):
@@ -141,7 +143,7 @@ class RowCache:
         self.used += fresh
 
     def forget(self, ids: range) -> None:
-        """Remove the rows `ids`, because their content has changed."""
+        """Remove the rows with the given `ids`, because their content has changed."""
         if (library := _library()) is not None:
             self.used -= library.forget(self._arrays, ids.start, ids.stop, ids.step)
             return
@@ -150,7 +152,7 @@ class RowCache:
         self.used -= int((slots >= 0).sum())
 
     def _slots_of(self, ids: Ids) -> Ids:
-        """Return the candidate slots of each id, `[n, ways]`."""
+        """Return the slots in which each id may be stored, `[n, ways]`."""
         mixed = ids.astype(np.uint64) * np.uint64(MIX) >> np.uint64(32)
         sets = (mixed * np.uint64(self._sets) >> np.uint64(32)).astype(np.int64)
         return sets[:, None] * self._ways + np.arange(self._ways)
@@ -165,7 +167,10 @@ class RowCache:
         return found
 
     def _enter(self, ids: Ids, rows: torch.Tensor, at: Ids) -> int:
-        """Insert rows without compiled code, one per set and pass. Return how many slots were empty."""
+        """Insert rows without C code, in passes that insert at most one row per set.
+
+        Return how many slots were empty.
+        """
         fresh = 0
         while len(ids):
             _, turn = np.unique(self._slots_of(ids)[:, 0], return_index=True)

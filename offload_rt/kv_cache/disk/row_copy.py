@@ -1,4 +1,4 @@
-"""Copy scattered rows in memory: in one pass with compiled code, else in two with torch."""
+"""Copy scattered rows in memory, in one pass with C code or in two passes with torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from ...utils import native_libraries
 
 
 class RowCopies(NamedTuple):
-    """Copies of rows from a read buffer.
+    """Rows to copy from a read buffer.
 
     Attributes:
-        first: int64 `[requests + 1]`. Request i contains the rows `first[i]` to `first[i + 1]`, exclusive.
-        at: int64 `[n]`, byte of the buffer where each row begins.
-        into: int64 `[n]`, distinct destination rows of `out`.
-        out: `[m, width]`, contiguous.
+        first: Index of the first row of each request, int64 `[requests + 1]`. Request i contains the rows [first[i],
+            first[i + 1]).
+        at: Byte offset of each row in the buffer, int64 `[n]`.
+        into: Row of `out` that each row is copied to, int64 `[n]`, without duplicates.
+        out: Contiguous output `[m, width]`.
     """
 
     first: NDArray[np.int64]
@@ -31,14 +32,14 @@ class RowCopies(NamedTuple):
 
 
 def address(array: NDArray[Any]) -> int:
-    """Return the address of a non-empty, writable array. Four times as fast as `array.ctypes`."""
+    """Return the memory address of a non-empty, writable array. This is four times as fast as `array.ctypes`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 def copy_rows(source: torch.Tensor, at: NDArray[np.int64], out: torch.Tensor, into: NDArray[np.int64]) -> None:
-    """Copy rows that begin at bytes `at` `[n]` of `source` to the distinct rows `into` `[n]` of out `[m, width]`.
+    """Copy rows from byte offsets `at` `[n]` of `source` to rows `into` `[n]` of out `[m, width]`.
 
-    `source` and `out` must be contiguous and must not overlap.
+    `into` has no duplicates. `source` and `out` must be contiguous and must not overlap.
     """
     assert source.is_contiguous() and out.is_contiguous() and len(at) == len(into)
     size = out.shape[1] * out.itemsize
@@ -49,7 +50,8 @@ def copy_rows(source: torch.Tensor, at: NDArray[np.int64], out: torch.Tensor, in
     if (library := _library()) is not None:
         library.copy_rows(len(at), size, source.data_ptr(), address(at), out.data_ptr(), address(into))
         return
-    unit = int(np.gcd.reduce(at, initial=math.gcd(size, source.nbytes)))  # all rows begin and end on multiples of it
+    # all rows begin and end on multiples of this number of bytes
+    unit = int(np.gcd.reduce(at, initial=math.gcd(size, source.nbytes)))
     parts = torch.from_numpy(at // unit).unsqueeze(1) + torch.arange(size // unit)
     rows = source.view(torch.uint8).view(-1, unit).index_select(0, parts.flatten()).view(len(at), size)
     out.index_copy_(0, torch.from_numpy(into), rows.view(out.dtype))

@@ -1,4 +1,4 @@
-"""Asynchronous writes to files with a limit on pending bytes."""
+"""Asynchronous writes to files, with a limit on the number of pending bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .extents import StoredExtent
 
 
 class ExtentWrite(NamedTuple):
-    """Whole disk blocks (`direct_file.aligned`) and their destination."""
+    """A write of whole disk blocks (`direct_file.aligned`): the data and its destination."""
 
     target: BlockFile | StoredExtent
     offset: int
@@ -28,10 +28,11 @@ class ExtentWrite(NamedTuple):
 
 
 class WriteBehind:
-    """Writer thread of an on-disk pool. Writes run in the order of `add`. Error messages name `folder`.
+    """Writer thread of a KV pool on disk. Writes run in the order of `add`. Error messages name `folder`.
 
-    Each write has keys `(block, index of the layer within the block)`. Before reading the KV of a key, call `wait`,
-    which raises the error of a failed write. `add` waits while more than `limit` bytes would be pending.
+    Each write contains the KV of some keys. A key is `(block, index of the layer within the block)`. Before it reads
+    the KV of a key, a thread must call `wait`, which raises the error of a failed write. `add` blocks while more than
+    `limit` bytes would be pending.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -39,13 +40,16 @@ class WriteBehind:
         self._waiting: Counter[tuple[int, int]] = Counter()
         self._bytes = 0
         self._lost: dict[tuple[int, int], str] = {}
-        self._unwanted: set[tuple[int, int]] = set()  # keys with pending writes whose content was discarded
+        self._unwanted: set[tuple[int, int]] = set()  # keys with pending writes whose content has been discarded
         self._changed = threading.Condition()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-rt row writer")
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def add(self, places: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite]) -> None:
-        """Queue `pieces` after all earlier writes. They are the complete KV of the keys `places`."""
+        """Queue `pieces`, which contain the complete KV of the keys `places`.
+
+        They are written after all earlier pieces.
+        """
         size = sum(len(piece.data) for piece in pieces)
         with self._changed:
             self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._limit)
@@ -55,7 +59,7 @@ class WriteBehind:
         self._thread.submit(self._write, places, pieces, size)
 
     def wait(self, places: Sequence[tuple[int, int]]) -> None:
-        """Wait until the keys `places` are written. Raise DiskError if a write failed."""
+        """Wait until the KV of the keys `places` is written. Raise DiskError if a write failed."""
         with self._changed:
             if self._waiting:
                 self._changed.wait_for(lambda: not any(place in self._waiting for place in places))
@@ -63,7 +67,7 @@ class WriteBehind:
                 raise DiskError(f"cannot write KV to {str(self._folder)!r}: {why}; the KV of this request is lost")
 
     def wait_for(self, place: int, blocks: NDArray[np.int64]) -> None:
-        """Wait for the layer at `place` in `blocks`, which may contain duplicates."""
+        """Wait until the layer at index `place` of all `blocks` is written. `blocks` may contain duplicates."""
         with self._changed:
             quiet = not self._waiting and not self._lost
         if not quiet:
@@ -75,7 +79,7 @@ class WriteBehind:
             return {block for block, _ in self._lost}
 
     def forgive(self, blocks: Sequence[int]) -> None:
-        """Ignore past and pending write errors of blocks that were freed."""
+        """Ignore past and pending write errors of `blocks`, which have been freed."""
         gone = set(blocks)
         with self._changed:
             self._lost = {place: why for place, why in self._lost.items() if place[0] not in gone}
@@ -98,12 +102,12 @@ class WriteBehind:
             self._changed.notify_all()
 
     def _written(self, pieces: Sequence[ExtentWrite]) -> str:
-        """Write `pieces`. Return the reason of a failure, or an empty string."""
+        """Write `pieces`. Return the reason of a failure, or an empty string if there was none."""
         try:
             for piece in pieces:
                 piece.target.write(piece.offset, piece.data)
         except OSError as error:
             return error.strerror or str(error)
-        except Exception as error:  # otherwise, readers would wait forever
+        except Exception as error:  # If the writer thread ended here, threads that wait for a key would never continue.
             return f"{type(error).__name__}: {error}"
         return ""

@@ -1,1 +1,1 @@
-"""Weights kept in host memory and copied to the device on demand."""
+"""Weights that stay in host memory and are copied to the device on demand."""

@@ -1,12 +1,12 @@
-"""Offloading of mixture-of-experts weights that do not fit the device.
+"""Offloading of mixture-of-experts weights that do not fit the device memory.
 
-All experts are in host memory. Each layer keeps its most recently used experts in device slots, and copies the other
-experts that the tokens of a step choose. transformers computes the result: its module is called with the weights
-of the slots and with choices that are slot indices.
+All experts are in host memory. Each layer keeps its most recently used experts in slots on the device. If the router
+chooses other experts, they are copied to the device. The experts module of transformers computes the result. It gets
+the weights in the slots, and slot indices in place of expert indices.
 
-Experts are fetched after the router has chosen them. The choice could be predicted one layer ahead, but copying an
-expert takes many times longer than computing a layer. A correct prediction would therefore hide no more than one layer,
-and a wrong one would occupy the transfer for a whole expert.
+Experts are copied after the router has chosen them. The choice could be predicted one layer ahead, but copying an
+expert takes many times longer than computing a layer. A correct prediction would therefore save at most the time of one
+layer, and a wrong prediction would delay other transfers by a whole expert.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ...models.weights import aligned, experts_of
 class ExpertCache(nn.Module):
     """Device cache for the experts of one layer.
 
-    Each parameter is `[E, ...]` in host memory (page-locked on CUDA) and `[slots, ...]` on the device. The cache
-    replaces the experts module of transformers and calls it. The parameters of that module are the slots, which are not
-    parameters of the model.
+    Each parameter of the E experts is `[E, ...]` in host memory (page-locked on CUDA) and `[slots, ...]` on the device.
+    The cache takes the place of the experts module of transformers and calls this module with the slots as its
+    parameters.
     """
 
     def __init__(self, experts: Any, slots: int, device: torch.device) -> None:
-        """Move the parameters of `experts`, which must be in host memory, to the memory of the cache.
+        """Move the parameters of `experts` from host memory to the host memory of the cache.
 
         Raises:
             MemoryLimitError: The host memory cannot be allocated.
@@ -55,16 +55,18 @@ class ExpertCache(nn.Module):
             self._there.append(own.new_empty((self.slots, *own.shape[1:]), device=device))
             weight.data = self._there[-1]
         experts.num_experts = self.slots
-        self._module = (experts,)  # not a submodule: its parameters are buffers, not the layer's weights
+        # In a tuple, so that it is no submodule: its parameters are device slots, not the layer's weights.
+        self._module = (experts,)
         self._held: list[int | None] = [None] * self.slots
         self._used = [0] * self.slots
         self._now = 0
         self.bytes = self.chosen = self.found = 0
-        """Bytes copied to the device, experts chosen by steps, and chosen experts that were on the device."""
+        """Bytes copied to the device, number of chosen experts, and number of chosen experts that were on the device.
+        """
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of all experts in host memory."""
+        """Size in bytes of all experts of the layer in host memory."""
         return sum(own.nbytes for own in self._host)
 
     @property
@@ -72,7 +74,10 @@ class ExpertCache(nn.Module):
         return sum(there.nbytes for there in self._there)
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Apply the experts `index` `[T, k]` to `hidden` `[T, D]`, weighted by `weights` `[T, k]`: `[T, D]`."""
+        """Apply the chosen experts to `hidden` `[T, D]` and return the weighted sum of their outputs, `[T, D]`.
+
+        `index` `[T, k]` has the experts that each token's router has chosen, and `weights` `[T, k]` their weights.
+        """
         choices = index.cpu()
         chosen = choices.unique().tolist()
         self.chosen += len(chosen)
@@ -86,9 +91,9 @@ class ExpertCache(nn.Module):
     def _in_turns(
         self, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, chosen: Sequence[int]
     ) -> torch.Tensor:
-        """Compute `forward` if more experts are chosen than there are slots.
+        """Compute `forward` if more experts are chosen than there are slots, in several turns.
 
-        Each expert is copied at most once. Its outputs for all its tokens are kept until they are summed.
+        Each expert is copied at most once. The outputs of all experts are kept until they are summed.
         """
         tokens, k = choices.shape
         flat, given = choices.flatten(), weights.flatten()
@@ -101,15 +106,15 @@ class ExpertCache(nn.Module):
         return parts.view(tokens, k, -1).sum(1)
 
     def _turns(self, chosen: Sequence[int]) -> Iterator[list[int]]:
-        """Split `chosen` into groups of at most `slots` experts, those on the device first."""
+        """Split `chosen` into groups of up to `slots` experts. Experts that are on the device come first."""
         ordered = sorted(chosen, key=lambda expert: expert not in self._held)
         for first in range(0, len(ordered), self.slots):
             yield ordered[first : first + self.slots]
 
     def _bring(self, experts: Sequence[int]) -> torch.Tensor:
-        """Copy at most `slots` experts to the device in the compute stream, replacing the least recently used ones.
+        """Copy up to `slots` experts to the device in the compute stream. They replace the least recently used experts.
 
-        Returns the slot of each expert, int64 `[E]` on the host, with -1 for all other experts.
+        Return the slot of each expert, int64 `[E]` on the host; -1 for all experts that are not in `experts`.
         """
         self._now += 1
         free = sorted((slot for slot, held in enumerate(self._held) if held not in experts), key=self._used.__getitem__)
@@ -126,7 +131,7 @@ class ExpertCache(nn.Module):
         return found
 
     def check_integrity(self) -> None:
-        """Assert that slots have the weights of their experts and are the parameters of the transformers module."""
+        """Assert that each slot has the weights of its expert and that transformers' module uses the slots."""
         held = [expert for expert in self._held if expert is not None]
         assert len(set(held)) == len(held) and max(self._used) <= self._now
         for weight, own, there in zip(self._module[0].parameters(), self._host, self._there, strict=True):
@@ -136,7 +141,7 @@ class ExpertCache(nn.Module):
 
 
 def keep_experts(layers: Sequence[nn.Module], slots: int, device: torch.device) -> list[ExpertCache]:
-    """Replace the experts of every layer that has any by an `ExpertCache`. Returns the caches."""
+    """Replace the experts module of every mixture-of-experts layer by an `ExpertCache`. Return the caches."""
     caches = []
     for layer in layers:
         if (experts := experts_of(layer)) is None:

@@ -1,4 +1,4 @@
-"""All offloaded weights of a model, with common counters."""
+"""All weights of a model that are offloaded to host memory, with common counters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class WeightUse:
     """Transfer counters of offloaded weights.
 
     Attributes:
-        bytes: Bytes of layers, experts and embedding rows copied to the device.
-        chosen: Number of experts chosen by the layers of all steps.
+        bytes: Bytes of streamed layers, experts and embedding rows copied to the device.
+        chosen: Number of experts chosen, summed over layers and steps.
         found: Number of chosen experts that were on the device.
     """
 
@@ -24,7 +24,7 @@ class WeightUse:
     found: int = 0
 
     def since(self, before: WeightUse) -> WeightUse:
-        """Return the difference to the earlier counters `before`."""
+        """Return the differences between these counters and the earlier counters `before`."""
         return WeightUse(self.bytes - before.bytes, self.chosen - before.chosen, self.found - before.found)
 
     def __add__(self, other: WeightUse) -> WeightUse:
@@ -36,7 +36,7 @@ NOTHING_USED = WeightUse()
 
 @dataclass(frozen=True)
 class HostWeights:
-    """The offloaded weights of a model: streamed layers, experts and the embedding, each optional."""
+    """Offloaded weights of a model: streamed layers, experts and the embedding. Each of the three may be missing."""
 
     stream: WeightStream | None = None
     experts: tuple[ExpertCache, ...] = ()
@@ -49,12 +49,12 @@ class HostWeights:
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of weights in host memory, without alignment."""
+        """Size in bytes of the weights in host memory, without alignment padding."""
         return sum(part.host_bytes for part in self._parts)
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of buffers and slots on the device."""
+        """Size in bytes of the buffers and expert slots on the device."""
         return sum(part.device_bytes for part in self._parts)
 
     @property

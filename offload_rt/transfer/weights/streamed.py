@@ -1,8 +1,8 @@
-"""Streaming of decoder layers that do not fit the device.
+"""Streaming of decoder layers whose weights do not fit the device memory.
 
-Streamed layers are in host memory and are copied to the device one layer ahead (the paper's OPT-30B on a 24 GB card
-keeps 30 % of its weights in host memory). Each pass over the layers, a decode step of any batch or a prefill, copies
-their weights once. A step takes at least these bytes divided by the transfer bandwidth.
+The weights of streamed layers are in host memory. They are copied to the device one layer ahead. (In the paper, OPT-30B
+on a 24 GB card has 30 % of its weights in host memory.) Each decode step of a batch and each prefill copies these
+weights once. It takes at least the time of this copy.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ...models.weights import aligned, layer_bytes
 from ..streams import Event, Stream
 
 BUFFERS = 2
-"""Number of streamed layers on the device: the current layer, and the next one, whose query is already predicted."""
+"""Number of streamed layers on the device: the current layer, and the next layer, whose query is already predicted."""
 
 
 class WeightStream:
-    """Streams decoder layers from host memory through `BUFFERS` device buffers.
+    """Streams the weights of decoder layers from host memory through `BUFFERS` device buffers.
 
     The parameters of each streamed layer are one memory block on the host (page-locked on CUDA). Modules are never
-    replaced: the parameters of a layer are views of a buffer while it is on the device, and views of the host block
-    otherwise.
+    replaced. While a layer is on the device, its parameters are views of a buffer; otherwise they are views of the host
+    block.
 
-    A block is copied after all compute work queued so far, so no pending work reads the overwritten buffer. Compute
-    waits for the copy when the layer is first used. `begin(l)` states that all layers before l have been queued; only
-    then are their buffers reused.
+    A block is copied after all compute work queued so far, so no pending work reads the overwritten buffer. The compute
+    stream waits for the copy when the layer is first used. A call of `begin(l)` means that the work of all layers
+    before l has been queued, so that their buffers can be reused.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class WeightStream:
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of the streamed weights, without alignment."""
+        """Size in bytes of the streamed weights, without alignment padding."""
         return sum(block.weights for block in self._blocks.values())
 
     def use(self, layer: int) -> None:
-        """Make the parameters of `layer` available to later compute work, if it is streamed."""
+        """Make the parameters of `layer` available to later compute work. No-op if the layer is not streamed."""
         if layer not in self._blocks:
             return
         if layer not in self._held:
@@ -94,7 +94,7 @@ class WeightStream:
                 self._load(upcoming, keep=wanted)
 
     def _load(self, layer: int, keep: Collection[int]) -> None:
-        """Start copying `layer` into a buffer that holds none of the layers `keep`."""
+        """Start copying `layer` into a buffer that is empty or has a layer that is not in `keep`."""
         slot = next(slot for slot, held in enumerate(self._held) if held is None or held not in keep)
         if (before := self._held[slot]) is not None:
             self._blocks[before].look_at(None)
@@ -107,7 +107,7 @@ class WeightStream:
         self.bytes += block.bytes
 
     def check_integrity(self) -> None:
-        """Assert that every parameter is a view of the memory that holds its layer."""
+        """Assert that every parameter is a view of the memory where its layer currently is."""
         held = [layer for layer in self._held if layer is not None]
         assert len(set(held)) == len(held)
         for layer, block in self._blocks.items():
@@ -115,9 +115,9 @@ class WeightStream:
 
 
 class _Block:
-    """The parameters of one layer, contiguous in host memory, with views in host memory and in each buffer.
+    """The parameters of one layer, contiguous in host memory, with views of host memory and of each buffer.
 
-    Packed parameters include their scales. Views keep the strides of the parameters.
+    Packed parameters include their scales. Views have the strides of the parameters.
     """
 
     def __init__(self, layer: nn.Module, buffers: Sequence[torch.Tensor], pin: bool) -> None:
@@ -136,7 +136,7 @@ class _Block:
         self.look_at(None)
 
     def look_at(self, slot: int | None) -> None:
-        """Make the parameters views of buffer `slot`, or of host memory if it is None."""
+        """Set the parameters to views of buffer `slot`, or of host memory if `slot` is None."""
         for place, view in zip(self._places, self._at_host if slot is None else self._in_buffers[slot], strict=True):
             place.put(view)
 
@@ -161,9 +161,9 @@ class StreamedAdapter(ForwardingAdapter):
     """`ModelAdapter` of a model with streamed layers. It copies the weights of a layer before calling its modules.
 
     `qkv` and `key_value` are only called for the current layer, so they call `WeightStream.begin`. `query` and
-    `attention_input` are also called to predict the query of the next layer. The weights of `embed` and `logits` are
-    always on the device, and `rotate_keys` reads no weights. The stream numbers decoder layers, including layers
-    without attention.
+    `attention_input` are also called for the next layer, to predict its query, so they do not call it. The weights of
+    `embed` and `logits` are always on the device, and `rotate_keys` reads no weights. The stream uses indices of
+    decoder layers, including layers without attention.
     """
 
     def __init__(self, inner: ModelAdapter, stream: WeightStream) -> None:

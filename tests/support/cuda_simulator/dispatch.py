@@ -25,6 +25,18 @@ LIKE_VIEWS = ("_unsafe_view", "lift_fresh", "detach", "alias")
 SHAPES: dict[Any, Any] = {}
 """Results of operations as meta tensors, by operation and signature of the arguments. All simulators share them."""
 
+
+def _histogram(x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    return aten.histc(x.float(), *args, **named).to(x.dtype)
+
+
+def _grouped(x: torch.Tensor, weight: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    return x.new_empty(len(x), weight.shape[-1]) if x.is_meta else aten._grouped_mm(x, weight, *args, **named)
+
+
+STAND_INS: dict[Any, Any] = {aten.histc.default: _histogram, aten._grouped_mm.default: _grouped}
+"""Operations that support more dtypes on CUDA than on a CPU or for meta tensors."""
+
 HOST_INDICES = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 """Operations whose indices may be on the host. torch copies them to the device and waits."""
 
@@ -164,14 +176,15 @@ class DeviceMode(TorchDispatchMode):
         if "device" in named:
             named["device"] = torch.device("cpu")
         call_args, call_named = map_tensors(args, sim.host_view), map_tensors(named, sim.host_view)
+        run = STAND_INS.get(func, func)
         device = next(x.device.index for x in find_tensors(outs) if x.is_cuda)
         if written:
-            sim.queue_work(name, lambda: func(*call_args, **call_named), device)
+            sim.queue_work(name, lambda: run(*call_args, **call_named), device)
             return written[0] if len(func._schema.returns) <= 1 else tuple(written)
         targets = [sim.host_view(x) for x in find_tensors(outs)]
 
         def work() -> None:
-            for target, found in zip(targets, find_tensors(func(*call_args, **call_named)), strict=True):
+            for target, found in zip(targets, find_tensors(run(*call_args, **call_named)), strict=True):
                 target.copy_(found)
 
         sim.queue_work(name, work, device)
@@ -186,7 +199,7 @@ class DeviceMode(TorchDispatchMode):
             key, like = None, None
         if like is None:
             without = named | {"device": torch.device("meta")} if "device" in named else named
-            like = func(*map_tensors(args, _as_meta), **map_tensors(without, _as_meta))
+            like = STAND_INS.get(func, func)(*map_tensors(args, _as_meta), **map_tensors(without, _as_meta))
             if key is not None:
                 SHAPES[key] = like
         device = named.get("device") or next(x.device for x in find_tensors(args) + find_tensors(named) if x.is_cuda)

@@ -90,6 +90,13 @@ class Capture:
         self.queues.setdefault(queue, []).append(entry)
         queue.capture = self
 
+    @property
+    def nodes(self) -> int:
+        """Number of kernels and copies."""
+        return sum(
+            not isinstance(entry, (Point, Wait, Poisoning)) for entries in self.queues.values() for entry in entries
+        )
+
     def check_joined(self) -> None:
         """Raise CaptureError if the origin stream does not wait for the work of another captured stream."""
         joined: set[Queue] = set()

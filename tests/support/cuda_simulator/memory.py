@@ -111,6 +111,8 @@ class Memory:
         self.device, self.host = Region(1 << 31), Region(1 << 28)
         _host_regions.append(self.host)
         self.usage = Usage()
+        self.allocations = 0
+        """Number of allocations on the device outside of graphs."""
         self._blocks: dict[int, Block] = {}
         self._at: dict[int, int] = {}
         self._host_blocks: dict[int, tuple[int, int]] = {}
@@ -130,6 +132,7 @@ class Memory:
         """Return device memory, uint8 `[nbytes]`. Raise torch.OutOfMemoryError if the limit is exceeded."""
         self.collect()
         size = max(ROUND, -(-nbytes // ROUND) * ROUND)
+        self.allocations += pool == 0
         if self.usage.active + size > self.limit:
             self._engine.finish_all()
             self.collect()

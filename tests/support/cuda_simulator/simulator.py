@@ -22,6 +22,7 @@ class Simulator:
         launched: Numbers of kernels and copies by name, without poisoning.
         error: Pending error of a call that returned a code. The next launch raises it.
         graphs: Number of graphs by memory pool.
+        nodes: Kernels and copies of the graph that was replayed last.
     """
 
     def __init__(self, schedule: Schedule, *, limit: int = 1 << 31, devices: int = 1) -> None:
@@ -37,6 +38,7 @@ class Simulator:
         self.syncs_raise = False
         self.error: str | None = None
         self.graphs: Counter[int] = Counter()
+        self.nodes = 0
         self.launched: Counter[str] = Counter()
 
     # --------------------------------------------------------------------------------------------- device and stream

@@ -132,6 +132,7 @@ class Graph:
     def replay(self) -> None:
         assert self._captured is not None
         self._sim.launched["graph"] += 1
+        self._sim.nodes = self._captured.nodes
         self._sim.engine.replay(self._captured, self._sim.stream())
 
 

@@ -97,7 +97,7 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = model.blocks
         others = {block for other in self.live if other is not model for block in other.blocks.ids}
         tail = blocks.ids[blocks.length // BLOCK_SIZE :]
-        copied = sum(block in others or block in self.pool._tree for block in tail)
+        copied = sum(block in others or block in self.pool.cached for block in tail)
         needed = copied + max(0, -(-stop // BLOCK_SIZE) - len(blocks.ids))
         return needed - (self.pool.block_count - len(self.held() | set(blocks.ids)))
 

@@ -224,11 +224,11 @@ def test_blocks_that_a_fork_keeps_are_not_exchanged() -> None:
     twin = pool.fork(second)
     pool.publish(first, text(1), "exact")
     assert pool.publish(second, text(1, 2), "exact") == [], "the fork would hold block 1 of the tree, but not block 0"
-    assert pool.idle_blocks == 0 and len(pool._tree) == 1
+    assert pool.idle_blocks == 0 and len(pool.cached) == 1
     pool.release(second)
     pool.check_integrity()
     assert pool.publish(twin, text(1, 2), "exact") == [0]
-    assert len(pool._tree) == 2
+    assert len(pool.cached) == 2
     pool.check_integrity()
 
 
@@ -254,7 +254,7 @@ def test_an_overwritten_block_is_removed_from_the_tree() -> None:
     pool.publish(blocks, tokens, "exact")
     other = pool.match(tokens, "exact")
     assert not pool.claim(blocks, 1), "another sequence reads it"
-    assert len(pool._tree) == 3, "and finds it again"
+    assert len(pool.cached) == 3, "and finds it again"
     pool.release(other)
     assert pool.claim(blocks, 1)
     assert pool.match(tokens, "exact").length == BLOCK_SIZE, "its descendants were removed too"

@@ -23,7 +23,7 @@ from offload_rt.core import BlockTable, KVPart, VisibleTokens, bucket
 from offload_rt.engine.runner import Runner
 from offload_rt.kernels import low_bit_cpu
 from offload_rt.model_runner.batch import DecodeBatch
-from offload_rt.model_runner.batched import BatchedMode
+from offload_rt.model_runner.batched import BatchedMode, StepShape
 from offload_rt.model_runner.decode import DecodeStep
 from offload_rt.model_runner.sequence import Sequence
 from offload_rt.models.shape import load_shape
@@ -191,7 +191,7 @@ def test_lists_are_made_anew_only_for_another_batch_size_or_bucket() -> None:
         seen.append(list(runner.modes.inputs.values())[-1])
     assert [lists is seen[0] for lists in seen] == [True] * 3 + [False] * 3 and seen[3] is seen[5]
     runner.decode(batch[:1])
-    assert list(runner.modes.inputs) == [(2, 64), (2, 128), (1, 128)]
+    assert list(runner.modes.inputs) == [StepShape(2, 64), StepShape(2, 128), StepShape(1, 128)]
     runner.free(batch[0])
     for lists in runner.modes.inputs.values():  # otherwise KV of a finished sequence stays
         assert not lists.rows._open and not lists.rows._resident and not lists.keys._storages

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import itertools
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +18,9 @@ from offload_rt.cli import main
 from offload_rt.config import StoreOptions
 from offload_rt.errors import StoreInUseError
 from offload_rt.sessions import context
+from offload_rt.sessions.whole_prompts import WholePrompts
+from offload_rt.storage.folder import StoreFolder
+from offload_rt.storage.saver import Saver
 
 PARAMS = SamplingParams(max_tokens=5, temperature=0)
 T = TypeVar("T")
@@ -106,7 +111,7 @@ def test_a_cancelled_prefill_is_continued(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(asyncio.CancelledError):
             await request
         await asyncio.to_thread(wait_until, lambda: engine.load().running == 0)
-        return len(runner.pool._tree) * 64
+        return len(runner.pool.cached) * 64
 
     kept = served(make(tmp_path, **options), leave)
     found = served(make(tmp_path, **options), lambda engine: last(engine, ids))
@@ -159,24 +164,107 @@ def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
     assert served(make(tmp_path), both) == (192, 0)
 
 
-def test_deletions_remove_the_kv_of_prompts(tmp_path: Path) -> None:
-    """Delete a session, and clear the store. Both remove the KV of all prompts without a session."""
+def test_a_deleted_session_leaves_the_kv_of_prompts(tmp_path: Path) -> None:
+    """Delete a session while its server runs, and another one after a restart. Then clear the store."""
 
     async def delete(engine: AsyncLLM) -> None:
         await last(engine, prompt(200))
         await last(engine, prompt(130, 3), session="a")
         await last(engine, prompt(130, 5), session="b")
+        await last(engine, prompt(130, 7), session="c")
         stored = files(tmp_path)
         assert not await engine.delete_session("unknown") and files(tmp_path) == stored
         await engine.delete_session("a")
 
     served(make(tmp_path), delete, parked=True)
-    left = files(tmp_path)
-    assert len([name for name in left if name.endswith(".kv")]) == 3  # two full blocks and a partial one of "b"
-    served(make(tmp_path), lambda engine: last(engine, prompt(200)))
-    assert len(files(tmp_path)) == len(left) + 3
+    assert kv_files(tmp_path) == 3 + 2 * 3, "three blocks of the prompt, two and a partial one of each session left"
+    assert main(["sessions", "delete", "b", "--store", str(tmp_path)]) == 0
+    assert kv_files(tmp_path) == 3 + 3
+    assert served(make(tmp_path), lambda engine: last(engine, prompt(200))).num_cached_tokens == 192
+    # A prompt that repeats the text of a session uses its blocks.
+    assert served(make(tmp_path), lambda engine: last(engine, prompt(130, 7))).num_cached_tokens == 128
+    assert main(["sessions", "delete", "c", "--store", str(tmp_path)]) == 0
+    assert kv_files(tmp_path) == 3 + 2
     assert main(["sessions", "clear", "--store", str(tmp_path)]) == 0
-    assert files(tmp_path) == left
+    assert files(tmp_path) == ["lock"]
+
+
+@pytest.mark.parametrize("moment", ["before", "loading", "decoding", "after"])
+def test_a_session_is_deleted_beside_a_prompt_of_the_same_text(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the session is deleted, the blocks of the prompt are stored, and nothing else of the text.
+
+    In an earlier version, a prompt wrote a part of the deleted blocks again, and they had no owner.
+    """
+    monkeypatch.setattr(context, "SEGMENT_SECONDS", 0.0)
+    long = SamplingParams(max_tokens=100, temperature=0)
+    text = served(make(None), lambda engine: last(engine, prompt(300), long)).outputs[0].token_ids
+
+    async def run(engine: AsyncLLM) -> RequestOutput:
+        await last(engine, prompt(300), long, session="a")
+        await engine.reset_prefix_cache()
+        if moment == "before":
+            await engine.delete_session("a")
+        outputs = engine.generate([*prompt(300), *text[:30]], long, trace=True)
+        found = await anext(outputs)
+        while not found.finished and (moment == "after" or (moment == "decoding" and not found.outputs[0].token_ids)):
+            found = await anext(outputs)
+        if moment != "before":
+            await engine.delete_session("a")
+        return [found, *[output async for output in outputs]][-1]
+
+    found = served(make(tmp_path, prefill_chunk_size=64), run)
+    assert found.num_cached_tokens == 320 and len(found.outputs[0].token_ids) == 100
+    assert kv_files(tmp_path) == (330 + 100 - 1) // 64
+    again = served(make(tmp_path), lambda engine: last(engine, [*prompt(300), *text]))
+    assert again.num_cached_tokens == 384
+    assert main(["sessions", "clear", "--store", str(tmp_path)]) == 0
+    assert files(tmp_path) == ["lock"]
+
+
+def test_the_engine_goes_on_while_blocks_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Release an ended request while the disk does not answer for the blocks of another one, which still computes."""
+    own, others, written, finish = threading.Event(), threading.Event(), itertools.count(), StoreFolder.finish
+
+    def slow(folder: StoreFolder, *given: Any, **named: Any) -> None:
+        assert (own if next(written) < 3 else others).wait(60)
+        finish(folder, *given, **named)
+
+    monkeypatch.setattr(StoreFolder, "finish", slow)
+
+    async def run(engine: AsyncLLM) -> int:
+        await last(engine, prompt(200))
+        outputs = engine.generate(prompt(200, 3), SamplingParams(max_tokens=300, temperature=0))
+        try:
+            await anext(outputs)
+            own.set()
+            ended = await asyncio.wait_for(last_of(outputs), 20)
+            assert kv_files(tmp_path) == 3, "the engine has not waited for the blocks of the second request"
+        finally:
+            others.set()
+        return len(ended.outputs[0].token_ids)
+
+    async def last_of(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+        return [output async for output in outputs][-1]
+
+    assert served(make(tmp_path), run) == 300
+    assert kv_files(tmp_path) == 3 + 499 // 64
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["closed at once", "released"])
+def test_blocks_that_exceed_the_write_buffer_are_written(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Saver.__init__, "__defaults__", (1 << 18,))  # two blocks
+    if at_once:
+        monkeypatch.setattr(WholePrompts, "_release", lambda prompts, request: None)
+    served(make(tmp_path), lambda engine: last(engine, prompt(500)), parked=at_once)
+    assert kv_files(tmp_path) == 7
+
+
+def kv_files(folder: Path) -> int:
+    return sum(name.endswith(".kv") for name in files(folder))
 
 
 def files(folder: Path) -> list[str]:

@@ -70,6 +70,7 @@ class MemoryTier:
     layers: int
     blocks: dict[bytes, MemoryBlock] = field(default_factory=dict)
     texts: dict[str, bytes] = field(default_factory=dict)
+    claims: set[bytes] = field(default_factory=set)
     last_error: str = ""
     closed: bool = False
 
@@ -89,17 +90,31 @@ class MemoryTier:
         return block if block is not None and block.tokens == tokens else None
 
     def begin(
-        self, parent: bytes, provenance_key: str, tokens: bytes, layer_bytes: int, cost: int = 0
+        self,
+        parent: bytes,
+        provenance_key: str,
+        tokens: bytes,
+        layer_bytes: int,
+        cost: int = 0,
+        *,
+        claim: bool = False,
     ) -> MemoryWriter | None:
         key = block_key(parent, provenance_key, tokens)
+        if claim:
+            self.claims.add(key)
         return None if key in self.blocks else MemoryWriter(self, MemoryBlock(key, tokens, {}))
 
     def remove(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self.blocks.pop(key, None)
+            self.claims.discard(key)
 
-    def retain(self, keys: Container[bytes], space: str | None = None) -> int:
-        gone = [key for key in self.blocks if key not in keys]
+    def claim(self, keys: Iterable[bytes]) -> None:
+        self.claims.update(key for key in keys if key in self.blocks)
+
+    def retain(self, keys: Container[bytes], space: str | None = None, *, claimed: bool = True) -> int:
+        self.claims = self.claims if claimed else set()
+        gone = [key for key in self.blocks if key not in keys and key not in self.claims]
         self.remove(gone)
         return len(gone)
 

@@ -21,6 +21,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.engine.runner import Runner
 from offload_rt.errors import ConfigError
 from offload_rt.model_runner.cuda_graphs import GraphSteps
+from offload_rt.model_runner.shared_prefix import SharedPrefixes
 from offload_rt.policies.rule import Rule
 
 
@@ -117,6 +118,34 @@ def test_a_replayed_step_is_the_eager_one(options: dict[str, Any], monkeypatch: 
     assert runs[0][1] == runs[1][1]
 
 
+@pytest.mark.parametrize("joined", [False, True], ids=["selected", "all"])
+def test_a_replayed_step_of_sequences_that_share_blocks_is_the_eager_one(
+    joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared tokens are fetched once: those that several sequences select, and in dense layers if segments pay."""
+    compiled(monkeypatch)
+    runs, options = [], {"dense_layers": (0,)}
+    for runner, made in ((make(True, **options), []), graphed(**options)):
+        if joined:
+            runner.prefixes = SharedPrefixes(256, pays_from=1)
+        first = begun(runner, 70)
+        batch = [first, runner.fork(first, 110), begun(runner, 66, seed=3)]
+        batch[1].tokens[70] = 5  # otherwise the sequences select the same tokens
+        logits = [runner.decode(batch) for _ in range(4)]
+        runner.check_integrity()
+        for sequence in batch:
+            sequence.trace.settle()
+        runs.append((logits, [(s.trace.attended, s.trace.bytes_to_device, s.trace.bytes_to_host) for s in batch]))
+        assert [graph.replays for graph in made] == ([3] if made else [])
+    for want, got in zip(runs[0][0], runs[1][0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    (eager, replayed), (first_one, second_one) = (run[1] for run in runs), runs[1][1][:2]
+    assert [one[::2] for one in eager] == [one[::2] for one in replayed]
+    assert second_one[1] < first_one[1], "nothing is fetched once for both"
+    if not joined:
+        assert eager == replayed
+
+
 def test_steps_that_cannot_be_captured_run_eagerly() -> None:
     class Never:
         def capture(self, body: Any) -> Any:
@@ -134,7 +163,6 @@ def test_steps_that_cannot_be_captured_run_eagerly() -> None:
         def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
             """No-op. Any recorder makes the step eager."""
 
-    decode(make(), 3, share=True)
     decode(make(), 3, recorder=Deaf())
     decode(make(preset="paper"), 3)
     decode(make(False), 3)
@@ -146,8 +174,9 @@ def test_steps_that_cannot_be_captured_run_eagerly() -> None:
     policy = measuring.runner.policy
     policy.rule = Rule(policy.alpha, policy.options.max_fraction)
     decode(measuring.runner, 3)
-    with pytest.raises(AssertionError, match="captured"):
-        decode(make(), 2)
+    for share in (False, True):
+        with pytest.raises(AssertionError, match="captured"):
+            decode(make(), 2, share=share)
 
 
 def test_steps_are_eager_after_a_failed_capture(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,106 @@
+"""Take snapshots of the recurrent state of hybrid models, store them with cached blocks, and restore them."""
+
+from __future__ import annotations
+
+from ..core import BLOCK_SIZE
+from ..kv_cache.pool import HostPool
+from ..kv_cache.snapshot_table import needed_places
+from ..model_runner.sequence import Sequence
+from ..model_runner.state_capture import StateCapture
+from ..models.recurrent import StateSlots
+
+
+class SnapshotKeeper:
+    """Snapshots of the recurrent state of sequences, so that hybrid models can reuse cached prefixes.
+
+    `needed_places` determines after which tokens a sequence takes a snapshot. A sequence takes another one at the point
+    where its text differs from an earlier text, because further texts may differ there too. When blocks of a sequence
+    are added to the prefix tree, their snapshots are kept with them. All runners of the pool share the snapshots.
+
+    Args:
+        slots: Recurrent state of the runner's sequences on the device.
+        pool: KV pool with the prefix cache and the memory for snapshots.
+    """
+
+    def __init__(self, slots: StateSlots, pool: HostPool) -> None:
+        assert pool.cached.snapshots is not None and pool.states is not None
+        self._slots, self._states, self._table, self._cached = slots, pool.states, pool.cached.snapshots, pool.cached
+
+    def note_parting(self, sequence: Sequence, cached: int) -> None:
+        """Record that the KV of the first `cached` tokens was in the prefix cache when the sequence began."""
+        sequence.parted_at = min(cached, len(sequence.tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        sequence.trace.recomputed_tokens = max(0, sequence.parted_at - sequence.position)
+
+    def restore(self, sequence: Sequence) -> None:
+        """Copy the snapshot at the end of the cached blocks of a new sequence to the sequence's state slot."""
+        snapshot = self._table.of(sequence.blocks.ids[sequence.position // BLOCK_SIZE - 1])
+        assert snapshot is not None and sequence.position % BLOCK_SIZE == 0
+        for layer, seen in self._slots.seen.items():
+            self._states.restore(snapshot, layer, *self._slots.of_layer(layer, sequence.state_slot))
+            seen[sequence.state_slot] = sequence.position
+
+    def capture(self, sequence: Sequence, stop: int) -> StateCapture | None:
+        """Reserve snapshots for a prefill of tokens [position, stop).
+
+        Return an object that takes them during the prefill, or None if no snapshot is needed or free. If there are few
+        free snapshots, the one at the end of the text is reserved first.
+        """
+        start, path = sequence.position, self._path(sequence)
+        ahead = range(start // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE, stop + 1, BLOCK_SIZE)
+        wanted = [place for place in needed_places(stop, [*self._table.places(path), *ahead]) if place > start]
+        if start < sequence.parted_at < stop and sequence.parted_at not in wanted:
+            wanted.insert(1, sequence.parted_at)
+        self._touch(path, stop)  # before other snapshots are evicted
+        for place in wanted:
+            self._take(sequence, place)
+        targets = {place: slot for place, slot in sequence.snapshots.items() if start < place <= stop}
+        return StateCapture(self._slots, sequence.state_slot, self._states, targets) if targets else None
+
+    def after_step(self, sequence: Sequence) -> None:
+        """Take a snapshot if the last decode step has filled a block.
+
+        Snapshots of the sequence that are no longer needed are freed.
+        """
+        place = sequence.position
+        if place % BLOCK_SIZE or place != sequence.blocks.length:
+            return
+        needed = needed_places(place, {*self._table.places(self._path(sequence)), *sequence.snapshots, place})
+        for other in sequence.snapshots.keys() - needed:
+            self._table.release(sequence.snapshots.pop(other))
+        if self._take(sequence, place):
+            for layer in self._slots.seen:
+                target = sequence.snapshots[place]
+                self._states.save(target, layer, *self._slots.of_layer(layer, sequence.state_slot))
+
+    def publish(self, sequence: Sequence) -> None:
+        """Keep the snapshots of a sequence together with its blocks in the prefix tree."""
+        path = self._path(sequence)
+        for place in [place for place in sequence.snapshots if place <= sequence.blocks.length]:
+            slot, block = sequence.snapshots.pop(place), path[place // BLOCK_SIZE - 1]
+            if block in self._cached:
+                self._table.keep(block, slot)
+            else:
+                self._table.release(slot)
+        self._touch(path, sequence.blocks.length)
+
+    def release(self, sequence: Sequence) -> None:
+        """Free the snapshots of a sequence that were not kept by `publish`."""
+        while sequence.snapshots:
+            self._table.release(sequence.snapshots.popitem()[1])
+
+    def _path(self, sequence: Sequence) -> list[int]:
+        return sequence.blocks.ids[: sequence.blocks.length // BLOCK_SIZE]
+
+    def _touch(self, path: list[int], tokens: int) -> None:
+        """Mark the snapshots that a text of `tokens` tokens needs as used now.
+
+        The last one is marked as the most recently used.
+        """
+        needed = needed_places(tokens, self._table.places(path))
+        self._table.touch(path[place // BLOCK_SIZE - 1] for place in reversed(needed))
+
+    def _take(self, sequence: Sequence, place: int) -> bool:
+        """Reserve a snapshot after `place` tokens. Return False if none is free."""
+        if place not in sequence.snapshots and (slot := self._table.take()) is not None:
+            sequence.snapshots[place] = slot
+        return place in sequence.snapshots

@@ -1,0 +1,188 @@
+"""Supply of blocks: the arena, free and evictable blocks, and checks of the capacity."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..config import KVFormatName
+from ..core import BlockTable, ModelGeometry
+from ..errors import PoolFullError
+from .arena import Arena
+from .block_allocator import BlockAllocator
+from .disk.disk_tier import DiskTier, open_file_arena
+from .disk.file_arena import FileArena
+from .kv_format import make_kv_format
+from .layer_groups import LayerGroups
+from .layout import SLAB_TOKENS, ArenaLayout
+from .machine import memory_limit, pool_full
+from .prefix_cache import PrefixCache
+from .process_lock import ProcessLock
+from .state_pool import StatePool
+from .stored_rows import StoredRows
+
+MOST_TOKENS = 1 << 24  # maximum size without `limit_bytes`: 16 Mi tokens exceed a batch of the longest contexts
+
+# If all layers use sliding windows, blocks of group 0 store no KV and are only ids. The pool adds `NAMES` ids at a
+# time. From `MOST_NAMES` ids on (4 Mi tokens), it evicts blocks from the prefix tree first.
+NAMES, MOST_NAMES = 1 << 10, 1 << 16
+
+
+class BlockSupply(StoredRows):
+    """The blocks of a pool. Evicts idle blocks of the prefix cache, and activates memory, if blocks are needed.
+
+    Args:
+        geometry: Layers, KV heads and head size of the model.
+        dtype: Data type of the model's KV.
+        limit_bytes: Limit on host memory in bytes. None means half of the available memory.
+        kv_cache_dtype: Storage format (`kv_format.py`).
+        pin: Page-lock each slab for CUDA when it is first needed.
+        slab_tokens: Tokens per slab, the unit of allocation.
+        disk: Store the KV in a file there. `limit_bytes` then limits the part in memory.
+        states: Snapshots of recurrent state, if the model has such state. None keeps no snapshots.
+
+    Raises:
+        MemoryLimitError: `limit_bytes` exceeds the system memory or is smaller than one block.
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        dtype: torch.dtype,
+        limit_bytes: int | None,
+        *,
+        kv_cache_dtype: KVFormatName = "auto",
+        pin: bool = False,
+        slab_tokens: int = SLAB_TOKENS,
+        disk: DiskTier | None = None,
+        states: StatePool | None = None,
+    ) -> None:
+        format = make_kv_format(kv_cache_dtype, dtype, geometry.head_dim)
+        stored = replace(geometry, head_dim=format.width)
+        limit = memory_limit(limit_bytes, at_most=stored.kv_bytes(MOST_TOKENS, format.storage))
+        if disk is None:
+            layout = ArenaLayout.fit(stored, format.storage, limit, slab_tokens)
+            arena: Arena | FileArena = Arena(layout, format.storage, pin=pin)
+        else:
+            arena = open_file_arena(disk, stored, format, limit, slab_tokens)
+        self.limit_bytes = limit if disk is None else arena.layout.blocks * arena.layout.block_bytes
+        super().__init__(arena, LayerGroups.of(geometry), format)
+        self.bytes_peak = 0
+        self.pins = pin and disk is None
+        """Whether the slabs are page-locked."""
+        self._held = BlockAllocator(self.layout.slab_blocks, *(() if self.file is None else (self.file.discard,)))
+        # Blocks of group 0. They have memory in the arena unless all layers use sliding windows.
+        self._blocks = self._held if self.groups.full else BlockAllocator(NAMES)
+        self.states = states
+        slots = None if not geometry.states else 0 if states is None else states.slots
+        self.cached = PrefixCache(self._blocks, self._held, self.groups, slots)
+        self.lock = ProcessLock()
+        self._claimed: set[int] = set()
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    @property
+    def block_count(self) -> int:
+        return self.layout.blocks
+
+    @property
+    def free_blocks(self) -> int:
+        return self.block_count - self._held.used
+
+    @property
+    def idle_blocks(self) -> int:
+        """Number of blocks that only the prefix tree holds. They count as used but can be evicted."""
+        return self.cached.idle_blocks
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a sequence can continue after a cached prefix: False for recurrent state without snapshots."""
+        return self.cached.snapshots is None or self.cached.snapshots.slots > 0
+
+    @property
+    def grows(self) -> bool:
+        """Whether there is room for 64 more tokens of one sequence."""
+        return self.free_blocks + self.idle_blocks >= self.groups.blocks_at_once
+
+    @property
+    def bytes_used(self) -> int:
+        """Size in bytes of all referenced blocks, at most `limit_bytes`. Shared blocks count once."""
+        return self._held.used * self.block_bytes
+
+    @property
+    def bytes_held(self) -> int:
+        """Size in bytes of all blocks in block tables. Shared blocks count once."""
+        return (self._held.used - self.idle_blocks) * self.block_bytes
+
+    def bytes_of(self, blocks: BlockTable) -> int:
+        return (self.groups.full * len(blocks.ids) + self.groups.sliding * len(blocks.windows)) * self.block_bytes
+
+    def bytes_for(self, tokens: int) -> int:
+        """Return the maximum bytes that a sequence of `tokens` tokens needs."""
+        return self.groups.blocks(tokens) * self.block_bytes
+
+    def prepare(self, tokens: int) -> None:
+        """Activate slabs for up to `tokens` more tokens, without reserving blocks.
+
+        Call it when a sequence is admitted, with its prompt and all tokens it may generate. Decoding then never pauses
+        to pin memory. A pool on disk allocates space on demand, so the call has no effect.
+        """
+        if self.file is None:
+            self._activate(self.groups.blocks(tokens), run=0)
+
+    def check_fits(self, tokens: int) -> None:
+        """Raise PoolFullError if a sequence of `tokens` tokens exceeds the capacity of the pool."""
+        if (count := self.groups.blocks(tokens)) > self.block_count:
+            raise self._full(count, count - self.block_count)
+
+    def check_spare(self, blocks: int) -> None:
+        """Raise PoolFullError if there is no room for `blocks` times 64 more tokens."""
+        self._check_free(blocks * self.groups.blocks_at_once)
+
+    def check_grows(self, blocks: BlockTable, tokens: int, spare: int) -> None:
+        """Raise PoolFullError if `blocks` cannot grow to `tokens` tokens and leave room for `spare` times 64 more."""
+        more = self.groups.blocks(tokens) - self.bytes_of(blocks) // self.block_bytes
+        self._check_free(max(0, more) + spare * self.groups.blocks_at_once)
+
+    def _check_free(self, count: int) -> None:
+        if (missing := count - self.free_blocks - self.idle_blocks) > 0:
+            raise self._full(count, missing)
+
+    def _provide(self, count: int) -> None:
+        """Free and activate `count` blocks of group 0, contiguous if possible. Raise PoolFullError."""
+        if self.groups.full:
+            self._provide_held(count)
+            self._activate(count, run=min(count, self.layout.slab_blocks))
+        elif (missing := count - self._blocks.free) > 0:
+            if self._blocks.slabs * NAMES >= MOST_NAMES:
+                self.cached.evict(missing)
+            while self._blocks.free < count:
+                self._blocks.add_slab()
+
+    def _provide_held(self, count: int) -> None:
+        """Evict idle blocks until `count` blocks are free. Raise PoolFullError, before any change, if impossible."""
+        self._check_free(count)
+        while (missing := count - self.free_blocks) > 0:
+            if not (self.groups.full and self.cached.evict(missing)):
+                self.cached.windows.evict(missing)
+
+    def _activate(self, count: int, run: int) -> None:
+        """Activate slabs until `count` blocks are free, `run` of them contiguous, or no slab is left."""
+        while self._arena.active < self.layout.slabs and (self._held.free < count or self._held.largest_run < run):
+            try:
+                self._arena.activate()
+            except PoolFullError:
+                if self._held.free < count:
+                    raise
+                return
+            self._held.add_slab()
+
+    def _record_peak(self) -> None:
+        self.bytes_peak = max(self.bytes_peak, self.bytes_used)
+
+    def _full(self, count: int, missing: int) -> PoolFullError:
+        room, free = (self.block_count, self.block_bytes), self.free_blocks + self.idle_blocks
+        return pool_full(count, missing, free, room, self.limit_bytes, disk=self.file is not None)

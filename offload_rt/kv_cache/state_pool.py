@@ -1,0 +1,75 @@
+"""Host memory for snapshots of recurrent state."""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import torch
+
+from ..core import ModelGeometry
+from .arena import page_lock, reserve
+
+ALIGNED = 64  # bytes
+HUGE_PAGE = 1 << 21
+
+
+class StatePool:
+    """Slots of host memory, each with the recurrent state of all layers of one sequence.
+
+    Address space for all slots is reserved once; the kernel allocates a slot on its first use. Copies run on the
+    current stream, so a restored state is complete if the same stream saved it.
+
+    Args:
+        geometry: States of the model.
+        dtype: Data type of the model.
+        slots: Number of slots, at least one.
+        pin: Page-lock each slot for CUDA when it is first used.
+    """
+
+    def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, slots: int, *, pin: bool = False) -> None:
+        self.slots, self._pin = slots, pin
+        self.slot_bytes = slot_bytes(geometry, dtype)
+        huge_from = 0 if self.slot_bytes >= HUGE_PAGE else self.bytes
+        memory = reserve(self.bytes, "snapshots of recurrent state", huge_from)
+        self._rows = torch.frombuffer(memory, dtype=torch.uint8).view(slots, self.slot_bytes)
+        self._locked: set[int] = set()
+        self._parts: dict[int, tuple[tuple[slice, tuple[int, ...], torch.dtype], ...]] = {}
+        at = 0
+        for shape in geometry.states:
+            parts = []
+            for one, kind in ((shape.recurrent, torch.float32), (shape.conv, dtype)):
+                size = math.prod(one) * kind.itemsize if one else 0
+                parts.append((slice(at, at + size), one, kind))
+                at += -(-size // ALIGNED) * ALIGNED
+            self._parts[shape.layer] = tuple(parts)
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes of all slots."""
+        return self.slots * self.slot_bytes
+
+    def save(self, slot: int, layer: int, recurrent: torch.Tensor | None, conv: torch.Tensor) -> None:
+        """Copy the state of one decoder layer to a slot."""
+        if self._pin and slot not in self._locked:
+            page_lock(self._rows[slot], self)
+            self._locked.add(slot)
+        for target, source in zip(self._views(slot, layer), (recurrent, conv), strict=True):
+            if source is not None:
+                target.copy_(source, non_blocking=self._pin)
+
+    def restore(self, slot: int, layer: int, recurrent: torch.Tensor | None, conv: torch.Tensor) -> None:
+        """Copy the state of one decoder layer from a slot."""
+        for source, target in zip(self._views(slot, layer), (recurrent, conv), strict=True):
+            if target is not None:
+                target.copy_(source, non_blocking=self._pin)
+
+    def _views(self, slot: int, layer: int) -> list[torch.Tensor]:
+        row = self._rows[slot]
+        return [row[where].view(kind).view(shape or (0,)) for where, shape, kind in self._parts[layer]]
+
+
+def slot_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
+    """Return the bytes of one slot: every tensor is aligned, and a slot is a whole number of pages."""
+    sizes = (size for shape in geometry.states for size in shape.sizes(dtype))
+    return -(-sum(-(-size // ALIGNED) * ALIGNED for size in sizes) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,51 @@
+"""Division of the host memory between the KV cache and snapshots of recurrent state (hybrid models)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..config import EngineConfig
+from ..core import ModelGeometry
+from ..errors import MemoryLimitError
+from ..kv_cache.machine import available_memory
+from ..kv_cache.state_pool import slot_bytes
+from ..utils.units import format_size
+
+SNAPSHOTS_SHARE = 8
+"""Snapshots take the host memory divided by this number, unless the configuration sets a limit."""
+
+MOST_SNAPSHOTS = 1 << 14  # small states: 16 Ki of them serve a thousand texts
+
+
+def snapshot_slots(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> int:
+    """Return the number of snapshots of recurrent state that the host memory holds beside the KV cache.
+
+    It is 0 if the model has no recurrent state, or if prefixes are not shared.
+
+    Raises:
+        MemoryLimitError: `snapshot_memory` exceeds `host_memory`.
+    """
+    if not (geometry.states and config.enable_prefix_caching and config.kv_cache_dtype == "auto"):
+        return 0
+    host = _host_memory(config)
+    limit = host // SNAPSHOTS_SHARE if config.snapshot_memory is None else config.snapshot_memory
+    if limit >= host:
+        raise MemoryLimitError(
+            f"snapshot_memory={format_size(limit)} leaves no KV cache, because it is a part of host_memory, which is "
+            f"{format_size(host)}: lower it"
+        )
+    return min(limit // slot_bytes(geometry, dtype), MOST_SNAPSHOTS)
+
+
+def snapshot_bytes(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> int:
+    """Return the bytes of host memory for snapshots. Raises MemoryLimitError as `snapshot_slots`."""
+    return snapshot_slots(config, geometry, dtype) * slot_bytes(geometry, dtype)
+
+
+def kv_memory(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> int:
+    """Return the bytes of host memory for the KV cache. Raises MemoryLimitError as `snapshot_slots`."""
+    return _host_memory(config) - snapshot_bytes(config, geometry, dtype)
+
+
+def _host_memory(config: EngineConfig) -> int:
+    return available_memory() // 2 if config.host_memory is None else config.host_memory

@@ -1,0 +1,206 @@
+"""Count the work of a decode step on the simulated device.
+
+`python tests/support/step_counts.py` writes the table of `docs/pages/gpu.md`. Tests compare each row with the page.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from transformers import PreTrainedModel
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.engine.engine import Engine
+from support.architectures import architecture
+from support.cuda_cells import DRAFTS, LOW_BITS, captured
+from support.cuda_simulator import Late, Simulator, simulated
+from support.tiny_models import tiny_model, tiny_prompt
+
+PAGE = Path(__file__).parents[2] / "docs" / "pages" / "gpu.md"
+BEGIN, END = "<!-- step counts: begin (written by tests/support/step_counts.py) -->", "<!-- step counts: end -->"
+VOCAB = 97
+WARM = 4
+"""Steps before the counted one: one is eager, one captures the graph, and two replay it."""
+
+
+def llama(layers: int) -> PreTrainedModel:
+    return tiny_model("llama", num_hidden_layers=layers)
+
+
+def gemma3(layers: int) -> PreTrainedModel:
+    """Every third layer has full attention."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * (layers // 3)
+    return architecture("gemma3", num_hidden_layers=layers, layer_types=kinds)
+
+
+def mixtral(layers: int) -> PreTrainedModel:
+    return architecture("mixtral", num_hidden_layers=layers, sliding_window=None)
+
+
+def gpt_oss(layers: int) -> PreTrainedModel:
+    """Every other layer has full attention."""
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    return architecture("gpt_oss", num_hidden_layers=layers, layer_types=kinds)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Define a decode step.
+
+    Attributes:
+        period: Layers after which the kinds of layers repeat.
+        lengths: Prompt lengths, one per request.
+        stem: Number of tokens that all prompts share.
+    """
+
+    name: str
+    model: Callable[[int], PreTrainedModel] = llama
+    period: int = 1
+    lengths: tuple[int, ...] = (72,)
+    stem: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        stem = [token % VOCAB for token in tiny_prompt(self.stem)] if self.stem else []
+        tails = (tiny_prompt(length - self.stem, seed=1 + i) for i, length in enumerate(self.lengths))
+        return [[*stem, *(token % VOCAB for token in tail)] for tail in tails]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = [
+    Case("default"),
+    Case("shared prefix", lengths=(72, 73), stem=66),
+    Case("sliding windows (Gemma 3)", gemma3, 3),
+    Case("experts (Mixtral)", mixtral),
+    Case("experts (gpt-oss)", gpt_oss, 2),
+    Case("working set", settings={"working_set": 9}),
+    Case("lossless mode", settings={"exact": DRAFTS}),
+    Case("batch of 8", lengths=tuple(range(70, 78))),
+]
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Counts of one decode step.
+
+    Attributes:
+        replayed: Whether a graph was replayed.
+        nodes: Kernels and copies per layer, in the graph if there is one.
+        launches: Launches by the host.
+        allocations: Tensors that are allocated on the device outside of graphs.
+        waits: Waits of the host for the device.
+        sampling_waits: Waits of the host while it samples the tokens.
+    """
+
+    replayed: bool
+    nodes: int
+    launches: int
+    allocations: int
+    waits: int
+    sampling_waits: int
+
+
+class _Meter:
+    """Count launches, allocations and waits of the last step of an engine."""
+
+    def __init__(self, sim: Simulator, engine: Engine) -> None:
+        self._sim, self._engine = sim, engine
+        self._steps: Any = engine._steps
+        engine._steps = self._count  # type: ignore[method-assign]
+        self.launches, self.replays, self.allocations, self.waits = 0, 0, 0, 0
+
+    def _count(self, group: Any) -> Any:
+        sim = self._sim
+        launched, allocated, waits = sim.launched.total(), sim.memory.allocations, len(sim.syncs)
+        replays = sim.launched["graph"]
+        steps = self._steps(group)
+        self.launches = sim.launched.total() - launched
+        self.replays = sim.launched["graph"] - replays
+        self.allocations = sim.memory.allocations - allocated
+        self.waits = len(sim.syncs) - waits
+        return steps
+
+
+def _measure(case: Case, layers: int) -> StepCounts:
+    """Return the counts of a step, with `nodes` of all layers together."""
+    with simulated(Late()) as sim:
+        llm = LLM(
+            case.model(layers).to("cuda"), policy_options=LOW_BITS, device="cuda", host_memory="4MiB",
+            missed_mass_every=0, **case.settings,
+        )  # fmt: skip
+        engine = llm.make_engine()
+        meter = _Meter(sim, engine)
+        for prompt in case.prompts:
+            engine.add(prompt, SamplingParams(max_tokens=40, temperature=0))
+        while len(engine.scheduler.running) < len(case.prompts):
+            engine.step()
+        for _ in range(WARM):
+            engine.step()
+        waits = len(sim.syncs)
+        engine.step()
+        nodes = sim.nodes if meter.replays else meter.launches
+        assert bool(meter.replays) == bool(captured(llm))
+        found = StepCounts(
+            bool(meter.replays), nodes, meter.launches, meter.allocations, meter.waits,
+            len(sim.syncs) - waits - meter.waits,
+        )  # fmt: skip
+        for request in list(engine.scheduler.running):
+            engine.cancel(request)
+        llm.runner.check_integrity()
+    return found
+
+
+def count_step(case: Case) -> StepCounts:
+    """Return the counts of a step of `case`. Launches are those of a model with two periods of layers."""
+    one, two = (_measure(case, case.period * periods) for periods in (1, 2))
+    assert one.replayed == two.replayed
+    return replace(two, nodes=round((two.nodes - one.nodes) / case.period))
+
+
+def table(counts: Mapping[str, StepCounts]) -> str:
+    """Return the counts by name as a Markdown table."""
+    head = "step | CUDA graph | nodes per layer | launches | allocations | host waits | host waits to sample"
+    rows = [[name, *(_shown(getattr(each, one.name)) for one in fields(each))] for name, each in counts.items()]
+    lines = [f"| {head} |", f"|---|---|{'---:|' * (len(fields(StepCounts)) - 1)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _shown(value: bool | int) -> str:
+    return str(value) if not isinstance(value, bool) else "yes" if value else "no"
+
+
+def on_page() -> dict[str, StepCounts]:
+    """Return the counts of the page by name."""
+    rows = [line.strip("| ").split(" | ") for line in _section(PAGE.read_text("utf-8")).splitlines()[2:]]
+    return {name: StepCounts(graph == "yes", *map(int, numbers)) for name, graph, *numbers in rows}
+
+
+def _section(page: str) -> str:
+    return page.partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def main() -> None:
+    """Write the table to the page."""
+    text = PAGE.read_text("utf-8")
+    before, rest = text.split(BEGIN)
+    counts = {}
+    for case in CASES:
+        counts[case.name] = count_step(case)
+        print(case.name, counts[case.name], flush=True)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(counts)}\n{END}{rest.partition(END)[2]}", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

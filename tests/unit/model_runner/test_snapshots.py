@@ -1,0 +1,213 @@
+"""Test snapshots of recurrent state beside the prefix tree.
+
+Prompts that share a prefix with an earlier one continue at the nearest snapshot. The tokens must be those of each
+prompt alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import RECURRENT, VOCAB, architecture
+from support.outputs import completed
+from support.tiny_models import assert_greedy
+
+from offload_rt import LLM, ConfigError, MemoryLimitError, RequestOutput, SamplingParams
+from offload_rt.core import BLOCK_SIZE
+from offload_rt.engine.snapshot_keeper import SnapshotKeeper
+from offload_rt.model_runner.state_capture import StateCapture
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
+FAMILIES = ("qwen3_5", "granite_hybrid", "lfm2", "lfm3", "falcon_h1", "nemotron_h")
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def make(name: str, **options: Any) -> tuple[Any, LLM]:
+    model = architecture(name)
+    return model, LLM(model, **{"policy": "full", "host_memory": "8MiB", "verify": "off"} | options)
+
+
+def run(llm: LLM, prompt: list[int], params: SamplingParams = GREEDY) -> RequestOutput:
+    [output] = llm.generate([prompt], params)
+    llm.runner.check_integrity()
+    return output
+
+
+def recomputed(output: RequestOutput) -> int:
+    """Return the number of prompt tokens that were computed."""
+    return len(output.prompt_token_ids) - output.num_cached_tokens
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_continue_at_snapshots(name: str) -> None:
+    """The same prompt, a longer one, and edits at the end, in the middle and at the beginning."""
+    model, llm = make(name, prefill_chunk_size=48)
+    stem = prompt_of(400)
+    run(llm, stem)
+    for prompt, edit in (
+        (stem, 1), (stem + prompt_of(5, 1), 1), (stem[:390] + prompt_of(10, 2), 10),
+        (stem[:300] + prompt_of(100, 3), 100), (prompt_of(400, 4), 400),
+    ):  # fmt: skip
+        output = run(llm, prompt)
+        assert_greedy(model, prompt, output.outputs[0].token_ids)
+        assert recomputed(output) <= max(0, len(prompt) - len(stem)) + 2 * edit + BLOCK_SIZE
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "granite_hybrid", "nemotron_h"])
+def test_every_edit_recomputes_little(name: str) -> None:
+    """An edit d tokens before the end of prompt and answer recomputes at most 2 d + 64 tokens."""
+    model, llm = make(name)
+    prompt = prompt_of(150)
+    text = (
+        prompt + run(llm, prompt, SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)).outputs[0].token_ids
+    )
+    text.pop()  # the last token was not computed
+    for d in (1, 2, 30, 64, 65, 130, 250, len(text) - 1):
+        edited = text[: len(text) - d] + prompt_of(d, d)
+        edited[len(text) - d] = (text[len(text) - d] + 1) % VOCAB
+        output = run(llm, edited, SamplingParams(max_tokens=2, temperature=0))
+        assert recomputed(output) <= 2 * d + BLOCK_SIZE, d
+        assert_greedy(model, edited, output.outputs[0].token_ids)
+
+
+def test_prompts_that_part_share_all_but_the_first_time() -> None:
+    """The second prompt takes a snapshot where it parts from the first one, and later prompts start there."""
+    _, llm = make("qwen3_5")
+    system = prompt_of(6 * BLOCK_SIZE)
+    outputs = [run(llm, system + prompt_of(500, seed)) for seed in (1, 2, 3)]
+    assert outputs[1].outputs[0].stats is not None
+    assert outputs[1].num_cached_tokens + outputs[1].outputs[0].stats.recomputed_tokens == len(system)
+    assert outputs[2].num_cached_tokens == len(system)
+    assert outputs[2].outputs[0].stats.recomputed_tokens == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("name", "policy"), [("qwen3_5", "infinigen"), ("granite_hybrid", "infinigen")])
+def test_approximate_states_are_not_shared(name: str, policy: str) -> None:
+    """Decoded tokens of a sparse policy have another state. Their text as a prompt is computed exactly."""
+    options: dict[str, Any] = {"policy": policy, "policy_options": {"recent": 4, "budget": 0.2}}
+    _, llm = make(name, **options)
+    prompt = prompt_of(200)
+    text = prompt + run(llm, prompt, SamplingParams(max_tokens=150, temperature=0)).outputs[0].token_ids
+    again = run(llm, text)
+    assert again.num_cached_tokens <= len(prompt)
+    _, alone = make(name, **options, enable_prefix_caching=False)
+    assert run(alone, text).outputs[0].token_ids == again.outputs[0].token_ids
+
+
+def stream(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
+    """Return requests whose prompts continue, edit or cut earlier texts, with one to three completions or beams."""
+    texts, requests = [prompt_of(rng.randrange(1, 300), rng.randrange(1 << 30))], []
+    for _ in range(8):
+        text = list(rng.choice(texts))
+        change = rng.choice(["same", "longer", "edit", "cut", "new"])
+        if change == "longer":
+            text += prompt_of(rng.randrange(1, 150), rng.randrange(1 << 30))
+        elif change == "edit":
+            at = rng.randrange(len(text))
+            text = text[:at] + prompt_of(len(text) - at, rng.randrange(1 << 30))
+        elif change == "cut":
+            text = text[: rng.randrange(1, len(text) + 1)]
+        elif change == "new":
+            text = prompt_of(rng.randrange(1, 300), rng.randrange(1 << 30))
+        texts.append(text)
+        width = rng.choice([1, 1, 2, 3])
+        kind: dict[str, Any] = (
+            {"num_beams": width} if rng.random() < 0.3 else {"seed": 1, "temperature": rng.choice([0, 1])}
+        )
+        requests.append(
+            (text, SamplingParams(max_tokens=rng.choice([1, 6, 70]), n=width, **({"temperature": 0} | kind)))
+        )
+    return requests
+
+
+@pytest.mark.parametrize("seed", range(60) if "OFFLOAD_RT_STRESS" in os.environ else range(4))
+def test_streams_of_prompts_give_the_tokens_of_each_alone(seed: int) -> None:
+    """Random edits, forks and evictions: memory for few blocks and few snapshots, and batches of several requests."""
+    rng = random.Random(seed)
+    name = rng.choice([one for one in RECURRENT if "multimodal" not in one])
+    _, alone = make(name, enable_prefix_caching=False)
+    _, roomy = make(name)
+    assert roomy.runner.pool.states is not None
+    snapshots = rng.choice([1, 3, 8]) * roomy.runner.pool.states.slot_bytes
+    memory = snapshots + rng.choice([60, 100]) * roomy.runner.pool.block_bytes
+    _, tight = make(name, host_memory=memory, snapshot_memory=snapshots, prefill_chunk_size=rng.choice([40, 64, 512]))
+    requests = stream(rng)
+    expected = [[one.token_ids for one in completed(alone.generate([prompt], params))] for prompt, params in requests]
+    for llm, at_once in ((tight, 1), (tight, 3), (roomy, 2)):
+        found = []
+        for at in range(0, len(requests), at_once):
+            part = requests[at : at + at_once]
+            outputs = llm.generate([prompt for prompt, _ in part], [params for _, params in part])
+            found += [[one.token_ids for one in completed([output])] for output in outputs]
+            llm.runner.check_integrity()
+            table = llm.runner.pool.cached.snapshots
+            assert table is not None and not table._pending, "ended requests leave no pending snapshots"
+        assert found == expected
+
+
+def test_the_memory_of_snapshots_is_a_part_of_host_memory() -> None:
+    _, llm = make("qwen3_5", host_memory=1 << 20, snapshot_memory=100_000)
+    pool = llm.runner.pool
+    assert pool.states is not None
+    assert pool.states.bytes <= 100_000 < pool.states.bytes + pool.states.slot_bytes
+    assert pool.block_count * pool.block_bytes + pool.states.bytes <= 1 << 20
+    with pytest.raises(MemoryLimitError, match="snapshot_memory"):
+        make("qwen3_5", host_memory=1 << 20, snapshot_memory=1 << 21)
+    with pytest.raises(ConfigError, match="snapshot_memory"):
+        make("qwen3_5", snapshot_memory="much")
+
+
+@pytest.mark.parametrize("options", [{"snapshot_memory": 1}, {"enable_prefix_caching": False}])
+def test_without_snapshots_nothing_is_shared(options: dict[str, Any]) -> None:
+    model, llm = make("qwen3_5", **options)
+    prompt = prompt_of(200)
+    for _ in range(2):
+        output = run(llm, prompt)
+        assert output.num_cached_tokens == 0
+        assert_greedy(model, prompt, output.outputs[0].token_ids)
+
+
+def test_a_preempted_request_continues_at_a_snapshot() -> None:
+    """Three prompts that grow do not fit together."""
+    prompts = [prompt_of(310, seed=i) for i in range(3)]
+    params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    _, roomy = make("qwen3_5")
+    expected = [one.token_ids for one in completed(roomy.generate(prompts, params))]
+    assert roomy.runner.pool.states is not None
+    snapshots = 30 * roomy.runner.pool.states.slot_bytes
+    _, tight = make("qwen3_5", host_memory=snapshots + 19 * roomy.runner.pool.block_bytes, snapshot_memory=snapshots)
+    engine = tight.make_engine()
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    restored: list[int] = []
+    own = SnapshotKeeper.restore
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SnapshotKeeper, "restore", lambda self, one: (restored.append(one.position), own(self, one))[1])
+        while not engine.idle:
+            engine.step()
+            engine.check_integrity()
+    assert engine.scheduler.preemptions and any(restored)
+    assert [one.new_tokens for one in requests] == expected
+
+
+class TestFaults:
+    """Snapshots that are wrong in one place give other tokens."""
+
+    def test_a_snapshot_one_block_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, llm = make("qwen3_5")
+        own = StateCapture.__init__
+
+        def init(self: StateCapture, slots: Any, slot: int, pool: Any, targets: Any) -> None:
+            own(self, slots, slot, pool, {place - BLOCK_SIZE: target for place, target in targets.items()})
+
+        monkeypatch.setattr(StateCapture, "__init__", init)
+        prompt = prompt_of(300)
+        run(llm, prompt)
+        with pytest.raises(AssertionError):
+            assert_greedy(model, prompt, run(llm, prompt).outputs[0].token_ids)

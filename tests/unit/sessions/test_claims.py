@@ -1,0 +1,183 @@
+"""Test who owns a stored block: sessions by their histories, prompts without a session by claims in the block files."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.disk_blocks import LAYER_BYTES, block_files, blocks_of, fill, load, open_store, save, tokens_of
+
+from offload_rt.config import StoreOptions
+from offload_rt.kv_cache.prefix_tree import block_key
+from offload_rt.sessions.deletion import remove_claims, remove_session
+from offload_rt.sessions.history import History, document_name
+from offload_rt.storage.block_file import CLAIM
+from offload_rt.storage.disk_store import DiskBlockWriter, DiskStore
+from offload_rt.storage.files import read_claim, write_claim
+
+NAMES = ("a", "b", "c")
+NUMBERS = st.sets(st.integers(0, 7), max_size=4)
+
+
+class ClaimsAgainstModel(RuleBasedStateMachine):
+    """Compare a store with sets of block numbers: stored, claimed by a prompt, and used by each session."""
+
+    @initialize()
+    def start(self) -> None:
+        self.home = Path(tempfile.mkdtemp())
+        self.stored: set[int] = set()
+        self.claimed: set[int] = set()
+        self.used: dict[str, set[int]] = {}
+        self.writing: list[tuple[int, bool, DiskBlockWriter]] = []
+        self.store = open_store(self.home)
+
+    def key(self, number: int) -> bytes:
+        return block_key(self.store.root, "exact", tokens_of(number))
+
+    @rule(name=st.sampled_from(NAMES), numbers=NUMBERS)
+    def save_session(self, name: str, numbers: set[int]) -> None:
+        """Take a turn or edit a session. Blocks that its history no longer contains lose this owner."""
+        for number in numbers - self.stored:
+            assert save(self.store, number)
+        self.stored |= numbers
+        self.used[name] = numbers
+        history = History(name, "model", keys=[self.key(number).hex() for number in sorted(numbers)])
+        self.store.put(document_name(name), history.to_bytes())
+
+    @rule(numbers=NUMBERS)
+    def run_prompt(self, numbers: set[int]) -> None:
+        """Use stored blocks and write the missing ones."""
+        for number in numbers:
+            assert save(self.store, number, claim=True) == (number not in self.stored)
+        self.stored |= numbers
+        self.claimed |= numbers
+
+    @rule(numbers=NUMBERS)
+    def claim_some(self, numbers: set[int]) -> None:
+        self.store.claim([self.key(number) for number in numbers])
+        self.claimed |= numbers & self.stored
+
+    @rule(number=st.integers(0, 7), claim=st.booleans())
+    def begin_one(self, number: int, claim: bool) -> None:
+        """Begin a write that ends later, so that several writers of one block overlap."""
+        writer = self.store.begin(self.store.root, "exact", tokens_of(number), LAYER_BYTES, claim=claim)
+        assert (writer is None) == (number in self.stored)
+        if writer is not None:
+            self.writing.append((number, claim, writer))
+        elif claim:
+            self.claimed.add(number)
+
+    @rule(keep=st.booleans())
+    def end_one(self, keep: bool) -> None:
+        if not self.writing:
+            return
+        number, claim, writer = self.writing.pop(0)
+        if not keep:
+            writer.abort()
+            return
+        assert fill(writer, number)
+        self.stored.add(number)
+        self.claimed |= {number} if claim else set()
+
+    @rule(number=st.integers(0, 7))
+    def evict(self, number: int) -> None:
+        self.store.remove([self.key(number)])
+        self.stored.discard(number)
+        self.claimed.discard(number)
+
+    @rule(policy=st.sampled_from(("lookahead", "fifo")))
+    def reopen(self, policy: str) -> None:
+        """Close and open the store, which does not know the claims in its files any more."""
+        while self.writing:
+            self.end_one(keep=False)
+        self.store.close()
+        self.store = open_store(self.home, policy=policy)
+
+    @rule(name=st.sampled_from(NAMES), other_process=st.booleans())
+    def delete(self, name: str, other_process: bool) -> None:
+        space = self.store.root.hex()
+        if other_process and not self.writing:  # `offload-rt sessions delete` knows neither the model nor its layers
+            self.store.close()
+            store = DiskStore(self.home, "", 0, StoreOptions())
+            remove_session(store, space, document_name(name))
+            store.close()
+            self.store = open_store(self.home)
+        else:
+            remove_session(self.store, space, document_name(name))
+        self.used.pop(name, None)
+        self.stored &= self.claimed.union(*self.used.values())
+
+    @rule()
+    def clear(self) -> None:
+        remove_claims(self.store, self.store.root.hex())
+        self.claimed.clear()
+        self.stored &= set().union(*self.used.values())
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        assert {number for number in range(8) if self.key(number) in self.store} == self.stored
+        assert block_files(self.home) == len(self.stored)
+        assert all(load(self.store, number) == blocks_of(number) for number in self.stored)
+        files = {path.stem: read_claim(path) for path in self.home.rglob("*.kv")}
+        assert {number for number in self.stored if files[self.key(number).hex()]} == self.claimed
+        if not self.writing:
+            self.store.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            shutil.rmtree(self.home)
+
+
+ClaimsAgainstModel.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestClaims = pytest.mark.usefixtures("no_fsync")(ClaimsAgainstModel.TestCase)
+
+
+def test_a_store_of_an_earlier_version_has_no_claims(tmp_path: Path) -> None:
+    """Blocks without a claim are readable. A deletion removes those that no history refers to, as before."""
+    store = open_store(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    history = History("kept", "model", keys=[block_key(store.root, "exact", tokens_of(2)).hex()])
+    store.put(history.document, history.to_bytes())
+    assert all(path.read_bytes()[4096 - len(CLAIM) : 4096] == bytes(8) for path in tmp_path.rglob("*.kv"))
+    assert load(store, 1) == blocks_of(1)
+    remove_session(store, store.root.hex(), document_name("gone"))
+    assert load(store, 1) is None and load(store, 2) == blocks_of(2)
+
+
+def test_a_claim_does_not_count_as_a_use(tmp_path: Path) -> None:
+    """Claims keep the last use and the rank of a file, which the file system stores as its times."""
+    store = open_store(tmp_path)
+    save(store, 1)
+    [path] = tmp_path.rglob("*.kv")
+    before = path.stat()
+    key = block_key(store.root, "exact", tokens_of(1))
+    for change in (lambda: store.claim([key]), lambda: store.retain({key}), lambda: store.retain({key}, claimed=False)):
+        change()
+        after = path.stat()
+        assert (after.st_mtime_ns, after.st_atime_ns) == (before.st_mtime_ns, before.st_atime_ns)
+    assert not read_claim(path)
+
+
+def test_a_damaged_block_has_no_claim_and_is_not_changed(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    save(store, 1, claim=True)
+    [path] = tmp_path.rglob("*.kv")
+    path.write_bytes(path.read_bytes()[:-1])
+    damaged = path.read_bytes()
+    assert not read_claim(path)
+    write_claim(path, False)
+    assert path.read_bytes() == damaged
+    reader = open_store(tmp_path, read_only=True)
+    reader.claim([block_key(reader.root, "exact", tokens_of(1))])
+    assert path.read_bytes() == damaged, "a reader writes nothing"
